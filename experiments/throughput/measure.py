@@ -1,0 +1,122 @@
+"""Times one way to train, in a process of its own; prints one JSON object.
+
+Usage: NPROC=1 python -m experiments.throughput.measure (jit | scan | gpipe | 1f1b | dispatch) STAGES
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from experiments.throughput import model
+
+
+def seconds(step: Callable[[], None], warm: int = 3, runs: int = 10) -> float:
+    """The median of `runs` steps after `warm` ones."""
+    taken = []
+    for _ in range(warm + runs):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[warm:])
+
+
+def jit_per_micro_batch() -> dict[str, Any]:
+    """jit(value_and_grad) per micro-batch, gradients added by another jit."""
+    params, batch = jax.device_put(model.transformer_params()), model.transformer_batch()
+    grad = jax.jit(jax.value_and_grad(model.transformer_loss))
+    add = jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
+
+    def step() -> None:
+        sums = None
+        for m in range(model.MICRO_BATCHES):
+            at = slice(m * model.MICRO_BATCH, (m + 1) * model.MICRO_BATCH)
+            _, g = grad(params, jax.tree.map(lambda x, at=at: x[at], batch), None)
+            sums = g if sums is None else add(sums, g)
+        jax.block_until_ready(sums)
+
+    return {"step_s": seconds(step)}
+
+
+def one_scan() -> dict[str, Any]:
+    """One jit with a scan over the micro-batches."""
+    params, batch = jax.device_put(model.transformer_params()), model.transformer_batch()
+
+    @jax.jit
+    def run(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(model.MICRO_BATCHES, -1, *x.shape[1:]), batch)
+
+        def body(sums: Any, part: Any) -> tuple[Any, jax.Array]:
+            loss, g = jax.value_and_grad(model.transformer_loss)(params, part, None)
+            return jax.tree.map(jax.numpy.add, sums, g), loss
+
+        return jax.lax.scan(body, jax.tree.map(jax.numpy.zeros_like, params), parts)
+
+    return {"step_s": seconds(lambda: jax.block_until_ready(run(params, batch)))}
+
+
+def pipeline(schedule: str, stages: int) -> dict[str, Any]:
+    """jvpipe, with plain SGD so that the update weighs as little as in the others, which have none."""
+    import optax
+
+    import jvpipe
+
+    start = time.perf_counter()
+    pipe = jvpipe.Pipeline(
+        model.transformer_loss, optax.sgd(0.1), stages=stages, microbatches=model.MICRO_BATCHES, schedule=schedule
+    )
+    batch = model.transformer_batch()
+    state = pipe.init(model.transformer_params(), batch, None)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = pipe.step(state, batch)
+        jax.block_until_ready(state)
+
+    step()
+    first_s = time.perf_counter() - start
+    found = {"first_s": first_s, "programs": sum(pipe.programs.values()), "cuts": pipe.plan.cuts}
+    return {"step_s": seconds(step)} | found
+
+
+def dispatch() -> dict[str, Any]:
+    """Microseconds per task: 8 layers, S=4, M=8, Adam; step wall time over 64, for 2 to 6 arrays per layer."""
+    import optax
+
+    import jvpipe
+
+    found = {}
+    for arrays in (2, 3, 4, 6):
+        pipe = jvpipe.Pipeline(model.chain_loss, optax.adam(1e-3), stages=4, microbatches=8, planner="even")
+        batch = model.chain_batch()
+        state = pipe.init(model.chain_params(arrays), batch, None)
+
+        def step() -> None:
+            nonlocal state  # noqa: B023
+            state, _ = pipe.step(state, batch)  # noqa: B023
+            jax.block_until_ready(state)
+
+        found[arrays] = seconds(step, warm=50, runs=400) / 64 * 1e6
+    slope = (found[6] - found[2]) / 4
+    return {"task_us": found[2], "slope_us": slope, "by_arrays_us": found}
+
+
+def main() -> None:
+    """Runs one measurement on as many devices as it has stages."""
+    way, stages = sys.argv[1], int(sys.argv[2])
+    jax.config.update("jax_num_cpu_devices", stages)
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "jit": jit_per_micro_batch,
+        "scan": one_scan,
+        "dispatch": dispatch,
+    }
+    found = ways[way]() if way in ways else pipeline(way, stages)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Pipeline-parallel training for JAX: trace a loss, cut it, run it over several devices."""
+
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.weighted import Weighted
+from jvpipe.pipeline import Pipeline, checkpoint_extra
+from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.state import State
+from jvpipe.runtime.tensors import MemoryLimitExceeded
+
+__all__ = ["MemoryLimitExceeded", "Pipeline", "Plan", "StageError", "State", "Weighted", "checkpoint_extra"]

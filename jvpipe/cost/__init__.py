@@ -1,0 +1,1 @@
+"""What layers, tensors and links cost, measured or estimated."""

@@ -1,0 +1,149 @@
+"""The layer graph: what a model is once its loss has been traced and cut at its narrow places."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "parameter",  # a leaf of the parameters
+    "tensor",  # a value that one layer makes and others read
+    "batch",  # a leaf of the batch, one micro-batch of it
+    "seed",  # the run's key and the counters (step, micro-batch)
+    "state",  # a leaf of the model state, as the previous micro-batch left it
+    "constant",  # an array that the loss captured
+    "loss",  # the total and, if weighted, the weight
+    "aux",  # a leaf of what the loss returns beside
+]
+
+
+class Ref(NamedTuple):
+    """Names a value that a layer reads or writes: the `index`-th of its `kind`."""
+
+    kind: Kind
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """The shape and type of an array, and the name a reader knows it by."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+Source = tuple[Literal["input", "output", "residual"], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a layer's forward leaves for its backward, and what the backward takes and gives.
+
+    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals` exist for the
+    backward alone; `sources` are the inputs, outputs and residuals it reads; `cotangents` the outputs whose
+    cotangents it takes; `partial` the inputs whose cotangent it adds to a sum that comes in; `gradients` and
+    `returned` the inputs whose gradients and cotangents it yields.
+    """
+
+    residuals: tuple[Array, ...]
+    sources: tuple[Source, ...]
+    cotangents: tuple[int, ...]
+    partial: tuple[int, ...]
+    gradients: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value that crosses from the layer that makes it straight to each layer that reads it."""
+
+    array: Array
+    producer: int
+    readers: tuple[int, ...]
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A leaf of the parameters; several readers mean that it is tied, the first one owns it."""
+
+    array: Array
+    readers: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        """The layer that holds the parameter, its optimizer state and its update."""
+        return self.readers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A run of equations between two narrow cuts: the unit of placement, compilation and migration.
+
+    `reads` are in the order of its program's inputs (parameters first), `writes` of its outputs.
+    `candidates` are the values inside it whose fate can be chosen: kept, swapped or recomputed.
+    `flops` counts the products of one forward.
+    """
+
+    id: int
+    name: str
+    reads: tuple[Ref, ...]
+    writes: tuple[Ref, ...]
+    candidates: tuple[Array, ...] = ()
+    flops: int = 0
+
+    def reading(self, kind: Kind) -> tuple[int, ...]:
+        """The indices of the values of one kind that the layer reads."""
+        return tuple(ref.index for ref in self.reads if ref.kind == kind)
+
+    def writing(self, kind: Kind) -> tuple[int, ...]:
+        """The indices of the values of one kind that the layer writes."""
+        return tuple(ref.index for ref in self.writes if ref.kind == kind)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraph:
+    """Layers in the order of their forwards, and the values between them, for one micro-batch."""
+
+    layers: tuple[Layer, ...]
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Parameter, ...]
+    batch: tuple[Array, ...] = ()
+    state: tuple[Array, ...] = ()
+    constants: tuple[Array, ...] = ()
+    aux: tuple[Array, ...] = ()
+    aux_groups: tuple[tuple[int, ...], ...] = ()  # a pair is a `Weighted`
+    weighted: bool = False
+    loss_bytes: int = 4
+    seed_bytes: int = 16
+
+    def owned(self, layer: int) -> tuple[int, ...]:
+        """The parameters that a layer owns."""
+        return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)
+
+    @property
+    def loss_layer(self) -> int:
+        """The layer that makes the loss."""
+        return next(layer.id for layer in self.layers if Ref("loss", 0) in layer.writes)
+
+    def aux_reduced(self, group: int) -> bool:
+        """Whether a leaf of aux is averaged over the micro-batches (else they are stacked)."""
+        first = self.aux[self.aux_groups[group][0]]
+        return len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
+
+    def skips(self) -> Iterator[Tensor]:
+        """The tensors that are read beyond the next layer."""
+        return (t for t in self.tensors if t.readers[-1] > t.producer + 1)
+
+    def tied(self) -> Iterator[Parameter]:
+        """The parameters that several layers read."""
+        return (p for p in self.parameters if len(p.readers) > 1)
+
+    def __str__(self) -> str:
+        lines = []
+        for layer in self.layers:
+            parameters = sum(self.parameters[i].array.bytes for i in self.owned(layer.id))
+            sent = ", ".join(self.tensors[i].array.name for i in layer.writing("tensor"))
+            lines.append(f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}")
+        return "\n".join(lines)

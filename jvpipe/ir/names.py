@@ -1,0 +1,15 @@
+"""Names that a user gave and that we do not know."""
+
+import difflib
+from collections.abc import Sequence
+
+
+def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
+    """The message for an unknown name.
+
+    >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
+    "unknown schedule '1f1p': did you mean '1f1b'? There are gpipe, 1f1b"
+    """
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean '{close[0]}'? " if close else ""
+    return f"unknown {kind} '{name}': {guess}There are {', '.join(known)}"

@@ -1,0 +1,95 @@
+"""A plan: which layers run on which devices, each tensor's fate, and the schedule."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+FATES = ("keep", "swap", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers on one device group; `devices` are indices into the pipeline's devices.
+
+    `fates` names what is not kept: tensor name to `swap` or `recompute`.
+    """
+
+    layers: tuple[int, ...]
+    devices: tuple[int, ...]
+    fates: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in the order of the forward; `schedule` and `planner` say what it was made for and by.
+
+    >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
+    (5, 6)
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: str = "1f1b"
+    planner: str = "given"
+
+    @staticmethod
+    def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
+        """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`."""
+        layers = list(layers)
+        if not layers or any(not isinstance(n, int) or n < 1 for n in layers):
+            raise ValueError(f"every stage needs at least one layer, the cuts are {layers}")
+        where = list(range(len(layers)) if devices is None else devices)
+        if len(where) != len(layers):
+            raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
+        bounds = [0, *accumulate(layers)]
+        stages = (Stage(tuple(range(a, b)), (d,)) for (a, b), d in zip(pairwise(bounds), where, strict=True))
+        return Plan(tuple(stages), **kwargs)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The number of layers per stage."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that a layer runs in."""
+        return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
+
+    def with_schedule(self, schedule: str) -> "Plan":
+        """The same placement for another schedule."""
+        return replace(self, schedule=schedule)
+
+    def check(self, layers: int, devices: int) -> None:
+        """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
+        found = [layer for stage in self.stages for layer in stage.layers]
+        if missing := sorted(set(range(layers)) - set(found)):
+            raise ValueError(f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}")
+        if found != list(range(layers)):
+            raise ValueError(
+                f"the plan's stages hold layers {found}: they must be 0 to {layers - 1}, each once and in order"
+            )
+        for s, stage in enumerate(self.stages):
+            if not stage.layers or len(stage.devices) != 1:
+                raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
+            if stage.devices[0] not in range(devices):
+                raise ValueError(f"stage {s} is on device {stage.devices[0]}, there are {devices} devices")
+            if unknown := set(stage.fates.values()) - set(FATES):
+                raise ValueError(f"stage {s} has unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Reads a plan that `save` wrote."""
+        try:
+            found = json.loads(Path(path).read_text())
+            stages = tuple(
+                Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
+                for s in found["stages"]
+            )
+            return Plan(stages, str(found["schedule"]), str(found["planner"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a plan that jvpipe saved: {error!r}") from error

@@ -1,0 +1,33 @@
+"""Sizes in bytes, as people write them."""
+
+import re
+
+_UNITS = {"": 1, "b": 1, **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """Bytes from a number or a text such as "16GiB".
+
+    >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
+    (1610612736, 1000, None)
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"memory limit {size!r} is not a size: write bytes, or a text such as '16GiB' or '500MiB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(size: int) -> str:
+    """Bytes for people to read.
+
+    >>> format_bytes(1610612736)
+    '1.50 GiB'
+    """
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

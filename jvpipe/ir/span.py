@@ -1,0 +1,22 @@
+"""A stretch of time in which a device did one thing, measured or simulated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task on one row of a timeline.
+
+    `device` names the row: a device, or a link where transfers are to be seen beside the work they overlap.
+    Spans of one row follow each other. `kind` is the task's letters (`F`, `B`, `U`, `SEND`, ...), `name` its
+    text form (`2F0`); times count from any common origin; `args` is whatever else to show (JSON-able).
+    """
+
+    device: str
+    name: str
+    start_s: float
+    end_s: float
+    kind: str
+    args: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,460 @@
+"""The facade: checks what the user gives and wires the parts. Pytrees end here; below are flat arrays per layer."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jvpipe.cost.measure import LayerSeconds, measure_layers
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.span import Span
+from jvpipe.ir.sizes import parse_bytes
+from jvpipe.planners import check_planner, make_plan
+from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.programs.store import shared_store
+from jvpipe.report.explain import explain
+from jvpipe.runtime.build import Build, backward_program, forward_program, layer_programs
+from jvpipe.runtime import skeleton
+from jvpipe.runtime.checkpoint import check_paths, load_checkpoint, load_meta, save_checkpoint
+from jvpipe.runtime.controller import Controller, Feeds, StageError
+from jvpipe.runtime.monitor import Monitor
+from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
+from jvpipe.runtime.tensors import Ledger, check_limit
+from jvpipe.schedules import find_schedule
+from jvpipe.schedules.emit import persistent_buffers
+from jvpipe.trace.graph import Traced, build_graph
+from jvpipe.trace.loss import KeyKind, abstract, key_words, path_name, trace_loss
+
+Tree = Any
+Metrics = dict[str, Any]
+_log = logging.getLogger("jvpipe")
+
+
+class Pipeline:
+    """Trains a plain JAX loss over a pipeline of devices.
+
+    Args:
+        loss_fn: `(params, batch, rng) -> loss`, a scalar or `jvpipe.Weighted`; `(loss, aux)` with `has_aux`;
+            `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])` with `has_state`.
+        optimizer: any optax transformation that its jaxpr lets cut.
+        stages: their number, or a `Plan`.
+        microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
+        schedule: "gpipe" or "1f1b".
+        planner: "even", "torchgpipe" (balances measured seconds) or "torchgpipe-size" (bytes of parameters).
+        memory_limit: per device, bytes or a text such as "16GiB".
+        devices: one per stage, by default the first of `jax.devices()`; name one twice to share it.
+        has_aux: the loss returns something beside.
+        has_state: the loss carries a model state (batch norm).
+        grad_norm: also report the global norm of the gradient.
+
+    Raises:
+        ValueError: for anything that cannot be used, with the values and the cure.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> def loss_fn(params, batch, rng):
+    ...     x = batch["x"]
+    ...     for w in params:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean((x - batch["y"]) ** 2)
+    >>> params = [0.5 * jnp.eye(4)] * 3
+    >>> batch = {"x": np.ones((8, 4), np.float32), "y": np.zeros((8, 4), np.float32)}
+    >>> pipe = Pipeline(loss_fn, optax.sgd(0.1), stages=2, microbatches=4, planner="even")
+    >>> state = pipe.init(params, batch, jax.random.key(0))
+    >>> state, metrics = pipe.step(state, batch)
+    >>> round(float(metrics["loss"]), 4)
+    0.0487
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        stages: int | Plan = 2,
+        microbatches: int = 4,
+        schedule: str = "1f1b",
+        planner: str = "torchgpipe",
+        memory_limit: int | str | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        has_aux: bool = False,
+        has_state: bool = False,
+        grad_norm: bool = False,
+    ) -> None:
+        find_schedule(schedule)
+        check_planner(planner)
+        count = len(stages.stages) if isinstance(stages, Plan) else stages
+        for name, value in (("stages", count), ("microbatches", microbatches)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        self._loss_fn, self._optimizer = loss_fn, optimizer
+        self._wanted, self._microbatches = stages, microbatches
+        self._schedule, self._planner = schedule, planner
+        self._limit = parse_bytes(memory_limit)
+        self._options = {"has_aux": has_aux, "has_state": has_state}
+        self._grad_norm = grad_norm
+        self._devices, self._places = _devices(stages, devices)
+        self._store = shared_store()
+        self._builds: dict[Any, Build] = {}
+        self.ledger = Ledger(self._devices)
+        self._controller = Controller(self.ledger)
+        self._checked = False
+        self._last_loss: jax.Array | None = None
+
+    # Setting up
+
+    def init(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None) -> State:
+        """Traces, measures, plans, compiles and places; the caller's arrays stay theirs.
+
+        Args:
+            params: a pytree of arrays, or a function `key -> params`, which is then evaluated leaf by leaf on the
+                devices that own the leaves.
+            batch: a batch, or its shapes.
+            rng: the key of the run.
+            model_state: with `has_state`.
+        """
+        made = callable(params)
+        shapes, leaves = made_leaves(self._store, params, rng) if made else (abstract(params), [])
+        if not made:
+            leaves = given_leaves(jax.tree.leaves(params))
+        build = self._trace(shapes, batch, rng, model_state)
+        named = {("parameter", i): leaf for i, leaf in enumerate(leaves)}
+        named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
+        return self._place(build, named, None if rng is None else key_words(rng), 0)
+
+    def _place(self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int) -> State:
+        check_limit(build.peaks, self._devices, self._limit)
+        constants = given_leaves(build.traced.loss.constants)
+        leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
+        arrays = self._placing(build).place(self.ledger, leaves, self._store)
+        return State(arrays, words, step)
+
+    def _placing(self, build: Build) -> Placing:
+        buffers = build.lowered.buffers[: build.lowered.persistent]
+        return Placing(build.traced.graph, build.optimizer, buffers, self._devices)
+
+    def _trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
+        """Traces at the shapes of a batch; the first time this also plans."""
+        micro = _micro_batch(batch, self._microbatches)
+        self._params = jax.tree.structure(params)
+        self._inputs = (abstract(params), rng, abstract(model_state))
+        self._batch = abstract(batch)
+        loss = trace_loss(self._loss_fn, params, micro, rng, model_state, **self._options)
+        first = next(iter(self._builds.values()), None)
+        traced = build_graph(loss, first.traced.cuts if first else None)
+        graph = traced.graph
+        optimizer = first.optimizer if first else cut_optimizer(
+            self._optimizer,
+            abstract(params),
+            [p.owner for p in graph.parameters],
+            [len(p.readers) for p in graph.parameters],
+            microbatches=None if graph.weighted else self._microbatches,
+            grad_norm=self._grad_norm,
+        )
+        plan = first.plan if first else self._make_plan(traced)
+        build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store)
+        self._builds[_shapes(batch)] = build
+        return build
+
+    def _make_plan(self, traced: Traced) -> Plan:
+        graph = traced.graph
+        if isinstance(self._wanted, Plan):
+            plan = self._wanted.with_schedule(self._schedule)
+        else:
+            self._seconds = None
+
+            def measure() -> LayerSeconds:
+                programs = layer_programs(self._store, traced)
+                pairs = [(forward_program(p), backward_program(p)) for p in programs]
+                self._seconds = measure_layers(self._store, pairs, self._devices[0])
+                return self._seconds
+
+            plan = make_plan(self._planner, graph, self._wanted, self._schedule, self._places, measure)
+        plan.check(len(graph.layers), len(self._devices))
+        return plan
+
+    # Running
+
+    def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        """One update from one batch. Consumes `state`; returns at once, the devices work on."""
+        build = self._build_for(batch)
+        state.check(build.lowered.persistent)
+        self._raise_earlier_failure()
+        lowered = build.lowered
+        table = [*state.arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
+        table = self._controller.run(build.instructions, table, self._feeds(batch, state))
+        metrics = self._metrics(build, [table[b] for b in lowered.metrics])
+        self._last_loss = metrics["loss"]
+        if not self._checked:
+            self._check_first_loss(metrics["loss"], state.step)
+        return State(tuple(table[b] for b in lowered.final), state.words, state.step + 1), metrics
+
+    def evaluate(self, state: State, batch: Tree) -> Metrics:
+        """The metrics of a batch, forward only; nothing changes."""
+        build = self._build_for(batch)
+        state.check(build.lowered.persistent)
+        lowered, instructions = build.evaluation()
+        table = [*state.arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
+        table = self._controller.run(instructions, table, self._feeds(batch, state))
+        return self._metrics(build, [table[b] for b in lowered.metrics])
+
+    def run(self, state: State, batches: Iterable[Tree], num_steps: int | None = None) -> Iterator[tuple[State, Metrics]]:
+        """Steps through a stream of batches; a state is valid until the next one is asked for."""
+        for batch in islice(batches, num_steps):
+            state, metrics = self.step(state, batch)
+            yield state, metrics
+
+    def _build_for(self, batch: Tree) -> Build:
+        if not self._builds:
+            raise ValueError("this pipeline has no model yet: call init or restore first")
+        key = _shapes(batch)
+        if key not in self._builds:
+            _log.warning("the shapes of the batch changed: tracing and compiling for them")
+            params, rng, model_state = self._inputs
+            self._trace(params, batch, rng, model_state)
+        return self._builds[key]
+
+    def _feeds(self, batch: Tree, state: State) -> Feeds:
+        micro = self._microbatches
+        feeds: dict[tuple[str, int], Sequence[Any]] = {}
+        for i, leaf in enumerate(map(np.asarray, jax.tree.leaves(batch))):
+            size = len(leaf) // micro
+            feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(micro)]
+        if state.words is not None:
+            words = state.words.ravel()
+            feeds["seed", 0] = [np.array([*words, state.step, m], np.uint32) for m in range(micro)]
+        return feeds
+
+    def _metrics(self, build: Build, values: list[jax.Array]) -> Metrics:
+        groups = len(build.traced.graph.aux_groups)
+        metrics: Metrics = {"loss": values[0]}
+        if self._options["has_aux"]:
+            metrics["aux"] = jax.tree.unflatten(build.traced.loss.aux_tree, values[1 : 1 + groups])
+        if len(values) > 1 + groups:
+            metrics["grad_norm"] = values[1 + groups]
+        return metrics
+
+    def _check_first_loss(self, loss: jax.Array, step: int) -> None:
+        try:
+            value = float(loss)
+        except Exception as error:
+            raise self._controller.failure(error) from error
+        if not np.isfinite(value):
+            raise ValueError(
+                f"the loss of step {step} is {value}: check the batch, the learning rate and the initial parameters"
+            )
+        self._checked = True
+
+    def _raise_earlier_failure(self) -> None:
+        """A program that failed after `step` returned is reported by the next call."""
+        if self._last_loss is not None and self._last_loss.is_ready():
+            try:
+                self._last_loss.block_until_ready()
+            except Exception as error:
+                raise self._controller.failure(error) from error
+
+    # Looking
+
+    @property
+    def programs(self) -> dict[jax.Device, int]:
+        """The number of compiled programs that steps use, per device."""
+        used = set().union(*(build.executables for build in self._builds.values()))
+        return {device: sum(d == device for _, d in used) for device in self._devices}
+
+    @property
+    def plan(self) -> Plan:
+        """Which layers run where."""
+        return self._first.plan
+
+    @property
+    def graph(self) -> Any:
+        """The layer graph of the model."""
+        return self._first.traced.graph
+
+    @property
+    def _first(self) -> Build:
+        if not self._builds:
+            raise ValueError("this pipeline has no model yet: call init or restore first")
+        return next(iter(self._builds.values()))
+
+    def explain(self) -> str:
+        """A text that says what runs where, what it costs and why."""
+        build = self._first
+        return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices)
+
+    def params(self, state: State) -> Tree:
+        """The parameters as the caller gave them, as numpy arrays."""
+        values = self._host_values(state, "parameter")
+        return jax.tree.unflatten(self._params, values)
+
+    def model_state(self, state: State) -> Tree:
+        """The model state as the caller gave it, as numpy arrays (keys as keys)."""
+        return jax.tree.unflatten(jax.tree.structure(self._inputs[2]), self._host_values(state, "state"))
+
+    def state_step(self, state: State) -> int:
+        """The number of steps that a state has seen."""
+        return state.step
+
+    def _host_values(self, state: State, kind: str) -> list[Any]:
+        state.check(self._first.lowered.persistent)
+        found = self._placing(self._first).values(state.arrays)
+        try:
+            return [_to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
+        except StageError:
+            raise
+        except Exception as error:
+            raise self._controller.failure(error) from error
+
+    def monitor(self, on: bool = True) -> None:
+        """Switches on the measuring of every task, or off."""
+        self._controller.monitor = Monitor(self._devices) if on else None
+
+    def spans(self) -> list[Span]:
+        """What ran when in the last step that was measured; waits for its end."""
+        if self._controller.monitor is None:
+            raise ValueError("nothing is measured: call pipe.monitor() before the step")
+        return self._controller.monitor.spans()
+
+    # Keeping
+
+    def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
+        """Writes a checkpoint, keyed by parameter path: any cut can restore it. `extra` is kept with it (JSON)."""
+        arrays = {
+            kind: dict(zip(names, map(_savable, self._host_values(state, kind)), strict=True))
+            for kind, names in self._names().items()
+        }
+        words = None if state.words is None else state.words.tolist()
+        params, rng, model_state = self._inputs
+        shapes = {"params": params, "batch": self._batch, "model_state": model_state}
+        meta = {
+            "step": state.step,
+            "words": words,
+            "key": None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl],
+            "schedule": self._schedule,
+            "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
+            "extra": extra or {},
+        }
+        save_checkpoint(path, arrays, meta)
+
+    def restore(self, path: str | Path) -> State:
+        """The state that `save` wrote, under this pipeline's own plan."""
+        arrays, meta = load_checkpoint(path)
+        if not self._builds:
+            self._trace_saved(path, meta)
+        build = self._first
+        leaves: dict[Name, Leaf] = {}
+        for kind, names in self._names().items():
+            shapes = self._shapes_of(kind)
+            check_paths(arrays.get(kind, {}), dict(zip(names, shapes, strict=True)), str(path))
+            for i, name in enumerate(names):
+                leaves |= {(kind, i): given_leaves([arrays[kind][name]])[0]}
+        words = None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
+        return self._place(build, leaves, words, int(meta["step"]))
+
+    def _trace_saved(self, path: str | Path, meta: dict[str, Any]) -> None:
+        """Traces at the shapes that a checkpoint tells of, for a pipeline that was never initialised."""
+        shapes = meta["shapes"]
+        if unknown := [name for name, found in shapes.items() if found is None]:
+            raise ValueError(
+                f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
+            )
+        trees = {name: skeleton.load(found) for name, found in shapes.items()}
+        rng = None
+        if meta["key"] is not None:
+            (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
+            rng = jax.numpy.asarray(words.reshape(shape))
+            rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
+        self._trace(trees["params"], trees["batch"], rng, trees["model_state"])
+
+    def _names(self) -> dict[str, list[str]]:
+        """What the arrays of each kind are called in a checkpoint."""
+        build = self._first
+        graph = build.traced.graph
+        return {
+            "parameter": [p.array.name for p in graph.parameters],
+            "optimizer": [leaf.array.name for leaf in build.optimizer.state],
+            "state": [array.name for array in graph.state],
+        }
+
+    def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
+        graph, optimizer = self._first.traced.graph, self._first.optimizer
+        arrays = {"parameter": [p.array for p in graph.parameters], "optimizer": [leaf.array for leaf in optimizer.state], "state": graph.state}
+        return [(tuple(a.shape), _savable_dtype(str(a.dtype))) for a in arrays[kind]]
+
+
+def checkpoint_extra(path: str | Path) -> dict[str, Any]:
+    """What `Pipeline.save` was given as `extra`."""
+    return load_meta(path)["extra"]
+
+
+def _devices(
+    stages: int | Plan, devices: Sequence[jax.Device] | None
+) -> tuple[tuple[jax.Device, ...], tuple[int, ...]]:
+    """The distinct devices, and the index of each stage's device among them."""
+    given = list(jax.devices() if devices is None else devices)
+    distinct = tuple(dict.fromkeys(given))
+    if isinstance(stages, Plan):
+        return distinct, ()
+    if stages > len(given):
+        raise ValueError(
+            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages, "
+            "or share devices by naming them more than once in devices="
+        )
+    used = tuple(dict.fromkeys(given[:stages]))
+    return used, tuple(used.index(d) for d in given[:stages])
+
+
+def _shapes(batch: Tree) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
+
+
+def _micro_batch(batch: Tree, microbatches: int) -> Tree:
+    """The shapes of one micro-batch."""
+
+    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(leaf)
+        if not shape:
+            raise ValueError(f"batch leaf '{path_name(path)}' is a scalar: every leaf needs a leading batch axis")
+        size = shape[0]
+        if size % microbatches or not size:
+            near = _nearest_divisors(size, microbatches)
+            raise ValueError(
+                f"{microbatches} micro-batches do not divide the {size} examples of batch leaf '{path_name(path)}': "
+                f"the nearest that do are {near}"
+            )
+        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
+
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch))
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
+    return jax.tree_util.tree_map_with_path(part, abstract(batch))
+
+
+def _nearest_divisors(size: int, wanted: int) -> str:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
+    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
+
+
+def _to_host(array: jax.Array) -> Any:
+    """A copy on the host that no later step can overwrite."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.array(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return np.array(array)
+
+
+def _savable(value: Any) -> np.ndarray:
+    """Arrays that a checkpoint can hold: keys as their words."""
+    return np.asarray(jax.random.key_data(value)) if _savable_dtype(str(value.dtype)) != str(value.dtype) else value
+
+
+def _savable_dtype(dtype: str) -> str:
+    return "uint32" if dtype.startswith("key<") else dtype

@@ -1,0 +1,1 @@
+"""Layers and optimizers as compiled programs."""

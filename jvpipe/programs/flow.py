@@ -1,0 +1,133 @@
+"""Placed equations as pieces: who needs which value, what crosses between layers, what each computes in each phase."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.programs.ownership import Home, Output, Placement
+from jvpipe.programs.pieces import Part, Piece, Slot
+from jvpipe.trace import jaxprs
+from jvpipe.trace.primitives import is_cheap
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Placed equations between named inputs and results.
+
+    `layers` are those that own parameters; `shared` is the replicated state that the global program has a copy of.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    constants: Mapping[Var, Any]
+    inputs: Mapping[Var, Slot]
+    outputs: Sequence[Output]
+    placement: Placement
+    layers: Sequence[int]
+    shared: frozenset[Slot] = frozenset()
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of all layers and of the global program, in an order in which they can run."""
+        homes: list[Home] = [*self.layers, "global"]
+        found = [piece for home in homes for piece in self._pieces_of(home)]
+        return tuple(sorted(found, key=lambda piece: (piece.phase, piece.layer is None)))
+
+    @cached_property
+    def readers(self) -> dict[Var, set[Home]]:
+        """Who needs each value. What goes from layer to layer goes by the global program."""
+        found: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
+        for out in self.outputs:
+            for var in jaxprs.variables([out.atom]):
+                found[var] |= self._holders(out)
+        for eqn in reversed(self.eqns):
+            asking = set().union(*(found[v] for v in eqn.outvars))
+            home = self.placement.of(eqn.outvars[0]).home
+            for var in jaxprs.variables(eqn.invars):
+                found[var] |= {home} if asking and home != "everywhere" else asking
+        for var, who in found.items():
+            home = self.placement.of(var).home
+            if isinstance(home, int) and who - {home}:
+                who.add("global")
+        return found
+
+    @cached_property
+    def _vectors(self) -> dict[Slot, list[Var]]:
+        """What is packed into each vector between the layers and the global program."""
+        found: dict[Slot, list[Var]] = {}
+        for var, who in self.readers.items():
+            home, phase = self.placement.of(var)
+            dtype = str(_jax.aval(var).dtype)
+            if isinstance(home, int) and "global" in who:
+                found.setdefault(Slot("partial", phase, home, dtype), []).append(var)
+            if home != "everywhere" and who - {home, "global"}:
+                found.setdefault(Slot("global", phase, 0, dtype), []).append(var)
+        return found
+
+    @cached_property
+    def _eqns_of(self) -> dict[Home, list[JaxprEqn]]:
+        found: dict[Home, list[JaxprEqn]] = {}
+        for eqn in self.eqns:
+            found.setdefault(self.placement.of(eqn.outvars[0]).home, []).append(eqn)
+        return found
+
+    def _unchanged(self, out: Output) -> bool:
+        return isinstance(out.atom, Var) and self.inputs.get(out.atom) == out.slot
+
+    def _holders(self, out: Output) -> set[Home]:
+        if out.home != "everywhere":
+            return {out.home}
+        return {*self.layers, *(["global"] if out.slot in self.shared else [])}
+
+    def _pieces_of(self, home: Home) -> Iterator[Piece]:
+        layer = home if isinstance(home, int) else None
+        results = [r for r in self.outputs if home in self._holders(r) and not self._unchanged(r)]
+        sent: dict[int, list[Slot]] = {}
+        for slot in self._vectors:
+            if slot.kind == "global" if layer is None else slot.kind == "partial" and slot.source == layer:
+                sent.setdefault(slot.index, []).append(slot)
+        last = max([*sent, *(self.placement.of(r.atom).ready(home) for r in results)], default=-1)
+        phases = sorted({*sent, last}) if last >= 0 else []
+        wanted: dict[int, list[Atom]] = {p: [v for s in sent.get(p, []) for v in self._vectors[s]] for p in phases}
+        if phases:
+            wanted[last] += [r.atom for r in results]
+        runs = self._runs(home, wanted)
+        kept = self._kept(home, runs)
+        for phase in phases:
+            eqns, read = runs[phase]
+            made = {v for eqn in eqns for v in eqn.outvars}
+            yielded = [(r.atom, r.slot) for r in results if phase == last]
+            yielded += [(v, slot) for v, slot in kept.items() if v in made]
+            slots = {v: kept.get(v) or self._slot(v, home) for v in read}
+            part = Part(eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded)
+            yield part.piece(layer, phase, last=phase == last)
+
+    def _runs(self, home: Home, wanted: Mapping[int, Sequence[Atom]]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
+        """Per phase, the equations that run and what they read. A costly layer equation runs once, others as needed."""
+        eqns = [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
+        runs = {}
+        for phase, atoms in wanted.items():
+            needed = jaxprs.prune(eqns, atoms)
+            made = {v for eqn in needed for v in eqn.outvars}
+            passed = [v for v in jaxprs.variables(atoms) if v not in made]
+            read = dict.fromkeys([*jaxprs.free_variables(needed), *passed])
+            runs[phase] = needed, [v for v in read if v not in self.constants]
+            done = {id(eqn) for eqn in needed if home != "global" and not is_cheap(eqn)}
+            eqns = [eqn for eqn in eqns if id(eqn) not in done]
+        return runs
+
+    def _kept(self, home: Home, runs: Mapping[int, tuple[list[JaxprEqn], list[Var]]]) -> dict[Var, Slot]:
+        """The results of costly equations that a layer reads in a later phase."""
+        made = {v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
+        read = dict.fromkeys(v for _, found in runs.values() for v in found if v in made)
+        return {v: Slot("kept", i, home) for i, v in enumerate(read) if isinstance(home, int)}
+
+    def _slot(self, var: Var, reader: Home) -> Slot:
+        home, phase = self.placement.of(var)
+        dtype = str(_jax.aval(var).dtype)
+        if home in ("everywhere", reader):
+            return self.inputs[var]
+        if isinstance(home, int) and reader == "global":
+            return Slot("partial", phase, home, dtype)
+        return Slot("global", phase, 0, dtype)

@@ -1,0 +1,162 @@
+"""A layer as two programs: a forward that yields residuals, and a backward that reads them.
+
+The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
+barrier; everything else is computed again in the backward. Then any choice gives the same bits.
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, JaxprEqn
+from jvpipe.ir.layers import Ref, Signature, Source
+from jvpipe.trace import jaxprs
+from jvpipe.trace.graph import Body, array_of
+
+@dataclass(frozen=True)
+class LayerPrograms:
+    """Both programs of a layer for one choice of fates.
+
+    `forward` is `(inputs) -> (outputs, residuals)`; `backward` is `(sources, cotangents, partial sums,
+    accumulators) -> (accumulators, cotangents of inputs)`.
+    """
+
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
+    signature: Signature
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for layers that can share both programs."""
+        return (program_key(self.forward), program_key(self.backward), self.signature)
+
+
+def program_key(closed: ClosedJaxpr) -> Hashable:
+    """A value that is equal for two jaxprs that compile to the same program."""
+    jaxpr = closed.jaxpr
+    structure = jaxprs.structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    return structure, jaxprs.comparable(closed.consts)
+
+
+def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
+    """Makes a layer's forward and backward.
+
+    Args:
+        body: the layer's equations.
+        kept: the names of the candidates that the forward saves.
+        partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
+    """
+    closed, tree = _trace_forward(body, kept)
+    n_out = len(body.outputs)
+    leaves = closed.jaxpr.outvars[n_out:]
+    sources = _sources(closed, n_out)
+    own = list(dict.fromkeys(v for v in leaves if sources[v][0] == "residual"))
+    backward, signature = _trace_backward(body, tree, [(sources[v], _jax.aval(v)) for v in leaves], partial)
+    used = [v for v in own if sources[v] in signature.sources]
+    renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
+    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
+    jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
+    signature = replace(
+        signature,
+        residuals=tuple(array_of(v, f"residual{i}") for i, v in enumerate(used)),
+        sources=tuple(renumber.get(s, s) for s in signature.sources),
+    )
+    return LayerPrograms(ClosedJaxpr(jaxpr, closed.consts), backward, signature)
+
+
+def inference(body: Body) -> ClosedJaxpr:
+    """The layer without residuals, for evaluation."""
+    return jaxprs.flatten(lambda *xs: _run(body, xs), *map(_shape, body.inputs))
+
+
+def _shape(atom: _jax.Atom) -> jax.ShapeDtypeStruct:
+    aval = _jax.aval(atom)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
+    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        names = (body.candidates.get(v) for v in eqn.outvars)
+        out = zip(_jax.bind(eqn, values), names, strict=True)
+        return [x if name is None else checkpoint_name(jax.lax.optimization_barrier(x), name) for x, name in out]
+
+    env = dict(zip(body.inputs, inputs, strict=True))
+    jaxprs.run(body.eqns, env, apply)
+    return jaxprs.read(body.outputs, env)
+
+
+def _trace_forward(body: Body, kept: Collection[str]) -> tuple[ClosedJaxpr, Any]:
+    """The forward with every leaf that the backward closes over as an output, and how to rebuild it."""
+    trees = []
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+
+    def forward(*xs: Any) -> list[Any]:
+        def pick(*variable: Any) -> tuple[list[Any], list[Any]]:
+            moving = iter(variable)
+            merged = [next(moving) if d else x for x, d in zip(xs, body.differentiable, strict=True)]
+            out = jax.checkpoint(lambda *ys: _run(body, ys), policy=policy, prevent_cse=False)(*merged)
+            return [x for x, a in zip(out, body.active, strict=True) if a], out
+
+        variable = [x for x, d in zip(xs, body.differentiable, strict=True) if d]
+        _, pull, out = jax.vjp(pick, *variable, has_aux=True)
+        leaves, tree = jax.tree.flatten(pull)
+        trees.append(tree)
+        return [*out, *leaves]
+
+    closed = jaxprs.flatten(forward, *map(_shape, body.inputs))
+    return closed, trees[-1]
+
+
+def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
+    """Where the backward finds each value that the forward leaves it."""
+    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
+    known: dict[_jax.Atom, Source] = {}
+    for i, v in reversed(list(enumerate(outputs))):
+        known[v] = ("output", i)
+    known |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
+    own = dict.fromkeys(v for v in leaves if v not in known)
+    return known | {v: ("residual", i) for i, v in enumerate(own)}
+
+
+def _trace_backward(
+    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], partial: Collection[int]
+) -> tuple[ClosedJaxpr, Signature]:
+    variable = [i for i, d in enumerate(body.differentiable) if d]
+    gradients = [i for i in variable if body.reads[i].kind == "parameter"]
+    returned = [i for i in variable if body.reads[i].kind == "tensor"]
+    added_to = [i for i in returned if body.reads[i].index in partial]
+    active = [i for i, a in enumerate(body.active) if a]
+    taken = [i for i in active if body.writes[i] != Ref("loss", 0)]
+    shapes = dict(leaves)
+
+    def backward(found: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
+        value = dict(zip(shapes, found, strict=True))
+        pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
+        given = {i: jnp.ones((), _jax.aval(body.outputs[i]).dtype) for i in active}
+        given |= zip(taken, cotangents, strict=True)
+        moved = dict(zip(variable, pull([given[i] for i in active]), strict=True))
+        moved |= {i: before + moved[i] for i, before in zip(added_to, sums, strict=True)}
+        sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
+        return [*sums_now, *(moved[i] for i in returned)]
+
+    closed = jaxprs.flatten(
+        backward,
+        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
+        [_shape(body.outputs[i]) for i in taken],
+        [_shape(body.inputs[i]) for i in added_to],
+        [_shape(body.inputs[i]) for i in gradients],
+    )
+    read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
+    unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
+    sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
+    jaxpr = closed.jaxpr.replace(invars=[v for v in closed.jaxpr.invars if v not in unread])
+    signature = Signature(
+        (), tuple(sources), tuple(taken), tuple(added_to), tuple(gradients), tuple(returned)
+    )
+    return ClosedJaxpr(jaxpr, closed.consts), signature

@@ -1,0 +1,51 @@
+"""The small programs around the layers: the sum of the losses, and fresh accumulators."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.programs.store import Program
+
+
+def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) -> Program:
+    """Reduces what the micro-batches gave, in ascending order.
+
+    The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
+    reduced likewise if it is `Weighted` or a floating-point scalar; others are stacked along a new first axis.
+    """
+
+    def total(values: Sequence[jax.Array]) -> jax.Array:
+        result = values[0]
+        for value in values[1:]:
+            result = result + value
+        return result
+
+    def reduce(*values: jax.Array) -> list[jax.Array]:
+        columns = [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
+        losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
+        out = [total(losses[0]) / total(losses[1]).astype(losses[0][0].dtype), total(losses[1])] if graph.weighted else [
+            total(losses[0]) / np.asarray(microbatches, losses[0][0].dtype)
+        ]
+        for group, found in enumerate(graph.aux_groups):
+            parts = [aux[i] for i in found]
+            if len(parts) == 2:
+                out.append(total(parts[0]) / total(parts[1]).astype(parts[0][0].dtype))
+            elif graph.aux_reduced(group):
+                out.append(total(parts[0]) / np.asarray(microbatches, parts[0][0].dtype))
+            else:
+                out.append(jnp.stack(parts[0]))
+        return out
+
+    shapes = tuple(inputs)
+    key = ("loss", graph.weighted, graph.aux_groups, tuple((s.shape, str(s.dtype)) for s in shapes), microbatches)
+    return Program(key, reduce, shapes)
+
+
+def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """Fresh accumulators."""
+    key = ("zeros", tuple((s.shape, str(s.dtype)) for s in shapes))
+    return Program(key, lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], ())

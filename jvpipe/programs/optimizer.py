@@ -1,0 +1,213 @@
+"""An optimizer cut into pieces that run where their operands live.
+
+`optimizer.update` and `init` are traced over the whole tree of parameters. Every parameter has an owner, a layer; so
+has the state that belongs to it. Each equation runs with the layer that its operands belong to. What mixes layers, a
+global norm say, runs in a global program between two rounds of the layers' own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
+from jvpipe.ir.layers import Array
+from jvpipe.programs.flow import Flow
+from jvpipe.programs.optimizer_trace import Path, evaluate, trace_optimizer, transformation
+from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
+from jvpipe.programs.pieces import Piece, Slot
+from jvpipe.trace import jaxprs
+from jvpipe.trace.loss import path_name
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own."""
+
+    array: Array
+    owner: int | None
+
+
+@dataclass(frozen=True)
+class OptimizerCut:
+    """An optimizer in pieces; those of `init` and of `update` can run in the order in which they stand.
+
+    `cross_layer` names the transformations through which a layer's update depends on other layers.
+    """
+
+    init: tuple[Piece, ...]
+    update: tuple[Piece, ...]
+    state: tuple[StateLeaf, ...]
+    state_tree: jax.tree_util.PyTreeDef
+    cross_layer: tuple[str, ...]
+
+    def held_by(self, layer: int | None) -> tuple[int, ...]:
+        """The leaves of the state that a layer, or the global program (None), has: its own and its copies."""
+        written = {slot.index for piece in self.init if piece.layer == layer for slot in piece.writes}
+        return tuple(i for i in range(len(self.state)) if i in written)
+
+
+def cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    owners: Sequence[int],
+    readers: Sequence[int],
+    *,
+    microbatches: int | None,
+    grad_norm: bool = False,
+) -> OptimizerCut:
+    """Cuts an optimizer by the owners of the parameters.
+
+    Args:
+        optimizer: any `optax.GradientTransformation`.
+        params: arrays or `jax.ShapeDtypeStruct`.
+        owners: the layer that owns each leaf, in tree order.
+        readers: the number of layers that read each leaf: it has as many gradient accumulators. They are added
+            in that order.
+        microbatches: what the gradients are divided by; None if their weight is an input of the update.
+        grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a dependence of layers.
+
+    Raises:
+        ValueError: the optimizer mixes large arrays of several layers, or needs more than gradients, state and
+            parameters.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    >>> cut = cut_optimizer(optimizer, params, owners=[0, 1], readers=[1, 1], microbatches=4)
+    >>> [(piece.layer, piece.phase) for piece in cut.update]
+    [(0, 0), (1, 0), (None, 0), (0, 1), (1, 1)]
+    >>> cut.update[0].writes
+    (Slot(kind='partial', index=0, source=0, dtype='float32'),)
+    >>> cut.cross_layer
+    ('clip_by_global_norm',)
+    """
+    traced = trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
+    paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    gradients = [Slot("gradient", leaf, reader) for leaf, n in enumerate(readers) for reader in range(n)]
+    weight = [Slot("weight")] if microbatches is None else []
+    parameters = [Slot("parameter", leaf) for leaf in range(len(paths))]
+    state = [Slot("state", leaf) for leaf in range(len(traced.state))]
+    norm = [Slot("grad_norm")] if grad_norm else []
+    update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
+    init = _Program(traced.init, tuple(parameters), tuple(state))
+
+    of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
+    owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
+    matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
+    owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
+    owned |= {slot: Input("global") for slot in norm}
+    owned |= _claims(update, owned)
+    layers = sorted(set(owners))
+    flow = update.flow(owned, layers)
+    while (shared := _read_globally(flow)) != flow.shared:
+        flow = replace(flow, shared=shared)
+    owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
+    return OptimizerCut(
+        replace(init.flow(owned, layers), shared=flow.shared).pieces(),
+        flow.pieces(),
+        tuple(StateLeaf(array, owner_of.get(slot)) for array, slot in zip(traced.state, state, strict=True)),
+        traced.state_tree,
+        _cross_layer(flow),
+    )
+
+
+def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
+    """The parameter that each leaf of the state belongs to: the path of the one ends with the path of the other.
+
+    It has to do so for all leaves under what stands before: in `hyperparams["b1"]`, `hyperparams["eps"]` the former
+    does not belong to a parameter `b1`.
+
+    >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
+    [1, 0, None, None]
+    """
+    leaf_of = {path: leaf for leaf, path in enumerate(params)}
+
+    def mirrors(prefix: Path) -> bool:
+        n = len(prefix)
+        return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
+
+    prefixes = dict.fromkeys(path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of)
+    mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
+    splits = ([n for n in range(len(path) + 1) if path[:n] in mirrored] for path in state)
+    return [leaf_of[path[ns[0] :]] if ns else None for path, ns in zip(state, splits, strict=True)]
+
+
+_EVERYWHERE = Input("everywhere")
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A traced function whose inputs and results have names."""
+
+    closed: ClosedJaxpr
+    inputs: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+
+    def outputs(self, owned: Mapping[Slot, Input]) -> list[Output]:
+        named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
+        return [Output(atom, owned.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
+
+    def origins(self, owned: Mapping[Slot, Input]) -> dict[Var, Input]:
+        named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
+        constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
+        return constants | {var: owned.get(slot, _EVERYWHERE) for var, slot in named}
+
+    def placed(self, owned: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
+        """Places all equations; scans over several layers are split first."""
+        eqns = self.closed.jaxpr.eqns
+        placement = place(eqns, self.origins(owned), self.outputs(owned))
+        if not placement.splits:
+            return self, placement
+        splits = {id(eqns[i]): split for i, split in placement.splits.items()}
+
+        def run(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+            with jax.named_scope(_jax.scope(eqn)):
+                return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
+
+        closed = jaxprs.flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)
+        return replace(self, closed=closed).placed(owned)
+
+    def flow(self, owned: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
+        program, placement = self.placed(owned)
+        jaxpr, consts = program.closed.jaxpr, program.closed.consts
+        outputs = program.outputs(owned)
+        check_outputs(jaxpr.eqns, program.origins(owned), outputs, placement)
+        constants = dict(zip(jaxpr.constvars, consts, strict=True))
+        inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
+        return Flow(jaxpr.eqns, constants, inputs, outputs, placement, layers)
+
+
+def _claims(update: _Program, owned: Mapping[Slot, Input]) -> dict[Slot, Input]:
+    """State that matches no parameter's path but is made of one layer's values and read by that layer alone."""
+    program, placement = update.placed(owned)
+    outputs = program.outputs(owned)
+    made = {out.slot: placement.of(out.atom).home for out in outputs if out.home == "everywhere"}
+    made = {slot: home for slot, home in made.items() if isinstance(home, int)}
+    goes_to = destinations(program.closed.jaxpr.eqns, [out for out in outputs if out.slot not in made])
+    variables = {slot: var for var, slot in zip(program.closed.jaxpr.invars, program.inputs, strict=True)}
+    found = {slot: Input(home) for slot, home in made.items() if goes_to.get(variables[slot], home) == home}
+    return found | _claims(program, {**owned, **found}) if found else {}
+
+
+def _read_globally(flow: Flow) -> frozenset[Slot]:
+    """The replicated state that the global program reads."""
+    copied = {v: slot for v, slot in flow.inputs.items() if slot.kind == "state"}
+    copied = {v: slot for v, slot in copied.items() if flow.placement.of(v).home == "everywhere"}
+    return frozenset(slot for v, slot in copied.items() if "global" in flow.readers[v])
+
+
+def _cross_layer(flow: Flow) -> tuple[str, ...]:
+    """The transformations that read one layer's values for another layer's sake."""
+    wanted = [out for out in flow.outputs if out.slot.kind != "grad_norm"]
+    relayed = {out.atom for out in wanted if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")}
+    names: dict[str, None] = {}
+    for eqn in jaxprs.prune(flow.eqns, [out.atom for out in wanted]):
+        home = flow.placement.of(eqn.outvars[0]).home
+        homes = {flow.placement.of(atom).home for atom in eqn.invars}
+        if any(isinstance(h, int) and h != home for h in homes) or not relayed.isdisjoint(eqn.outvars):
+            names[transformation(eqn) or "the optimizer"] = None
+    return tuple(names)

@@ -1,0 +1,211 @@
+"""An optimizer as two straight lines of equations, its update and its init.
+
+The name scope of each equation ends with the transformation that it comes from.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, JaxprEqn
+from jvpipe.ir.layers import Array
+from jvpipe.trace import jaxprs
+from jvpipe.trace.loss import path_name
+
+Tree = Any
+Path = tuple[Any, ...]
+Apply = Callable[[JaxprEqn, list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class TracedOptimizer:
+    """What an optimizer does to a whole tree of parameters.
+
+    `update` takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
+    state; it returns parameters, state and, if asked for, the gradient norm. `init` takes the parameters.
+    """
+
+    update: ClosedJaxpr
+    init: ClosedJaxpr
+    state: tuple[Array, ...]
+    state_paths: tuple[Path, ...]
+    state_tree: jax.tree_util.PyTreeDef
+
+
+def trace_optimizer(
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    readers: Sequence[int],
+    microbatches: int | None,
+    *,
+    grad_norm: bool,
+) -> TracedOptimizer:
+    """Traces an optimizer at the shapes of `params`; no array is made.
+
+    Args:
+        optimizer: any `optax.GradientTransformation`.
+        params: arrays or `ShapeDtypeStruct`.
+        readers: per leaf, how many gradient accumulators there are to be summed.
+        microbatches: what the sums are divided by; None if it is an input, a float32.
+        grad_norm: also return the norm of the gradients.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    params = jax.tree.unflatten(tree, leaves)
+    sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
+    weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
+
+    def init(params: Tree) -> Tree:
+        return _call_optimizer(optimizer.init, params)
+
+    def update(sums: list[list[Any]], weight: Any, params: Tree, state: Tree) -> tuple[Tree, Tree, Any]:
+        by = np.float32(microbatches) if weight is None else weight
+        means = [functools.reduce(jnp.add, parts) / by for parts in sums]
+        grads = [mean.astype(x.dtype) for mean, x in zip(means, leaves, strict=True)]
+        updates, state = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
+        return optax.apply_updates(params, updates), state, _norm(grads) if grad_norm else None
+
+    state = _standard(jax.eval_shape)(init, params)
+    for _ in range(3):
+        closed = straight_line(update, sums, weight, params, state)
+        new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
+        settled = _settled(state, new_state)
+        if settled == state:
+            break
+        state = settled
+    else:
+        raise ValueError(f"the types of the optimizer's state do not settle: after three updates they are {state}")
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    return TracedOptimizer(
+        closed,
+        straight_line(lambda params: jax.tree.map(_cast, init(params), state), params),
+        tuple(_array(path_name(path), leaf) for path, leaf in paths),
+        tuple(tuple(path) for path, _ in paths),
+        jax.tree.structure(state),
+    )
+
+
+def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Traces `fn` without calls and branches: of a `cond` both branches run and `select_n` picks.
+
+    Both are free of side effects, so the results have the same bits.
+    """
+    closed = _retraced(_standard(jax.make_jaxpr)(fn)(*args))
+    while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
+        closed = _retraced(closed)
+    return closed
+
+
+def transformation(eqn: JaxprEqn) -> str:
+    """The optax transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
+    return _jax.scope(eqn).rpartition("/")[2]
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind) -> list[Any]:
+    """Runs a jaxpr on values, each equation through `apply`."""
+    env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+    jaxprs.run(closed.jaxpr.eqns, env, apply)
+    return jaxprs.read(closed.jaxpr.outvars, env)
+
+
+def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
+    return jaxprs.flatten(lambda *xs: evaluate(closed, xs, _expand), *closed.in_avals)
+
+
+def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    with jax.named_scope("/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))):
+        return _EXPANDED.get(eqn.primitive.name, _jax.bind)(eqn, values)
+
+
+def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    index, *operands = values
+    results = [evaluate(branch, operands, _expand) for branch in eqn.params["branches"]]
+    which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
+    return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
+
+
+def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """A function with a derivative rule of its own: no derivative is taken here."""
+    return evaluate(eqn.params["call_jaxpr"], values, _expand)
+
+
+_EXPANDED: dict[str, Apply] = {
+    "cond": _cond,
+    "custom_jvp_call": _primal,
+    "custom_vjp_call": _primal,
+}
+
+
+def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
+    """Calls `init` or `update`; frames inside this one are the optimizer's."""
+    try:
+        return method(*args)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: gradients, state and parameters are all that an update of a pipeline knows. "
+            "Use an optimizer that needs no more (for L-BFGS: linesearch=None)"
+        ) from error
+
+
+def _traced_in(eqn: JaxprEqn) -> str:
+    """The factory of the innermost `update` or `init` that traced an equation: `adam` of `adam.<locals>.update_fn`."""
+    found, outer = "", ""
+    for file, function in _jax.call_stack(eqn):
+        if function == _call_optimizer.__name__ and file == __file__:
+            return found or outer
+        name, _, method = function.rpartition(".")
+        if not found and name and method in ("update", "update_fn", "init", "init_fn"):
+            found = name.partition(".")[0]
+        outer = function.partition(".")[0]
+    return ""
+
+
+def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
+    """`trace` under the promotion rules that optax is written for, whatever the user has set."""
+
+    def traced(fn: Callable[..., Any], *args: Any) -> Any:
+        def standard(*args: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return fn(*args)
+
+        return trace(standard, *args)
+
+    return traced
+
+
+def _norm(grads: Sequence[jax.Array]) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, np.float32))))) for g in grads))
+
+
+def _settled(old: Tree, new: Sequence[Any]) -> Tree:
+    """The types of the state after an update, as a scan would have its carry: weak types give way to strong ones."""
+
+    def settle(path: Path, before: Any, after: Any) -> jax.ShapeDtypeStruct:
+        if before.shape != after.shape:
+            raise ValueError(
+                f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
+            )
+        weak = before.weak_type and after.weak_type
+        return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
+
+    leaves, tree = jax.tree_util.tree_flatten_with_path(old)
+    if len(leaves) != len(new):
+        raise ValueError(f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update")
+    return tree.unflatten([settle(path, before, after) for (path, before), after in zip(leaves, new, strict=True)])
+
+
+def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.lax.convert_element_type(value, like.dtype)
+
+
+def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
+    return Array(name, tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)

@@ -1,0 +1,213 @@
+"""Where each equation of an optimizer runs: with the layer that owns its operands, everywhere, or once for all layers.
+
+What is computed from replicated values alone is computed again by whoever needs it. What mixes layers runs in the
+global program, and only small values may go there. Layers and the global program take turns, in phases: the
+global program of a phase reads what layers sent in it, layers read the results in the next phase.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.programs.optimizer_trace import transformation
+from jvpipe.programs.pieces import Slot
+from jvpipe.programs.scans import SplitScan, split_scan
+from jvpipe.trace import jaxprs
+
+Home = int | Literal["everywhere", "global"]
+SMALL_BYTES = 1024
+
+
+class Place(NamedTuple):
+    """Where a value is made, and in which phase; a `home` that is a number is a layer."""
+
+    home: Home
+    phase: int
+
+    def ready(self, reader: Home) -> int:
+        """The phase from which on a layer or the global program can have the value."""
+        if self.home == "everywhere":
+            return max(self.phase - 1, 0) if reader == "global" else self.phase
+        return self.phase + (reader not in ("global", self.home))
+
+
+class Input(NamedTuple):
+    """Where an input of the optimizer lives, and the path of the parameter it belongs to, if any."""
+
+    home: Home
+    parameter: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of the optimizer: who needs it (everywhere: whoever holds a copy), and its name."""
+
+    atom: Atom
+    home: Home
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of every variable. `splits` are the scans that have to be split first, by position."""
+
+    places: Mapping[Var, Place]
+    splits: Mapping[int, SplitScan]
+
+    def of(self, atom: Atom) -> Place:
+        """Where an atom is made; constants are everywhere."""
+        return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
+
+
+def place(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]) -> Placement:
+    """Finds a place for every equation of `straight_line`.
+
+    Raises:
+        ValueError: an equation mixes large arrays of several layers, or has side effects.
+    """
+    work = _Placing(eqns, inputs, destinations(eqns, outputs))
+    for index, eqn in enumerate(eqns):
+        work.place(index, eqn)
+    work.send_early(jaxprs.variables(out.atom for out in outputs if out.home != "global"))
+    return Placement(work.places, work.splits)
+
+
+def check_outputs(
+    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
+) -> None:
+    """Raises ValueError if a large result is made by one layer and needed by another."""
+    for out in outputs:
+        home = at.of(out.atom).home
+        if isinstance(home, int) and home != out.home and not _is_small(out.atom):
+            name = next((transformation(eqn) for eqn in eqns if out.atom in eqn.outvars), "")
+            raise ValueError(
+                f"the optimizer cannot be cut by layers: {name or 'it'} makes {out.slot.kind} {out.slot.index} of "
+                f"{_origins(eqns, inputs, [out.atom])}, which belong to another layer"
+            )
+
+
+def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
+    """The only layer whose results depend on a value; "everywhere" if there are several."""
+    reached: dict[Var, Home] = {}
+
+    def add(atoms: Iterable[Atom], home: Home) -> None:
+        for var in jaxprs.variables(atoms):
+            reached[var] = "everywhere" if reached.get(var, home) != home else home
+
+    for out in outputs:
+        add([out.atom], out.home if isinstance(out.home, int) else "everywhere")
+    for eqn in reversed(eqns):
+        for home in {reached[v] for v in eqn.outvars if v in reached}:
+            add(eqn.invars, home)
+    return reached
+
+
+class _Placing:
+    def __init__(self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]) -> None:
+        self.eqns, self.inputs, self.goes_to = eqns, inputs, goes_to
+        self.places = {var: Place(given.home, 0) for var, given in inputs.items()}
+        self.splits: dict[int, SplitScan] = {}
+        self.reductions: set[Var] = set()
+
+    def place(self, index: int, eqn: JaxprEqn) -> None:
+        if eqn.effects:
+            raise ValueError(
+                f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
+            )
+        operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
+        layers = {p.home for p in operands.values() if isinstance(p.home, int)}
+        large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
+        if len(large) > 1:
+            self._split(index, eqn, operands)
+            return
+        if len(layers) > 1:
+            home = large.pop() if large else "global"
+        elif layers:
+            home = "global" if self._continues_a_reduction(eqn, operands, *layers) else layers.pop()
+        else:
+            home = "global" if self._belongs_together(eqn, operands) else "everywhere"
+        phase = max((p.ready(home) for p in operands.values()), default=0)
+        self.places |= dict.fromkeys(eqn.outvars, Place(home, phase))
+        if self._is_reduction(eqn):
+            self.reductions.update(eqn.outvars)
+
+    def send_early(self, wanted: Iterable[Var]) -> None:
+        """Moves a layer's operations on scalars that only the global program reads into the global program.
+
+        So layers alike have programs alike, wherever their parameters stand in the tree.
+        """
+        read_by_layers = set(wanted)
+        for eqn in reversed(self.eqns):
+            home, phase = self.places[eqn.outvars[0]]
+            scalar = all(_size(a) == 1 for a in [*eqn.invars, *eqn.outvars])
+            if isinstance(home, int) and scalar and read_by_layers.isdisjoint(eqn.outvars):
+                self.places |= dict.fromkeys(eqn.outvars, Place("global", phase))
+            elif home != "global":
+                read_by_layers.update(jaxprs.variables(eqn.invars))
+
+    def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
+        """Whether what is made of global values is best made once, and sent.
+
+        It is if it serves many, is no larger than they are, and of their type: a vector per type is sent.
+        """
+        types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
+        serves_many = any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars)
+        no_larger = all(_is_small(v) and _size(v) <= sum(map(_size, eqn.invars)) for v in eqn.outvars)
+        return serves_many and no_larger and all(_jax.aval(v).dtype in types for v in eqn.outvars)
+
+    def _continues_a_reduction(self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home) -> bool:
+        """Whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
+
+        Then the result stays global: else each layer in turn would wait for the one before.
+        """
+        mixes = any(p.home == "global" for p in operands.values())
+        reduced = all(_size(v) == 1 and (p.home != layer or v in self.reductions) for v, p in operands.items())
+        return mixes and reduced and any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
+
+    def _is_reduction(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation makes a number of an array, or of such numbers."""
+        reduces = eqn.primitive.name.startswith(("reduce_", "dot_general"))
+        scalar = all(_size(v) == 1 for v in eqn.outvars)
+        return scalar and (reduces or any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars)))
+
+    def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
+        homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
+        layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
+        split = split_scan(eqn, layers) if eqn.primitive.name == "scan" else None
+        if split is None or not split.separates:
+            raise ValueError(self._complaint(eqn))
+        self.splits[index] = split
+        phase = max(p.phase for p in operands.values())
+        for var, found in zip(eqn.outvars, split.layers, strict=True):
+            self.places[var] = Place(min(found), phase) if found else Place("everywhere", phase)
+
+    def _complaint(self, eqn: JaxprEqn) -> str:
+        large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
+        return (
+            f"the optimizer cannot be cut by layers: {transformation(eqn) or 'it'} mixes, in one {eqn.primitive.name}, "
+            f"arrays of several layers, made of {_origins(self.eqns, self.inputs, large)}. Only values under "
+            f"{SMALL_BYTES} bytes, such as a norm, may cross from layer to layer"
+        )
+
+
+def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Iterable[Atom]) -> str:
+    """The parameters that values are made of, as text."""
+    found: dict[str, None] = {}
+    for atom in atoms:
+        read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
+        found |= {inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter}
+    names = [f"'{name}'" for name in found]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _size(atom: Atom) -> int:
+    return math.prod(_jax.aval(atom).shape)
+
+
+def _is_small(atom: Atom) -> bool:
+    return _size(atom) * _jax.aval(atom).dtype.itemsize < SMALL_BYTES
+
+

@@ -1,0 +1,139 @@
+"""The programs that an optimizer is cut into, and the names of the arrays between them."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
+from jvpipe.programs.layer import program_key
+from jvpipe.trace import jaxprs
+
+Kind = Literal["gradient", "weight", "parameter", "state", "kept", "partial", "global", "grad_norm"]
+KINDS: tuple[Kind, ...] = ("gradient", "weight", "parameter", "state", "kept", "partial", "global", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Names an array that a piece reads or writes.
+
+    | kind | index | source | what |
+    |---|---|---|---|
+    | gradient | leaf | reader | the sum of a parameter's gradients in its `source`-th reading layer |
+    | weight | | | the sum of weights, a float32 scalar |
+    | parameter, state | leaf | | a leaf of the parameters or of the optimizer's state |
+    | kept | number | layer | a costly value that a layer needs again in a later phase |
+    | partial | phase | layer | a vector of what a layer tells the global program, of one `dtype` |
+    | global | phase | | a vector of what the global program tells the layers, of one `dtype` |
+    | grad_norm | | | the norm of all gradients |
+    """
+
+    kind: Kind
+    index: int = 0
+    source: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one layer (None: the global program) computes in one phase, from `reads` to `writes`.
+
+    `donated` are positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
+    """
+
+    layer: int | None
+    phase: int
+    reads: tuple[Slot, ...]
+    writes: tuple[Slot, ...]
+    donated: tuple[int, ...]
+    program: ClosedJaxpr
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for pieces that can share one compiled program."""
+        return program_key(self.program), self.donated
+
+
+@dataclass(frozen=True)
+class Part:
+    """The equations of a piece, with the slot of each value that they read and of each that they yield.
+
+    Several values in one slot are packed into a vector: `vectors` lists what is in each.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    constants: Mapping[Var, Any]
+    vectors: Mapping[Slot, Sequence[Var]]
+    read: Mapping[Var, Slot]
+    sent: Sequence[Slot]
+    yielded: Sequence[tuple[Atom, Slot]]
+
+    @cached_property
+    def reads(self) -> tuple[Slot, ...]:
+        """The arrays that the piece takes, each once."""
+        return tuple(sorted(set(self.read.values()), key=lambda s: (KINDS.index(s.kind), s.index, s.source, s.dtype)))
+
+    def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
+        """The program of these equations; the last of a layer may overwrite what the layer owns."""
+        single = {slot: var for var, slot in self.read.items()}
+        shapes = [self._packed(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
+        program = jaxprs.flatten(self._run, *shapes)
+        writes = (*self.sent, *(slot for _, slot in self.yielded))
+        donated = _donated(self.reads, writes, program) if last else ()
+        return Piece(layer, phase, self.reads, writes, donated, program)
+
+    def _run(self, *arrays: jax.Array) -> list[Any]:
+        given = dict(zip(self.reads, arrays, strict=True))
+        env = {**self.constants}
+        for var, slot in self.read.items():
+            env[var] = self._unpack(given[slot], slot, var) if slot in self.vectors else given[slot]
+        jaxprs.run(self.eqns, env, _bind_in_scope)
+        packed = [jnp.concatenate([jnp.ravel(x) for x in jaxprs.read(self.vectors[s], env)]) for s in self.sent]
+        return packed + [_strong(x) for x in jaxprs.read([atom for atom, _ in self.yielded], env)]
+
+    def _packed(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        variables = self.vectors[slot]
+        return jax.ShapeDtypeStruct((sum(map(_size, variables)),), _jax.aval(variables[0]).dtype)
+
+    def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
+        variables = self.vectors[slot]
+        start = sum(map(_size, variables[: variables.index(var)]))
+        return jax.lax.slice(vector, [start], [start + _size(var)]).reshape(_jax.aval(var).shape)
+
+
+def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr) -> tuple[int, ...]:
+    """Parameters and state that are written anew, and accumulators that some other result fits into."""
+    free = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
+    chosen = []
+    for kinds in (("parameter", "state"), ("gradient",)):
+        for i, (slot, aval) in enumerate(zip(reads, program.in_avals, strict=True)):
+            if slot.kind in kinds and (slot in writes or slot.kind == "gradient") and free[aval.shape, aval.dtype]:
+                free[aval.shape, aval.dtype] -= 1
+                chosen.append(i)
+    return tuple(sorted(chosen))
+
+
+def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    with jax.named_scope(_jax.scope(eqn)):
+        return _jax.bind(eqn, values)
+
+
+def _strong(value: Any) -> jax.Array:
+    """A value without the weak type that would make its second use another program."""
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return jax.lax.convert_element_type(array, array.dtype) if jax.typeof(array).weak_type else array
+
+
+def _shape(var: Var) -> jax.ShapeDtypeStruct:
+    aval = _jax.aval(var)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _size(var: Var) -> int:
+    return math.prod(_jax.aval(var).shape)

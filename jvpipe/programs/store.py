@@ -1,0 +1,76 @@
+"""Compiled programs: one per distinct layer and device, kept for as long as the process lives."""
+
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr
+from jvpipe.programs.layer import LayerPrograms, differentiate
+from jvpipe.trace import jaxprs
+from jvpipe.trace.graph import Body
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes."""
+
+    key: Hashable
+    fn: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(closed: ClosedJaxpr, donated: Iterable[int] = (), *, marked: bool = False, key: Hashable = None) -> "Program":
+        """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on."""
+        run = _jax.jaxpr_as_fun(closed)
+        fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
+        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated))
+
+
+class ProgramStore:
+    """Makes each layer's programs once and compiles each program once per device."""
+
+    def __init__(self) -> None:
+        self._layers: dict[Hashable, LayerPrograms] = {}
+        self._jitted: dict[Hashable, Any] = {}
+        self._compiled: dict[tuple[Hashable, jax.Device], Any] = {}
+
+    def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
+        """A layer's forward and backward; layers alike get the same ones."""
+        places = tuple(ref.kind == "tensor" and ref.index in partial for ref in body.reads)
+        kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
+        structure = jaxprs.structure(body.eqns, body.inputs, body.outputs)
+        key = (structure, places, kinds, body.differentiable, body.active, frozenset(kept))
+        if key not in self._layers:
+            made = differentiate(body, kept, partial)
+            self._layers[key] = self._layers.setdefault(made.key, made)
+        return self._layers[key]
+
+    def compile(self, wanted: Sequence[tuple[Program, jax.Device]]) -> list[Any]:
+        """The executables of programs on devices; those that are missing are compiled side by side."""
+        missing = {(p.key, d): (p, d) for p, d in wanted if (p.key, d) not in self._compiled}
+        if missing:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                done = pool.map(lambda item: self._lower(*item).compile(), missing.values())
+                self._compiled.update(zip(missing, done, strict=True))
+        return [self._compiled[p.key, d] for p, d in wanted]
+
+    def _lower(self, program: Program, device: jax.Device) -> Any:
+        jitted = self._jitted.setdefault(
+            program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
+        )
+        place = SingleDeviceSharding(device)
+        return jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.inputs))
+
+
+@cache
+def shared_store() -> ProgramStore:
+    """The store of this process: pipelines of the same model share what they compile."""
+    return ProgramStore()

@@ -1,0 +1,63 @@
+"""A plan in words: what runs where, what it holds, and why."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jvpipe.ir.buffers import Peak
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.sizes import format_bytes
+
+_WHY = {
+    "even": "every stage has the same number of layers, give or take one",
+    "torchgpipe": "stages differ by no more than the costliest layer's measured seconds",
+    "torchgpipe-size": "stages differ by no more than the largest layer's bytes of parameters",
+    "given": "the cuts were given",
+}
+
+
+def explain(
+    graph: LayerGraph,
+    plan: Plan,
+    peaks: Sequence[Peak],
+    layer_s: Sequence[float] | None,
+    devices: Sequence[Any],
+) -> str:
+    """A text of one line per stage and one per layer, and the reason for the cuts."""
+    lines = [
+        f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
+        f"{_WHY.get(plan.planner, '')}."
+    ]
+    for s, stage in enumerate(plan.stages):
+        d = stage.devices[0]
+        held = sum(graph.parameters[p].array.bytes for layer in stage.layers for p in graph.owned(layer))
+        work = sum(graph.layers[layer].flops for layer in stage.layers)
+        seconds = f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch" if layer_s else ""
+        lines.append(
+            f"\nstage {s} on {devices[d]}: layers {stage.layers[0]} to {stage.layers[-1]}, "
+            f"{format_bytes(held)} of parameters, {work / 1e9:.3f} GFLOP forward{seconds}; "
+            f"peak {format_bytes(peaks[d].bytes)}"
+        )
+        if peaks[d].row is not None:
+            holders = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peaks[d].holders)
+            lines.append(f"  peak at {peaks[d].row}: {holders}")
+        lines += [f"  {_layer_line(graph, layer, layer_s)}" for layer in stage.layers]
+    for parameter in graph.tied():
+        lines.append(
+            f"\nparameter '{parameter.array.name}' is tied: layers {', '.join(map(str, parameter.readers))} read it, "
+            f"layer {parameter.owner} owns it"
+        )
+    lines += [
+        f"tensor '{tensor.array.name}' skips from layer {tensor.producer} to {', '.join(map(str, tensor.readers))}, "
+        "sent straight"
+        for tensor in graph.skips()
+    ]
+    return "\n".join(lines)
+
+
+def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:
+    layer = graph.layers[i]
+    kept = sum(c.bytes for c in layer.candidates)
+    held = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
+    seconds = f"  {1e3 * layer_s[i]:8.3f} ms" if layer_s else ""
+    return f"layer {i:>3} {layer.name:<36} {format_bytes(held):>11} parameters {format_bytes(kept):>11} kept{seconds}"

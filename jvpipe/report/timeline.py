@@ -1,0 +1,78 @@
+"""Spans as a picture: a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens; and the idle share."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jvpipe.ir.span import Span
+
+COMPUTE = frozenset({"F", "B", "I", "W", "R", "U"})
+"""The kinds of task that occupy a device; all others are copies beside them."""
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """The spans in Chrome's trace format, one row per device, in microseconds since the first start.
+
+    >>> trace = chrome_trace([Span("cpu:0", "0F0", 1.0, 1.5, "F")])
+    >>> [event["name"] for event in trace["traceEvents"]]
+    ['process_name', 'thread_name', 'thread_sort_index', '0F0']
+    >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]
+    (0.0, 500000.0)
+    """
+    rows = {device: row for row, device in enumerate(_in_order(span.device for span in spans))}
+    origin_s = min((span.start_s for span in spans), default=0.0)
+    events = [_metadata("process_name", 0, name="jvpipe")]
+    for device, row in rows.items():
+        events += [
+            _metadata("thread_name", row, name=device),
+            _metadata("thread_sort_index", row, sort_index=row),
+        ]
+    events += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": rows[span.device],
+            "name": span.name,
+            "cat": span.kind,
+            "ts": (span.start_s - origin_s) * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": dict(span.args),
+        }
+        for span in sorted(spans, key=lambda span: span.start_s)
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write(path: Path, spans: Sequence[Span]) -> None:
+    """Writes the Chrome trace of the spans to `path`."""
+    path.write_text(json.dumps(chrome_trace(spans)))
+
+
+def bubble_fraction(spans: Iterable[Span]) -> float:
+    """The idle share of the devices between the first start and the last end of their work; 0 of no work.
+
+    >>> bubble_fraction([Span("a", "0F0", 0.0, 1.0, "F"), Span("b", "1F0", 1.0, 2.0, "F")])
+    0.5
+    """
+    work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
+    if not work:
+        return 0.0
+    start_s, end_s = work[0].start_s, max(span.end_s for span in work)
+    busy_s, reached_s = 0.0, dict.fromkeys((span.device for span in work), start_s)
+    for span in work:
+        busy_s += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
+        reached_s[span.device] = max(span.end_s, reached_s[span.device])
+    available_s = len(reached_s) * (end_s - start_s)
+    return 1.0 - busy_s / available_s if available_s > 0 else 0.0
+
+
+def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": row, "name": event, "args": args}
+
+
+def _in_order(devices: Iterable[str]) -> list[str]:
+    """Each device once, numbers in their order: `cpu:2` before `cpu:10`."""
+    parts = {name: re.split(r"(\d+)", name) for name in devices}
+    return sorted(parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]])

@@ -1,0 +1,1 @@
+"""Runs the task lists: controller, buffers, transfers, checkpoints."""

@@ -1,0 +1,112 @@
+"""A traced loss and a plan, made ready to run: programs compiled, rows bound."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jvpipe.ir.buffers import Lowered, Peak, peaks
+from jvpipe.ir.layers import Array
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Row, RowKind
+from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.loss import loss_program, zeros_program
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.controller import Instruction, bind
+from jvpipe.runtime.state import piece_program
+from jvpipe.schedules import find_schedule
+from jvpipe.schedules.lower import lower_evaluation, lower_step
+from jvpipe.trace.graph import Traced
+
+
+def layer_programs(store: ProgramStore, traced: Traced) -> tuple[LayerPrograms, ...]:
+    """Forward and backward of every layer, with all candidates kept."""
+    found = []
+    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
+        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
+        found.append(store.layer(body, [c.name for c in layer.candidates], later))
+    return tuple(found)
+
+
+def forward_program(programs: LayerPrograms) -> Program:
+    """A layer's forward as something to compile."""
+    return Program.of(programs.forward, marked=True, key=("F", programs.key))
+
+
+def backward_program(programs: LayerPrograms) -> Program:
+    """A layer's backward; it adds into the sums that it is given."""
+    signature = programs.signature
+    first = len(signature.sources) + len(signature.cotangents)
+    count = len(signature.partial) + len(signature.gradients)
+    return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
+
+
+@dataclass
+class Build:
+    """Everything that a step of one batch shape needs."""
+
+    traced: Traced
+    plan: Plan
+    optimizer: OptimizerCut
+    microbatches: int
+    devices: tuple[jax.Device, ...]
+    store: ProgramStore
+    layer_s: Sequence[float] | None = None
+    _evaluation: tuple[Lowered, tuple[Instruction, ...]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.executables: set[tuple[Hashable, jax.Device]] = set()  # which programs are used where
+        self.programs = layer_programs(self.store, self.traced)
+        lists = find_schedule(self.plan.schedule)(len(self.plan.stages), self.microbatches)
+        signatures = [p.signature for p in self.programs]
+        self.lowered = lower_step(self.traced.graph, signatures, self.plan, lists, self.optimizer, self.layer_s)
+        self.instructions = self._bound(self.lowered)
+        temporary = [it.temporary_bytes for it in self.instructions]
+        self.peaks: tuple[Peak, ...] = peaks(self.lowered, len(self.devices), temporary)
+
+    def evaluation(self) -> tuple[Lowered, tuple[Instruction, ...]]:
+        """The forward alone, compiled when first asked for."""
+        if self._evaluation is None:
+            lowered = lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches)
+            self._evaluation = lowered, self._bound(lowered)
+        return self._evaluation
+
+    def _bound(self, lowered: Lowered) -> tuple[Instruction, ...]:
+        tasks = dict.fromkeys(_task(row) for row in lowered.rows if row.kind not in ("FEED", "SEND"))
+        wanted = [(self._program(*task[:3]), self.devices[task[3]]) for task in tasks]
+        executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
+        self.executables |= {(program.key, device) for program, device in wanted}
+        return bind(lowered, self.devices, lambda row: executables[_task(row)])
+
+    def _program(self, kind: RowKind, layer: int, piece: int) -> Program:
+        graph = self.traced.graph
+        match kind:
+            case "F":
+                return forward_program(self.programs[layer])
+            case "B":
+                return backward_program(self.programs[layer])
+            case "E":
+                closed = inference(self.traced.bodies[layer])
+                return Program.of(closed, marked=True, key=("E", program_key(closed)))
+            case "ZERO":
+                reads = graph.layers[layer].reads
+                gradients = self.programs[layer].signature.gradients
+                return zeros_program([shape(graph.parameters[reads[i].index].array) for i in gradients])
+            case "LOSS":
+                parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
+                shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
+                return loss_program(graph, shapes, self.microbatches)
+            case _:
+                return piece_program(self.optimizer.update[piece])
+
+
+def _task(row: Row) -> tuple[RowKind, int, int, int]:
+    """What distinguishes executables: rows that differ in the micro-batch alone share one."""
+    return row.kind, row.layer, row.program, row.device
+
+
+def shape(array: Array) -> jax.ShapeDtypeStruct:
+    """An array's shape and type, for JAX."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -1,0 +1,153 @@
+"""The state of a training run: every array that outlives a step, and how it gets to its device and back."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Piece, Slot
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.tensors import Ledger
+from jvpipe.schedules.emit import GLOBAL
+from jvpipe.schedules.update import slot_key
+from jvpipe.trace import jaxprs
+from jvpipe.trace.keys import lift_key_constants
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "words"], meta_fields=["step"])
+@dataclass(frozen=True)
+class State:
+    """Arrays in the order of the buffer table's persistent rows, the words of the run's key, and steps done."""
+
+    arrays: tuple[jax.Array, ...]
+    words: np.ndarray | None
+    step: int
+
+    def check(self, count: int) -> None:
+        """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
+        if len(self.arrays) != count:
+            raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
+        if any(x.is_deleted() for x in self.arrays):
+            raise ValueError(
+                "this state was consumed by an earlier step: use the state that the step returned, "
+                "or save it before with pipe.save"
+            )
+
+
+Key = tuple[Hashable, ...]
+Name = tuple[str, int]
+Leaf = Callable[[jax.Device], jax.Array]  # puts or makes one array on a device
+
+
+def given_leaves(values: Sequence[Any]) -> list[Leaf]:
+    """Leaves from arrays; the caller's own are never taken."""
+
+    def put(value: Any, device: jax.Device) -> jax.Array:
+        return jax.device_put(value, device, may_alias=False)
+
+    return [partial(put, value) for value in values]
+
+
+def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, list[Leaf]]:
+    """The shapes of what `fn(rng)` returns, and each leaf of it as something to be made on its own device.
+
+    Each leaf has its own program (leaves alike share one), so no device ever holds more than it owns.
+    """
+    shapes = jax.eval_shape(fn, rng)
+    closed = jaxprs.flatten(fn, rng)
+    eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
+    known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
+
+    def make(out: _jax.Atom, device: jax.Device) -> jax.Array:
+        needed = jaxprs.prune(eqns, [out])
+        inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
+
+        def run(*values: Any) -> list[Any]:
+            env = dict(zip(inputs, values, strict=True))
+            jaxprs.run(needed, env)
+            return jaxprs.read([out], env)
+
+        program = Program(("init", jaxprs.structure(needed, inputs, [out])), run, tuple(map(_jax.aval, inputs)))
+        values = [jax.device_put(known[v], device) for v in inputs]
+        return store.compile([(program, device)])[0](*values)[0]
+
+    return shapes, [partial(make, out) for out in closed.jaxpr.outvars]
+
+
+def name_of(buffer: Buffer) -> Name:
+    """What a persistent array is called, wherever it lies."""
+    return str(buffer.key[0]), int(str(buffer.key[1]))
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Puts a run's arrays where the buffer table says, and finds them again.
+
+    An array has a name that no cut changes: its kind and the index of its leaf. Copies share a name.
+    """
+
+    graph: LayerGraph
+    optimizer: OptimizerCut
+    buffers: tuple[Buffer, ...]
+    devices: tuple[jax.Device, ...]
+
+    def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
+        """Every persistent array from the leaves of each name; optimizer state without leaves is made anew."""
+        table: dict[Key, jax.Array] = {}
+        for buffer in sorted(self.buffers, key=self._copies_last):
+            name = name_of(buffer)
+            if name in leaves:
+                ledger.hold(buffer.device, buffer.bytes)
+                owner = self._owner(buffer)
+                device = self.devices[buffer.device]
+                copied = owner in table and owner != buffer.key
+                table[buffer.key] = jax.device_put(table[owner], device) if copied else leaves[name](device)
+        fresh = [buffer for buffer in self.buffers if buffer.key not in table]
+        for buffer in fresh:
+            ledger.hold(buffer.device, buffer.bytes)
+        if fresh:
+            self._initialise_optimizer(table, store)
+        return tuple(table[buffer.key] for buffer in self.buffers)
+
+    def values(self, arrays: Sequence[jax.Array]) -> dict[Name, jax.Array]:
+        """One array for each name."""
+        found: dict[Name, jax.Array] = {}
+        for buffer, array in zip(self.buffers, arrays, strict=True):
+            found.setdefault(name_of(buffer), array)
+        return found
+
+    def _owner(self, buffer: Buffer) -> Key:
+        """The key of the array that a parameter's copies are copies of."""
+        first = next(b for b in self.buffers if name_of(b) == name_of(buffer))
+        return first.key if buffer.owner == "parameter" else buffer.key
+
+    def _copies_last(self, buffer: Buffer) -> bool:
+        return self._owner(buffer) != buffer.key
+
+    def _initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+        """Runs the pieces that make optimizer state from parameters, each where its layer lies."""
+        places = {b.key[2]: b.device for b in self.buffers if b.owner == "optimizer"}
+        for piece in self.optimizer.init:
+            layer = GLOBAL if piece.layer is None else piece.layer
+            d = places[layer]
+            device = self.devices[d]
+            (executable,) = store.compile([(piece_program(piece), device)])
+            out = executable(*(jax.device_put(table[_named(slot, layer, d)], device) for slot in piece.reads))
+            table |= zip((_named(slot, layer, d) for slot in piece.writes), out, strict=False)
+
+
+def _named(slot: Slot, layer: int, d: int) -> Key:
+    """Where an initialising piece finds or leaves an array; small ones are fetched from wherever they lie."""
+    return (slot,) if slot.kind in ("partial", "global", "kept") else slot_key(slot, layer, d)
+
+
+def piece_program(piece: Piece) -> Program:
+    """A piece of the optimizer as something to compile."""
+    return Program.of(piece.program, piece.donated, marked=True, key=("U", piece.key))

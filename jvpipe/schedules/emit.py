@@ -1,0 +1,113 @@
+"""The pen of the lowering: writes rows and, beside them, the table of the buffers that they touch."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from jvpipe.ir.buffers import PERSISTENT, Buffer, Lowered, Owner
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Row, RowKind
+from jvpipe.programs.optimizer import OptimizerCut
+
+Key = tuple[Hashable, ...]
+GLOBAL = -1  # stands where a layer would, for what concerns all of them
+
+
+class Emitter:
+    """Collects rows and buffers; a buffer is named by a key and made once."""
+
+    def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -> None:
+        self.graph, self.optimizer = graph, optimizer
+        self.stage = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
+        self.device = {layer: plan.stages[s].devices[0] for layer, s in self.stage.items()}
+        self.rows: list[Row] = []
+        self.buffers: list[Buffer] = []
+        self.ids: dict[Key, int] = {}
+        self.successor: dict[int, int] = {}  # of a persistent buffer: the one that takes its place after the step
+        for buffer in persistent_buffers(graph, plan, optimizer):
+            self.new(buffer.key, buffer.owner, buffer.bytes, buffer.device)
+        self.persistent = len(self.buffers)
+
+    def new(self, key: Key, owner: Owner, size: int, device: int) -> int:
+        """The id of a buffer, made if there is none of this name yet."""
+        if key not in self.ids:
+            self.ids[key] = len(self.buffers)
+            self.buffers.append(Buffer(key, owner, size, device))
+        return self.ids[key]
+
+    def emit(
+        self,
+        kind: RowKind,
+        layer: int,
+        microbatch: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        *,
+        device: int | None = None,
+        program: int = -1,
+    ) -> None:
+        """Appends a row; it runs on its layer's device unless another is named."""
+        where = self.device[layer] if device is None else device
+        stage = self.stage.get(layer, -1)
+        self.rows.append(Row(kind, where, stage, layer, microbatch, tuple(reads), tuple(writes), (), program))
+
+    def send(self, key: Key, target: Key, device: int, layer: int, microbatch: int = -1) -> int:
+        """Copies a buffer to another device under another name, once."""
+        if target not in self.ids:
+            source = self.buffers[self.ids[key]]
+            new = self.new(target, source.owner, source.bytes, device)
+            self.emit("SEND", layer, microbatch, [self.ids[key]], [new], device=source.device)
+        return self.ids[target]
+
+    def lowered(self, metrics: Sequence[Key]) -> Lowered:
+        """The finished step: every buffer is freed at the last row that touches it."""
+        final = tuple(self.successor.get(b, b) for b in range(self.persistent))
+        named = tuple(self.ids[key] for key in metrics)
+        lasting = {*final, *named}
+        last = {b: i for i, row in enumerate(self.rows) for b in (*row.reads, *row.writes) if b not in lasting}
+        frees: dict[int, list[int]] = {}
+        for b, i in last.items():
+            frees.setdefault(i, []).append(b)
+        rows = tuple(replace(row, frees=tuple(frees.get(i, ()))) for i, row in enumerate(self.rows))
+        return Lowered(rows, tuple(self.buffers), self.persistent, final, named)
+
+
+def persistent_buffers(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
+    """What lies on the devices between steps: parameters (a copy per device that reads one), optimizer state, model
+    state, constants. Replicated optimizer state (step counts) has a copy per layer, so that layers can move.
+    """
+    device = {layer: stage.devices[0] for stage in plan.stages for layer in stage.layers}
+    found: list[Buffer] = []
+    for p, parameter in enumerate(graph.parameters):
+        reading = dict.fromkeys(device[layer] for layer in parameter.readers)
+        found += [Buffer(("parameter", p, d), "parameter", parameter.array.bytes, d) for d in reading]
+    places = device | {GLOBAL: home(graph, device)}
+    for j, holder in state_holders(optimizer):
+        found.append(Buffer(("optimizer", j, holder), "optimizer", optimizer.state[j].array.bytes, places[holder]))
+    for k, array in enumerate(graph.state):
+        reading = [layer.id for layer in graph.layers if k in layer.reading("state")]
+        writing = [layer.id for layer in graph.layers if k in layer.writing("state")]
+        touching = dict.fromkeys(device[layer] for layer in (reading or writing or [0]))
+        found += [Buffer(("state", k, -1, d), "state", array.bytes, d) for d in touching]
+    for c, array in enumerate(graph.constants):
+        using = dict.fromkeys(device[layer.id] for layer in graph.layers if c in layer.reading("constant"))
+        found += [Buffer(("constant", c, d), "constant", array.bytes, d) for d in using]
+    assert all(buffer.owner in PERSISTENT for buffer in found)
+    return tuple(found)
+
+
+def state_holders(optimizer: OptimizerCut) -> list[tuple[int, int]]:
+    """Pairs (leaf of the optimizer's state, layer that holds it); `GLOBAL` stands for the global program."""
+    return sorted(
+        {
+            (slot.index, GLOBAL if piece.layer is None else piece.layer)
+            for piece in (*optimizer.init, *optimizer.update)
+            for slot in (*piece.reads, *piece.writes)
+            if slot.kind == "state"
+        }
+    )
+
+
+def home(graph: LayerGraph, device: dict[int, int]) -> int:
+    """The device on which what concerns all layers is computed: that of the loss."""
+    return device[graph.loss_layer]

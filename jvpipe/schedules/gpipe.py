@@ -1,0 +1,24 @@
+"""GPipe: all forwards, then all backwards.
+
+    F<m>, B<m>: forward and backward of micro-batch m. S = 3, M = 3:
+
+    stage 0  F0 F1 F2             B0 B1 B2
+    stage 1     F0 F1 F2       B0 B1 B2
+    stage 2        F0 F1 F2 B0 B1 B2
+
+Backwards run in ascending order, unlike the paper's drawing: gradients are then summed in the same order as in every
+other schedule. M micro-batches are in flight on every stage.
+"""
+
+from jvpipe.ir.task import Task, TaskLists
+
+
+def gpipe(stages: int, microbatches: int) -> TaskLists:
+    """The task lists of GPipe.
+
+    >>> from jvpipe.ir.task import text
+    >>> text(gpipe(2, 2)[1])
+    '1F0 1F1 1B0 1B1'
+    """
+    order = [(kind, m) for kind in "FB" for m in range(microbatches)]
+    return tuple(tuple(Task(s, kind, m) for kind, m in order) for s in range(stages))

@@ -1,0 +1,200 @@
+"""From a schedule's task lists to the rows that the controller dispatches, and the table of their buffers."""
+
+from collections.abc import Iterable, Sequence
+
+from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.schedules.emit import Emitter, Key, home
+from jvpipe.schedules.order import dispatch_order
+from jvpipe.schedules.update import lower_update
+
+
+def lower_step(
+    graph: LayerGraph,
+    signatures: Sequence[Signature],
+    plan: Plan,
+    lists: TaskLists,
+    optimizer: OptimizerCut,
+    layer_s: Sequence[float] | None = None,
+) -> Lowered:
+    """Lowers one synchronous step: forwards, backwards and the update.
+
+    `layer_s` are the layers' seconds, if known: they order the dispatch between devices.
+    """
+    pen = Emitter(graph, plan, optimizer)
+    micro = 1 + max(task.microbatch for task in lists[0])
+    for task in _order(graph, plan, lists, layer_s):
+        layers = plan.stages[task.stage].layers
+        if task.kind == "F":
+            for layer in layers:
+                _forward(pen, graph.layers[layer], task.microbatch, signatures[layer])
+                _loss(pen, graph.layers[layer], task.microbatch, micro)
+        else:
+            for layer in reversed(layers):
+                _backward(pen, graph.layers[layer], task.microbatch, signatures[layer])
+    for k, d in [(b.key[1], b.key[3]) for b in pen.buffers[: pen.persistent] if b.key[0] == "state"]:
+        pen.successor[pen.ids["state", k, -1, d]] = pen.ids.get(("state", k, micro - 1, d), pen.ids["state", k, -1, d])
+    metrics = _metrics(graph)
+    if lower_update(pen):
+        metrics.append(("metric", "grad_norm"))
+    return pen.lowered(metrics)
+
+
+def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int) -> Lowered:
+    """Lowers forwards alone, without residuals; the model state stays as it is."""
+    lists = tuple(tuple(Task(s, "F", m) for m in range(microbatches)) for s in range(len(plan.stages)))
+    pen = Emitter(graph, plan, optimizer)
+    for task in _order(graph, plan, lists, None):
+        for layer in plan.stages[task.stage].layers:
+            _forward(pen, graph.layers[layer], task.microbatch, None)
+            _loss(pen, graph.layers[layer], task.microbatch, microbatches)
+    return pen.lowered(_metrics(graph))
+
+
+def _order(graph: LayerGraph, plan: Plan, lists: TaskLists, layer_s: Sequence[float] | None) -> list[Task]:
+    stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
+    cost = layer_s or [1.0] * len(graph.layers)
+    seconds = [sum(cost[layer] for layer in found.layers) for found in plan.stages]
+    before: list[set[int]] = [set() for _ in plan.stages]
+    after: list[set[int]] = [set() for _ in plan.stages]
+    for tensor in graph.tensors:
+        for reader in tensor.readers:
+            if stage[reader] != stage[tensor.producer]:
+                before[stage[reader]].add(stage[tensor.producer])
+                if tensor.differentiable:
+                    after[stage[tensor.producer]].add(stage[reader])
+    writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
+    carried = {
+        (stage[layer.id], stage[writer[k]]) for layer in graph.layers for k in layer.reading("state") if k in writer
+    }
+
+    def waits_for(task: Task) -> Iterable[Task]:
+        s, kind, m = task
+        if kind == "F":
+            yield from (Task(p, "F", m) for p in before[s])
+            yield from (Task(w, "F", m - 1) for r, w in carried if r == s != w and m > 0)
+        else:
+            yield Task(s, "F", m)
+            yield from (Task(p, "B", m) for p in after[s])
+
+    def task_s(task: Task) -> float:
+        return seconds[task.stage] * (1 if task.kind == "F" else 2)
+
+    return dispatch_order(lists, waits_for, task_s, [found.devices[0] for found in plan.stages])
+
+
+def _key(pen: Emitter, layer: Layer, ref: Ref, m: int) -> Key:
+    """The name of what a layer reads, or writes, for a micro-batch."""
+    d = pen.device[layer.id]
+    return (ref.kind, ref.index, d) if ref.kind in ("parameter", "constant") else (ref.kind, ref.index, m, d)
+
+
+def _read(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
+    """The buffer that a layer reads; what comes from the host is fed first."""
+    key = _key(pen, layer, ref, m)
+    if ref.kind == "state":  # as the previous micro-batch left it
+        before = (ref.kind, ref.index, m - 1, pen.device[layer.id])
+        return pen.ids.get(before, pen.ids["state", ref.index, -1, pen.device[layer.id]])
+    if ref.kind in ("batch", "seed") and key not in pen.ids:
+        size = pen.graph.batch[ref.index].bytes if ref.kind == "batch" else pen.graph.seed_bytes
+        pen.emit("FEED", layer.id, m, [], [pen.new(key, "batch", size, pen.device[layer.id])])
+    return pen.ids[key]
+
+
+def _write(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
+    d, key = pen.device[layer.id], _key(pen, layer, ref, m)
+    match ref.kind:
+        case "tensor":
+            return pen.new(key, "edge", pen.graph.tensors[ref.index].array.bytes, d)
+        case "state":
+            return pen.new(key, "state", pen.graph.state[ref.index].bytes, d)
+        case "aux":
+            return pen.new(key, "metric", pen.graph.aux[ref.index].bytes, d)
+        case _:
+            return pen.new(key, "metric", pen.graph.loss_bytes, d)
+
+
+def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None) -> None:
+    """A layer's forward, and the copies of what it makes straight to the devices that read it."""
+    graph, d = pen.graph, pen.device[layer.id]
+    reads = [_read(pen, layer, ref, m) for ref in layer.reads]
+    if signature is None:
+        writes = [
+            pen.new(("unused", ref.index, m, d), "state", graph.state[ref.index].bytes, d)
+            if ref.kind == "state"
+            else _write(pen, layer, ref, m)
+            for ref in layer.writes
+        ]
+        pen.emit("E", layer.id, m, reads, writes)
+    else:
+        writes = [_write(pen, layer, ref, m) for ref in layer.writes]
+        writes += [
+            pen.new(("residual", layer.id, i, m), "residual", array.bytes, d)
+            for i, array in enumerate(signature.residuals)
+        ]
+        pen.emit("F", layer.id, m, reads, writes)
+    for ref in layer.writes:
+        match ref.kind:
+            case "tensor":
+                places = [pen.device[reader] for reader in graph.tensors[ref.index].readers]
+            case "state" if signature is not None:
+                places = [b.device for b in pen.buffers[: pen.persistent] if b.key[:2] == ("state", ref.index)]
+            case "aux":
+                places = [home(graph, pen.device)]
+            case _:
+                places = []
+        for place in places:
+            pen.send(_key(pen, layer, ref, m), (ref.kind, ref.index, m, place), place, layer.id, m)
+
+
+def _loss(pen: Emitter, layer: Layer, m: int, microbatches: int) -> None:
+    """Once every micro-batch has its loss and aux: their sums over the batch."""
+    graph, d = pen.graph, home(pen.graph, pen.device)
+    if m < microbatches - 1 or not (layer.writing("loss") or layer.writing("aux")):
+        return
+    parts = [("loss", i) for i in range(1 + graph.weighted)] + [("aux", i) for i in range(len(graph.aux))]
+    keys = [(kind, i, n, d) for kind, i in parts for n in range(microbatches)]
+    if all(key in pen.ids for key in keys) and ("metric", "loss") not in pen.ids:
+        writes = [pen.new(("metric", "loss"), "metric", graph.loss_bytes, d)]
+        if graph.weighted:
+            writes.append(pen.new(("weight", d), "metric", graph.loss_bytes, d))
+        for group, found in enumerate(graph.aux_groups):
+            size = sum(graph.aux[i].bytes for i in found[:1])
+            stacked = 1 if graph.aux_reduced(group) else microbatches
+            writes.append(pen.new(("metric", f"aux{group}"), "metric", size * stacked, d))
+        pen.emit("LOSS", graph.loss_layer, -1, [pen.ids[key] for key in keys], writes)
+
+
+def _metrics(graph: LayerGraph) -> list[Key]:
+    return [("metric", "loss"), *(("metric", f"aux{group}") for group in range(len(graph.aux_groups)))]
+
+
+def _backward(pen: Emitter, layer: Layer, m: int, signature: Signature) -> None:
+    """A layer's backward, and the cotangents that it sends on: to the next earlier reader, last to the producer."""
+    graph, d = pen.graph, pen.device[layer.id]
+    sums = [
+        (("gradient", layer.reads[i].index, layer.id, d), graph.parameters[layer.reads[i].index].array.bytes)
+        for i in signature.gradients
+    ]
+    if sums and sums[0][0] not in pen.ids:
+        pen.emit("ZERO", layer.id, -1, [], [pen.new(key, "gradient", size, d) for key, size in sums])
+    sources = {
+        "input": lambda i: _read(pen, layer, layer.reads[i], m),
+        "output": lambda i: pen.ids[_key(pen, layer, layer.writes[i], m)],
+        "residual": lambda i: pen.ids["residual", layer.id, i, m],
+    }
+    reads = [sources[kind](i) for kind, i in signature.sources]
+    reads += [pen.ids["cotangent", layer.writes[i].index, m, d] for i in signature.cotangents]
+    reads += [pen.ids["cotangent", layer.reads[i].index, m, d] for i in signature.partial]
+    reads += [pen.ids[key] for key, _ in sums]
+    tensors = [layer.reads[i].index for i in signature.returned]
+    writes = [pen.ids[key] for key, _ in sums]
+    writes += [pen.new(("cotangent", t, m, d), "edge", graph.tensors[t].array.bytes, d) for t in tensors]
+    pen.emit("B", layer.id, m, reads, writes)
+    for t in tensors:
+        earlier = [r for r in graph.tensors[t].readers if r < layer.id]
+        there = pen.device[earlier[-1] if earlier else graph.tensors[t].producer]
+        pen.send(("cotangent", t, m, d), ("cotangent", t, m, there), there, layer.id, m)

@@ -1,0 +1,57 @@
+"""One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+from jvpipe.ir.task import Task, TaskLists
+
+Waits = Callable[[Task], Iterable[Task]]
+
+
+def dispatch_order(
+    lists: TaskLists, waits_for: Waits, seconds: Callable[[Task], float], device: Sequence[int]
+) -> list[Task]:
+    """Merges task lists by simulated start time.
+
+    Args:
+        lists: per stage, its tasks in the order it runs them.
+        waits_for: the tasks of other stages that a task needs the results of.
+        seconds: how long a task takes; only ratios matter.
+        device: the device of each stage; stages on one device take turns.
+
+    Raises:
+        ValueError: the lists cannot progress; it says which task waits for what.
+    """
+    done: dict[Task, float] = {}
+    free = dict.fromkeys(device, 0.0)
+    at = [0] * len(lists)
+    order = []
+    ready: list[tuple[float, int, int]] = []
+
+    def offer(stage: int) -> None:
+        if at[stage] < len(lists[stage]):
+            needed = list(waits_for(lists[stage][at[stage]]))
+            if all(task in done for task in needed):
+                heapq.heappush(ready, (max([done[t] for t in needed], default=0.0), -stage, stage))
+
+    for stage in range(len(lists)):
+        offer(stage)
+    waiting = set(range(len(lists))) - {stage for *_, stage in ready}
+    while ready:
+        start, _, stage = heapq.heappop(ready)
+        if start < free[device[stage]]:  # its device is busy until later: look again then
+            heapq.heappush(ready, (free[device[stage]], -stage, stage))
+            continue
+        task = lists[stage][at[stage]]
+        done[task] = free[device[stage]] = start + seconds(task)
+        order.append(task)
+        at[stage] += 1
+        for s in {*waiting, stage}:
+            before = len(ready)
+            offer(s)
+            (waiting.discard if len(ready) > before else waiting.add)(s)
+    stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
+    if stuck:
+        why = "; ".join(f"{task} waits for {' '.join(str(t) for t in waits_for(task) if t not in done)}" for task in stuck)
+        raise ValueError(f"the schedule cannot progress: {why}")
+    return order

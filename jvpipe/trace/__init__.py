@@ -1,0 +1,1 @@
+"""From a loss function to a LayerGraph."""

@@ -1,0 +1,251 @@
+"""From a loss to its layer graph, and to the equations of each layer."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
+from jvpipe.trace import jaxprs
+from jvpipe.trace.cuts import narrow_cuts
+from jvpipe.trace.loss import LossJaxpr, active
+from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a layer computes: equations from `inputs` to `outputs`, which are what it `reads` and `writes`.
+
+    `differentiable` marks the inputs that a gradient flows to, `active` the outputs that one comes from,
+    `candidates` the variables whose fate can be chosen, by name.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    reads: tuple[Ref, ...]
+    writes: tuple[Ref, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    differentiable: tuple[bool, ...]
+    active: tuple[bool, ...]
+    candidates: dict[Var, str]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A layer graph with the equations behind it."""
+
+    graph: LayerGraph
+    bodies: tuple[Body, ...]
+    loss: LossJaxpr
+    cuts: tuple[int, ...]
+
+    @property
+    def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shape of the total and, if the loss is weighted, of the weight."""
+        avals = (_jax.aval(atom) for atom, ref in self.loss.outputs if ref.kind == "loss")
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+
+def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None) -> Traced:
+    """Cuts a traced loss into layers.
+
+    Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
+    to no layer: each layer that needs one computes it again.
+    """
+    sorted_eqns = _Sorted.of(loss)
+    if cuts is None:
+        cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
+    bounds = [0, *cuts, len(sorted_eqns.main)]
+    runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
+    return _Assembly(loss, sorted_eqns.floating, runs, tuple(cuts)).traced()
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Equations by place: `floating` ones are computed wherever they are needed, `main` ones once, in order."""
+
+    floating: tuple[JaxprEqn, ...]
+    main: tuple[JaxprEqn, ...]
+    weighted: tuple[bool, ...]
+
+    @staticmethod
+    def of(loss: LossJaxpr) -> "_Sorted":
+        source = {v: ref.kind for v, ref in loss.inputs.items()}
+        free = {v for v, kind in source.items() if kind in ("batch", "seed", "constant")}
+        parametric = {v for v, kind in source.items() if kind == "parameter"}
+        constants = {v for v, kind in source.items() if kind == "constant"}
+        floating, main, weighted, reading = [], [], [], []
+        for eqn in loss.eqns:
+            read = set(jaxprs.variables(eqn.invars))
+            cheap = is_cheap(eqn) and not eqn.effects
+            if cheap and read <= free:
+                free.update(eqn.outvars)
+                constants.update(eqn.outvars if read <= constants else ())
+                floating.append(eqn)
+            elif cheap and read <= parametric | constants:
+                parametric.update(eqn.outvars)
+                floating.append(eqn)
+            else:
+                main.append(eqn)
+                reading.append(not read.isdisjoint(parametric))
+                weighted.append(is_heavy(eqn) and reading[-1])
+        # A model without products has no weighted operation: then whatever reads a parameter counts as one.
+        return _Sorted(tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading))
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    loss: LossJaxpr
+    floating: tuple[JaxprEqn, ...]
+    runs: list[tuple[JaxprEqn, ...]]
+    cuts: tuple[int, ...]
+
+    def traced(self) -> Traced:
+        made = {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
+        last = self._loss_layer(made)
+        sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
+        for atom, ref in self.loss.outputs:
+            unchanged = ref.kind == "state" and not isinstance(atom, _jax.Literal) and self.loss.inputs.get(atom) == ref
+            if not unchanged:
+                sinks[made.get(atom, last) if not isinstance(atom, _jax.Literal) else last].append((atom, ref))
+        needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
+        readers: dict[Var, list[int]] = {}
+        for layer, eqns in enumerate(needs):
+            wanted = dict.fromkeys(jaxprs.free_variables(eqns))
+            wanted |= dict.fromkeys(a for a in jaxprs.variables(a for a, _ in sinks[layer]) if a not in _defined(eqns))
+            for v in wanted:
+                if v in self.loss.inputs or made[v] != layer:
+                    readers.setdefault(v, []).append(layer)
+        crossing = sorted(((v, r) for v, r in readers.items() if v in made), key=lambda item: made[item[0]])
+        tensor_ids = {v: Ref("tensor", i) for i, (v, _) in enumerate(crossing)}
+        flows = active(self.loss)
+        bodies, layers = [], []
+        for layer, eqns in enumerate(needs):
+            writes = [(v, tensor_ids[v]) for v, _ in crossing if made[v] == layer] + sinks[layer]
+            reads = [(v, tensor_ids.get(v) or self.loss.inputs[v]) for v, r in readers.items() if layer in r]
+            reads.sort(key=lambda item: item[1].kind != "parameter")
+            candidates = _candidates(eqns, self.runs[layer])
+            diff = tuple(ref.kind in ("parameter", "tensor") and v in flows for v, ref in reads)
+            on = tuple((ref.kind == "tensor" and v in flows) or ref == Ref("loss", 0) for v, ref in writes)
+            bodies.append(
+                Body(
+                    tuple(eqns),
+                    tuple(ref for _, ref in reads),
+                    tuple(ref for _, ref in writes),
+                    tuple(v for v, _ in reads),
+                    tuple(v for v, _ in writes),
+                    diff,
+                    on,
+                    candidates,
+                )
+            )
+            layers.append(
+                Layer(
+                    layer,
+                    "",
+                    tuple(ref for _, ref in reads),
+                    tuple(ref for _, ref in writes),
+                    tuple(array_of(v, name) for v, name in candidates.items()),
+                    sum(map(flops, eqns)),
+                )
+            )
+        names = self._names(layers)
+        layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
+        tensors = tuple(
+            Tensor(array_of(v, f"{names[made[v]]}:{i}"), made[v], tuple(r), v in flows)
+            for i, (v, r) in enumerate(crossing)
+        )
+        return Traced(self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts)
+
+    def _loss_layer(self, made: dict[Var, int]) -> int:
+        total = self.loss.outputs[0][0]
+        assert isinstance(total, Var)
+        return made.get(total, len(self.runs) - 1)
+
+    def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
+        """A layer's own equations, preceded by the floating ones that they need."""
+        wanted = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
+        return [*jaxprs.prune(self.floating, wanted), *run]
+
+    def _names(self, layers: Sequence[Layer]) -> list[str]:
+        """Module paths of the parameters first read in each layer; of the scopes where there are none."""
+        paths, seen, names = self.loss.names["parameter"], set(), []
+        for layer, run in zip(layers, self.runs, strict=True):
+            fresh = [i for i in layer.reading("parameter") if i not in seen]
+            seen.update(fresh)
+            scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
+            owners = [os.path.dirname(paths[i]) or paths[i] for i in fresh or layer.reading("parameter")]
+            names.append(_common(owners) or _common(scopes) or (owners or [f"layer{layer.id}"])[0])
+        return names
+
+    def _graph(self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]) -> LayerGraph:
+        def arrays(kind: str) -> list[tuple[Var, Array]]:
+            found = sorted((ref.index, v) for v, ref in self.loss.inputs.items() if ref.kind == kind)
+            names = self.loss.names.get(kind) or [f"{kind}{i}" for i, _ in found]
+            return [(v, array_of(v, names[i])) for i, v in found]
+
+        aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == "aux"]
+        widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
+        starts = list(accumulate(widths, initial=0))
+        unread = (len(layers) - 1,)  # a parameter that nothing reads still has an owner: its gradient is zero
+        return LayerGraph(
+            layers,
+            tensors,
+            tuple(Parameter(array, tuple(readers.get(v, unread))) for v, array in arrays("parameter")),
+            tuple(array for _, array in arrays("batch")),
+            tuple(array for _, array in arrays("state")),
+            tuple(array for _, array in arrays("constant")),
+            tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),
+            tuple(tuple(range(a, a + w)) for a, w in zip(starts, widths, strict=False)),
+            self.loss.weighted,
+            array_of(self.loss.outputs[0][0], "loss").bytes,
+            self.loss.seed_words * 4,
+        )
+
+
+def array_of(var: Atom, name: str) -> Array:
+    """A variable's shape and type under a name."""
+    aval = _jax.aval(var)
+    return Array(name, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The deepest path that all paths lie under."""
+    parts = [p.split("/") for p in paths]
+    shared = os.path.commonprefix([np.array(p, dtype=object).tolist() for p in parts]) if parts else []
+    return "/".join(shared)
+
+
+def _candidates(eqns: Sequence[JaxprEqn], own: Sequence[JaxprEqn]) -> dict[Var, str]:
+    """What XLA materialises anyway: results of products and the like; of random bits the mask made of them."""
+    found: dict[Var, str] = {}
+    for eqn in own:
+        if not (is_heavy(eqn) or is_random(eqn)):
+            continue
+        for var in eqn.outvars:
+            if not _jax.is_dropped(var):
+                kept = _mask_of(var, eqns) if is_random(eqn) else var
+                found[kept] = f"{eqn.primitive.name}_{len(found)}"
+    return found
+
+
+def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
+    """The boolean that random bits are turned into, if nothing else is made of them; else the bits."""
+    current = bits
+    while True:
+        readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]
+        if len(readers) != 1 or len(readers[0].outvars) != 1 or not is_cheap(readers[0]):
+            return bits
+        current = readers[0].outvars[0]
+        if _jax.aval(current).dtype == bool:
+            return current

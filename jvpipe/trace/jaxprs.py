@@ -1,0 +1,206 @@
+"""Jaxprs as lists of equations: flatten, run, prune, compare."""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.trace.keys import index_key
+from jvpipe.trace.primitives import is_cheap
+
+# Calls that say nothing of their own: their bodies belong to the caller. `remat2` is among them because
+# jvpipe decides by itself what is kept and what is recomputed.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+}
+
+
+def flatten(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Traces `fn` to one flat, pruned jaxpr; `args` are arrays or `jax.ShapeDtypeStruct`.
+
+    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends on constants
+    alone is computed at once.
+
+    >>> import jax, jax.numpy as jnp
+    >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
+    >>> [str(eqn.primitive) for eqn in closed.jaxpr.eqns]
+    ['sin', 'add']
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    closed = jax.make_jaxpr(lambda *xs: _inlined(closed.jaxpr, closed.consts, xs))(*closed.in_avals)
+    jaxpr = closed.jaxpr
+    return ClosedJaxpr(jaxpr.replace(eqns=prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
+
+
+def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        with jax.named_scope(_jax.scope(eqn)):
+            if eqn.primitive.name not in _CALLS:
+                return _folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
+            body = eqn.params[_CALLS[eqn.primitive.name]]
+            inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+            return _inlined(inner, inner_consts, values)
+
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_literal, consts), *args], strict=True))
+    run(prune(jaxpr.eqns, jaxpr.outvars), env, apply)
+    return read(jaxpr.outvars, env)
+
+
+def _folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
+    """The results of an equation between constant scalars, such as the counter of a stream of keys."""
+    scalar = all(_jax.aval(v).shape == () for v in eqn.outvars)
+    if eqn.effects or not scalar or any(isinstance(v, _jax.Tracer) for v in values) or not is_cheap(eqn):
+        return None
+    with jax.ensure_compile_time_eval():
+        return [_literal(v) for v in _jax.bind(eqn, values)]
+
+
+def _literal(value: Any) -> Any:
+    """A scalar constant in the form that tracing writes into the jaxpr itself."""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if value.shape or is_key else np.asarray(value)[()]
+
+
+def run(
+    eqns: Iterable[JaxprEqn],
+    env: dict[Var, Any],
+    apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,
+) -> None:
+    """Runs equations in order; reads from and writes to `env`."""
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, apply(eqn, read(eqn.invars, env)), strict=True))
+
+
+def read(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The variables among atoms, without literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
+    """The equations that `wanted` depends on, and those with effects, in their order."""
+    live: set[Var] = set(variables(wanted))
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            live.update(variables(eqn.invars))
+    return kept[::-1]
+
+
+def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read and do not define, in the order of their first reading."""
+    defined: set[Var] = set()
+    free: dict[Var, None] = {}
+    for eqn in eqns:
+        free.update((var, None) for var in variables(eqn.invars) if var not in defined)
+        defined.update(eqn.outvars)
+    return list(free)
+
+
+class Structure:
+    """A hashable value that remembers its hash."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Structure) and self._hash == other._hash and self._value == other._value
+
+
+def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Structure:
+    """A value that is equal for two runs of equations which compute the same function in the same way.
+
+    Variables are numbered in order of appearance. Parameters that cannot be compared (the rules
+    of a custom derivative, say) compare by identity: equal structures are equal programs; the converse
+    need not hold.
+    """
+    numbers: dict[Var, int] = {}
+
+    def number(var: Var) -> tuple[Any, ...]:
+        return (numbers.setdefault(var, len(numbers)), str(var.aval), getattr(var.aval, "weak_type", False))
+
+    def atom(a: Atom) -> Any:
+        return ("literal", str(a.aval), comparable(a.val)) if isinstance(a, Literal) else number(a)
+
+    head = tuple(number(v) for v in inputs)
+    body = tuple(
+        (
+            eqn.primitive.name,
+            tuple(atom(a) for a in eqn.invars),
+            tuple(sorted((k, comparable(v)) for k, v in eqn.params.items())),
+            tuple(number(v) for v in eqn.outvars),
+        )
+        for eqn in eqns
+    )
+    return Structure((head, body, tuple(atom(a) for a in outputs)))
+
+
+class _Identity:
+    """Wraps an incomparable value; equal to itself alone. Holds it, so that its id is not given again."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+
+def comparable(value: Any) -> Any:
+    """A hashable stand-in for a parameter or constant of a jaxpr."""
+    if isinstance(value, ClosedJaxpr):
+        consts = tuple(comparable(c) for c in value.consts)
+        return ("jaxpr", structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars), consts)
+    if isinstance(value, Jaxpr):
+        return ("jaxpr", structure(value.eqns, [*value.constvars, *value.invars], value.outvars))
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), comparable(jax.random.key_data(value)))
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        array = np.asarray(value)
+        return ("array", array.shape, str(array.dtype), array.tobytes())
+    if isinstance(value, (tuple, list)):
+        return tuple(comparable(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), comparable(v)) for k, v in value.items()))
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(value):
+        return (type(value).__name__, value)
+    if _hashable(value) and type(value).__eq__ is not object.__eq__ and not callable(value):
+        return value
+    return _Identity(value)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

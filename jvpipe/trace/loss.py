@@ -1,0 +1,224 @@
+"""A user's loss function as one flat jaxpr with named inputs and outputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.ir.layers import Ref
+from jvpipe.ir.weighted import Weighted
+from jvpipe.trace import jaxprs
+from jvpipe.trace.keys import lift_key_constants
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class LossJaxpr:
+    """The loss of one micro-batch: its equations, what their inputs are, and what their outputs are.
+
+    `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    inputs: dict[Var, Ref]
+    outputs: tuple[tuple[Atom, Ref], ...]
+    names: dict[str, tuple[str, ...]]
+    constants: tuple[Any, ...]
+    weighted: bool
+    aux_tree: jax.tree_util.PyTreeDef
+    aux_weighted: tuple[bool, ...]
+    seed_words: int
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A key path as text, `blocks/0/kernel`.
+
+    >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
+    ['a/0', 'a/1']
+    """
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def abstract(tree: Tree) -> Tree:
+    """A tree of arrays as shapes and types."""
+    return jax.eval_shape(lambda t: t, tree)
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    rng: jax.Array | None,
+    state: Tree = None,
+    *,
+    has_aux: bool = False,
+    has_state: bool = False,
+) -> LossJaxpr:
+    """Traces `loss_fn` at the shapes of one micro-batch.
+
+    Args:
+        loss_fn: as `jvpipe.Pipeline` takes it.
+        params: arrays or `ShapeDtypeStruct`; every leaf is of an inexact type.
+        batch: arrays or `ShapeDtypeStruct` of one micro-batch.
+        rng: a key, of the new kind or the old, or None.
+        state: the model state, with `has_state`.
+        has_aux: the loss returns `(loss, aux)`.
+        has_state: the loss takes the model state and returns it.
+
+    Raises:
+        ValueError: a parameter of integer type, a loss that is not a real scalar or reads no parameter.
+
+    """
+    leaves = {
+        "parameter": jax.tree_util.tree_leaves_with_path(abstract(params)),
+        "batch": jax.tree_util.tree_leaves_with_path(batch),
+        "state": jax.tree_util.tree_leaves_with_path(abstract(state)),
+    }
+    for path, leaf in leaves["parameter"]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"parameter '{path_name(path)}' is of type {leaf.dtype}, which has no gradient: "
+                "keep it in the model state (has_state=True) or capture it in the loss"
+            )
+    key = None if rng is None else KeyKind.of(rng)
+    aux_info: dict[str, Any] = {}
+
+    def flat(params: Tree, batch: Tree, state: Tree, seed: jax.Array | None) -> list[Any]:
+        rng_now = None if key is None or seed is None else key.micro_batch_key(seed)
+        out = loss_fn(params, state, batch, rng_now) if has_state else loss_fn(params, batch, rng_now)
+        loss, new_state, aux = _parts(out, has_aux, has_state)
+        _check_loss(loss)
+        _check_state(leaves["state"], state, new_state)
+        is_weighted = lambda x: isinstance(x, Weighted)  # noqa: E731
+        aux_leaves, aux_info["tree"] = jax.tree.flatten(aux, is_leaf=is_weighted)
+        aux_info["weighted"] = tuple(map(is_weighted, aux_leaves))
+        aux_info["loss"] = is_weighted(loss)
+        return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
+
+    seed = None if key is None else key.seed
+    closed = jaxprs.flatten(flat, abstract(params), abstract(batch), abstract(state), seed)
+    refs: list[Ref] = [Ref("parameter", i) for i in range(len(leaves["parameter"]))]
+    refs += [Ref("batch", i) for i in range(len(leaves["batch"]))]
+    refs += [Ref("state", i) for i in range(len(leaves["state"]))]
+    refs += [Ref("seed", 0)] if rng is not None else []
+    inputs = dict(zip(closed.jaxpr.invars, refs, strict=True))
+    eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
+    inputs |= {var: Ref("constant", i) for i, var in enumerate(constants)}
+    weighted = aux_info["loss"]
+    outs = closed.jaxpr.outvars
+    kinds = [Ref("loss", i) for i in range(1 + weighted)]
+    kinds += [Ref("state", i) for i in range(len(leaves["state"]))]
+    kinds += [Ref("aux", i) for i in range(len(outs) - len(kinds))]
+    traced = LossJaxpr(
+        tuple(eqns),
+        inputs,
+        tuple(zip(outs, kinds, strict=True)),
+        {kind: tuple(path_name(path) for path, _ in found) for kind, found in leaves.items()},
+        tuple(constants.values()),
+        weighted,
+        aux_info["tree"],
+        aux_info["weighted"],
+        0 if seed is None else seed.size,
+    )
+    _check_dependence(traced)
+    return traced
+
+
+@dataclass(frozen=True)
+class KeyKind:
+    """How a user's key is written: the shape of its words, and its implementation (None: the old kind)."""
+
+    shape: tuple[int, ...]
+    impl: str | None
+
+    @staticmethod
+    def of(rng: jax.Array) -> "KeyKind":
+        """The kind of a key.
+
+        >>> KeyKind.of(jax.random.key(0))
+        KeyKind(shape=(2,), impl='threefry2x32')
+        """
+        impl = str(jax.random.key_impl(rng)) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else None
+        return KeyKind(key_words(rng).shape, impl)
+
+    @property
+    def seed(self) -> jax.ShapeDtypeStruct:
+        """The seed vector: the key's words, then step and micro-batch."""
+        return jax.ShapeDtypeStruct((int(np.prod(self.shape)) + 2,), np.uint32)
+
+    def micro_batch_key(self, seed: jax.Array) -> jax.Array:
+        """`fold_in(fold_in(rng, step), microbatch)`, from a seed vector."""
+        words = seed[:-2].reshape(self.shape)
+        key = words if self.impl is None else jax.random.wrap_key_data(words, impl=self.impl)
+        return jax.random.fold_in(jax.random.fold_in(key, seed[-2]), seed[-1])
+
+
+def key_words(rng: jax.Array) -> np.ndarray:
+    """A key's words, whether it is of the new kind or the old."""
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(rng) if typed else rng)
+
+
+def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
+    wanted = 1 + has_aux + has_state
+    if wanted == 1:
+        return out, None, None
+    if not isinstance(out, tuple) or isinstance(out, Weighted) or len(out) != wanted:
+        names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
+        raise ValueError(f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})")
+    return out[0], out[1] if has_state else None, out[-1] if has_aux else None
+
+
+def _check_loss(loss: Any) -> None:
+    for part in loss if isinstance(loss, Weighted) else (loss,):
+        if not isinstance(part, (jax.Array, float, np.ndarray, np.generic)):
+            hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
+            raise ValueError(f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}")
+        if np.shape(part) != ():
+            raise ValueError(f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum")
+    first = loss.total if isinstance(loss, Weighted) else loss
+    if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
+        raise ValueError(f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}")
+
+
+def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
+    old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
+    if old_tree != new_tree:
+        raise ValueError(f"the loss returns a model state of another structure: {new_tree}, not {old_tree}")
+    for (path, before), after in zip(old_leaves, jax.tree.leaves(new), strict=True):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
+                f"to {after.dtype}{list(after.shape)}"
+            )
+
+
+def _check_dependence(traced: LossJaxpr) -> None:
+    def read(atom: Atom) -> set[int]:
+        needed = set(jaxprs.free_variables(jaxprs.prune(traced.eqns, [atom]))) | set(jaxprs.variables([atom]))
+        return {traced.inputs[v].index for v in needed if v in traced.inputs and traced.inputs[v].kind == "parameter"}
+
+    if not read(traced.outputs[0][0]):
+        raise ValueError("the loss depends on no parameter: there is nothing to train")
+    if traced.weighted and (read_by_weight := active(traced) & set(jaxprs.variables([traced.outputs[1][0]]))):
+        assert len(read_by_weight) == 1
+        raise ValueError(
+            "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or put it through "
+            "jax.lax.stop_gradient"
+        )
+
+
+def active(traced: LossJaxpr) -> set[Var]:
+    """The variables that a gradient flows through: of inexact type, made from parameters."""
+    found = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
+    for eqn in traced.eqns:
+        if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(jaxprs.variables(eqn.invars)):
+            found.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
+    return found

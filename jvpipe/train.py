@@ -1,0 +1,226 @@
+"""`python -m jvpipe.train`: trains a model of `jvpipe.models` as a pipeline, in a run directory."""
+
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+import jvpipe
+from jvpipe import export, models
+from jvpipe.interrupt import StopRequest
+from jvpipe.report import timeline
+from jvpipe.report.console import TrainingDisplay
+from jvpipe.report.metrics import MetricsLog, StepMetrics
+from jvpipe.rundir import RunDir
+
+FIXED = ("model", "size", "dtype", "batch_size", "seed")
+"""What a resumed run cannot change; all else is placement, or how long to go on."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Trains a model as a pipeline over the devices of this machine."""
+
+    model: str = "bert"
+    """Which model."""
+    size: str | None = None
+    """Which of its sizes; the smallest one if left out."""
+    dtype: str = "float32"
+    """The type to compute in (float32 or bfloat16); parameters are float32."""
+    stages: int = 2
+    """Over how many devices."""
+    microbatches: int = 4
+    """Into how many parts a batch is split."""
+    schedule: str = "1f1b"
+    """In which order the micro-batches run: gpipe, 1f1b."""
+    planner: str = "torchgpipe"
+    """How layers are spread over stages: even, torchgpipe."""
+    memory_limit: str | None = None
+    """What each device may hold, such as 2GiB."""
+    batch_size: int | None = None
+    """Examples per step; the model's own if left out."""
+    steps: int | None = None
+    """The total number of steps, those before a resume included; the model's own if left out."""
+    data: str | None = None
+    """A text file or a folder of them; by default the English prose that comes with Python."""
+    seed: int = 0
+    """Of parameters, dropout and the order of the data."""
+    run_dir: str | None = None
+    """Where the run is kept; by default a new folder in runs/."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Continues the run in --run-dir. Options that are not given are as they were in it."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; there is always one of the last step."""
+    export: str | None = None
+    """Writes the trained parameters to this .safetensors file."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to train."""
+
+    options: Options
+    steps: int
+    batch_size: int
+    run: RunDir
+    workload: models.Workload
+    data: models.Data
+    pipe: jvpipe.Pipeline
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code is 2 for a user's mistake, 128 + the signal if one stopped it."""
+    try:
+        job, state = prepare(parse(arguments))
+        with StopRequest() as stop:
+            state = train(job, state, stop)
+    except (ValueError, OSError, jvpipe.MemoryLimitExceeded) as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped before the first step: there is nothing to save", file=sys.stderr)
+        return 130
+    if stop.signum is not None:
+        print(f"stopped; to go on: {_resume_command(job.run)}", file=sys.stderr)
+        return 128 + stop.signum
+    finish(job, state)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """The options: given ones, else with --resume those of the run, else the defaults."""
+    options = tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
+    if options.resume:
+        if options.run_dir is None:
+            raise ValueError("--resume needs --run-dir, the folder of the run to continue")
+        known = {field.name for field in dataclasses.fields(Options)} - {"resume"}
+        saved = {k: v for k, v in RunDir(Path(options.run_dir)).read_config().items() if k in known}
+        options = tyro.cli(Options, args=arguments, default=Options(**saved), prog="python -m jvpipe.train")
+    for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.export and not Path(options.export).parent.is_dir():
+        raise ValueError(f"--export {options.export}: there is no folder {Path(options.export).parent}")
+    return options
+
+
+def prepare(options: Options) -> tuple[Job, Any]:
+    """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked."""
+    jax.config.update("jax_num_cpu_devices", options.stages)
+    workload = models.load(options.model, options.size, dtype=options.dtype)
+    steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
+    options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
+    run = RunDir(Path(options.run_dir or _new_folder(workload)))
+    config = _config(options, workload)
+    if options.resume:
+        run.check(config)
+    else:
+        run.refuse_if_used()
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn,
+        workload.optimizer(steps),
+        stages=options.stages,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        planner=options.planner,
+        memory_limit=options.memory_limit,
+    )
+    run.path.mkdir(parents=True, exist_ok=True)
+    data = workload.open_data(options.data, run.path, options.seed, batch_size)
+    if options.resume:
+        run.check({"data_digest": data.digest})
+    key = jax.random.key(options.seed)
+    state = pipe.init(workload.init, data.held_out[0], key)
+    if options.resume and run.checkpoints():
+        last = run.checkpoints()[-1]
+        state = pipe.restore(last)
+        data.train.set_state(jvpipe.checkpoint_extra(last)["data"])
+    run.write_config(config | dataclasses.asdict(options) | {"data_digest": data.digest})
+    pipe.plan.save(run.plan)
+    run.explanation.write_text(pipe.explain() + "\n")
+    return Job(options, steps, batch_size, run, workload, data, pipe), state
+
+
+def train(job: Job, state: Any, stop: StopRequest) -> Any:
+    """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run."""
+    first = job.pipe.state_step(state)
+    print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
+    job.pipe.monitor(True)
+    with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
+        for step in range(first + 1, job.steps + 1):
+            start_s = time.perf_counter()
+            state, metrics = job.pipe.step(state, next(job.data.train))
+            jax.block_until_ready(state)
+            line = _measured(job, step, metrics, time.perf_counter() - start_s)
+            log.append(line)
+            display.update(line)
+            last = step == job.steps or stop.signum is not None
+            if last or step % job.options.checkpoint_every == 0:
+                save(job, state, step)
+            if last:
+                break
+    timeline.write(job.run.timeline, job.pipe.spans())
+    return state
+
+
+def save(job: Job, state: Any, step: int) -> None:
+    """Saves the state and the place in the data, together and whole; older checkpoints go."""
+    extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
+    job.pipe.save(job.run.checkpoint(step), state, extra)
+    job.run.prune()
+
+
+def finish(job: Job, state: Any) -> None:
+    """Evaluates on held-out text, and exports if asked to."""
+    losses = [float(job.pipe.evaluate(state, batch)["loss"]) for batch in job.data.held_out]
+    print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
+    print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
+    if job.options.export:
+        export.write_safetensors(Path(job.options.export), job.pipe.params(state))
+        print(f"parameters in {job.options.export}")
+
+
+def _measured(job: Job, step: int, metrics: dict[str, jax.Array], seconds: float) -> StepMetrics:
+    layers = sum(job.pipe.plan.cuts)
+    return StepMetrics(
+        step=step,
+        loss=float(metrics["loss"]),
+        learning_rate=float(job.workload.learning_rate(step - 1)),
+        grad_norm=float(metrics["grad_norm"]),
+        seconds=seconds,
+        examples_per_s=job.batch_size / seconds,
+        bubble_fraction=timeline.bubble_fraction(job.pipe.spans()),
+        peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
+        staleness=(0,) * layers,
+    )
+
+
+def _new_folder(workload: models.Workload) -> str:
+    return f"runs/{workload.name}-{workload.size}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
+    """What a resumed run must agree with: fixed options, the model's settings, every parameter's shape."""
+    shapes = export.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
+    return {
+        **{name: getattr(options, name) for name in FIXED},
+        "model_config": dataclasses.asdict(workload.config),
+        "parameters": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()},
+    }
+
+
+def _resume_command(run: RunDir) -> str:
+    return shlex.join(["python", "-m", "jvpipe.train", "--run-dir", str(run.path), "--resume"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""BERT (arXiv:1810.04805) with masked-language modelling, in Flax NNX.
+
+Axes: B batch, T tokens, D model, H heads, F feed-forward, K masked positions, V vocabulary.
+
+What differs from the paper makes it learn in far fewer steps: layer norm stands before each sublayer
+(arXiv:2002.04745); a token knows where the others are by a bias on its attention (ALiBi, arXiv:2108.12409, as in
+MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segment and no next-sentence task
+(arXiv:1907.11692). The output projection is the token embedding transposed, applied at the masked positions alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.recipe import AdamW
+from jvpipe.models.workload import Data, Workload
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The shape of a BERT. `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+
+    `tokens` is the length of a record, of which the share `mask_rate` is predicted.
+    """
+
+    blocks: int
+    width: int
+    heads: int
+    vocabulary: int = 30522
+    tokens: int = 128
+    mask_rate: float = 0.15
+    dropout: float = 0.1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        for name in ("dropout", "mask_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if min(self.blocks, self.width, self.heads) < 1 or self.tokens < 8 or self.vocabulary < 300:
+            raise ValueError(f"{self} is too small: it needs a block, a head, 8 tokens and a vocabulary of 300")
+
+    @property
+    def masked(self) -> int:
+        """K: how many tokens of a record are predicted at most (its first token is special)."""
+        return max(1, round(self.mask_rate * (self.tokens - 1)))
+
+
+SIZES = {
+    "mini": BertConfig(blocks=4, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0),
+    "base": BertConfig(blocks=12, width=768, heads=12),
+    "large": BertConfig(blocks=24, width=1024, heads=16),
+    "48": BertConfig(blocks=48, width=1024, heads=16),
+}
+
+
+def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
+    """What a head adds to its scores: less, the farther away a token is (ALiBi).
+
+    Even heads look back, odd ones ahead: on the other side distances count fourfold. Each pair of heads has a slope
+    of its own, from 1 down towards 2^-8.
+
+    >>> distance_bias(2, 3)[0].tolist()
+    [[0.0, -4.0, -8.0], [-1.0, 0.0, -4.0], [-2.0, -1.0, 0.0]]
+    """
+    h, t, s = (jax.lax.broadcasted_iota(jnp.float32, (heads, tokens, tokens), axis) for axis in range(3))
+    ahead = (s - t) * (2 * (h % 2) - 1)
+    slope = jnp.exp2(-8 * (h // 2) / ((heads + 1) // 2))
+    return -slope * jnp.maximum(ahead, -4 * ahead)
+
+
+class Attention(nnx.Module):
+    """Every token looks at every token of its record, with H heads."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        linear = _linear(config, rngs)
+        self.heads = config.heads
+        self.inputs = linear(config.width, 3 * config.width)
+        self.output = linear(config.width, config.width, scale=_residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The mixture of the other tokens' values; `key` draws the dropped weights."""
+        B, T, D = x.shape
+        q, k, v = (y.reshape(B, T, self.heads, D // self.heads) for y in jnp.split(self.inputs(x), 3, axis=-1))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (D // self.heads) ** -0.5
+        scores = scores + distance_bias(self.heads, T)[None]
+        weights = _dropped(self.dropout, jax.nn.softmax(scores).astype(x.dtype), key)
+        return self.output(jnp.einsum("bhts,bshd->bthd", weights, v).reshape(B, T, D))
+
+
+class Block(nnx.Module):
+    """Attention, then a feed-forward network of F = 4 D units, each added to its input."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        linear, norm = _linear(config, rngs), _norm(config, rngs)
+        self.attention_norm = norm(config.width)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = norm(config.width)
+        self.expand = linear(config.width, 4 * config.width)
+        self.contract = linear(4 * config.width, config.width, scale=_residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
+        x = x + _dropped(self.dropout, self.attention(self.attention_norm(x), k0), k1)
+        y = self.contract(jax.nn.gelu(self.expand(self.feed_forward_norm(x))))
+        return x + _dropped(self.dropout, y, k2)
+
+
+class Embeddings(nnx.Module):
+    """A vector per token."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        normal = nnx.initializers.normal(0.02)
+        dtype = jnp.dtype(config.dtype)
+        self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=dtype, rngs=rngs)
+        self.norm = _norm(config, rngs)(config.width)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The vectors that the first block reads."""
+        return _dropped(self.dropout, self.norm(self.tokens(tokens)), key)
+
+
+class Head(nnx.Module):
+    """From a masked position's vector to the logits of the token that stood there."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        norm = _norm(config, rngs)
+        self.input_norm = norm(config.width)
+        self.transform = _linear(config, rngs)(config.width, config.width)
+        self.norm = norm(config.width)
+        self.bias = nnx.Param(jnp.zeros(config.vocabulary))
+
+    def __call__(self, x: Float[Array, "B K D"], embedding: nnx.Embed) -> Float[Array, "B K V"]:
+        """Logits in float32; `embedding` is the tied projection."""
+        y = self.norm(jax.nn.gelu(self.transform(self.input_norm(x))))
+        return embedding.attend(y).astype(jnp.float32) + self.bias[...][None, None]
+
+
+class Bert(nnx.Module):
+    """Embeddings, blocks, head.
+
+    Dropout keys come from `key` by position in the model, not from a stream that counts calls: a mask depends on
+    nothing but the key and the block, and blocks are alike but for a number.
+    """
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        self.embeddings = Embeddings(config, rngs=rngs)
+        self.blocks = nnx.Dict({f"{i:03}": Block(config, rngs=rngs) for i in range(config.blocks)})
+        self.head = Head(config, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B K"], key: jax.Array | None = None
+    ) -> Float[Array, "B K V"]:
+        """The logits at `positions`; without a key there is no dropout."""
+        x = self.embeddings(tokens, _fold_in(key, 0))
+        for i, block in enumerate(self.blocks.values()):
+            x = block(x, _fold_in(key, i + 1))
+        x = jnp.take_along_axis(x, positions[:, :, None], axis=1)
+        return self.head(x, self.embeddings.tokens)
+
+
+def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of masked tokens, `loss_fn(params, batch, rng)`.
+
+    The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 and `weights` [B, K] float32; a
+    position of weight 0 does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
+    """
+    graph, _, rest = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        model = nnx.merge(graph, params, rest, copy=True)
+        key = rng if config.dropout > 0 else None
+        logits = model(batch["tokens"], batch["positions"], key)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return Weighted(jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]))
+
+    return loss_fn
+
+
+def init(config: BertConfig, key: jax.Array) -> dict[str, Any]:
+    """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
+    return nnx.to_pure_dict(nnx.state(Bert(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+
+def abstract_batch(config: BertConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch."""
+    masked = (batch_size, config.masked)
+    return {
+        "tokens": jax.ShapeDtypeStruct((batch_size, config.tokens), np.int32),
+        "positions": jax.ShapeDtypeStruct(masked, np.int32),
+        "targets": jax.ShapeDtypeStruct(masked, np.int32),
+        "weights": jax.ShapeDtypeStruct(masked, np.float32),
+    }
+
+
+def open_data(config: BertConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Text as records with masked tokens."""
+    from jvpipe.models.masking import open_masked_text  # a plan needs no data, nor the libraries that read it
+
+    return open_masked_text(
+        data_path,
+        run_dir,
+        seed,
+        batch_size,
+        vocabulary=config.vocabulary,
+        tokens=config.tokens,
+        masked=config.masked,
+        mask_rate=config.mask_rate,
+    )
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """BERT of a size (`mini`, `base`, `large`, `48`), with fields of `BertConfig` replaced by `options`."""
+    size = size or "mini"
+    if size not in SIZES:
+        raise ValueError(did_you_mean("size of bert", size, list(SIZES)))
+    fields = [field.name for field in dataclasses.fields(BertConfig)]
+    for name in options:
+        if name not in fields:
+            raise ValueError(did_you_mean("option of bert", name, fields))
+    config = dataclasses.replace(SIZES[size], **options)
+    recipe = AdamW(1e-3 if size == "mini" else 1e-4)
+    return Workload(
+        name="bert",
+        size=size,
+        config=config,
+        init=partial(init, config),
+        loss_fn=loss_function(config),
+        abstract_batch=partial(abstract_batch, config),
+        open_data=partial(open_data, config),
+        optimizer=recipe.optimizer,
+        learning_rates=recipe.learning_rates,
+        batch_size=32,
+        steps=1000,
+    )
+
+
+def _linear(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
+    def linear(inputs: int, outputs: int, scale: float = 1.0) -> nnx.Linear:
+        kernel_init = nnx.initializers.normal(0.02 * scale)
+        return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+    return linear
+
+
+def _norm(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.LayerNorm]:
+    return partial(nnx.LayerNorm, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def _residual_scale(config: BertConfig) -> float:
+    """Sublayers that add to the residual stream start smaller the more of them there are (GPT-2's rule)."""
+    return (2 * config.blocks) ** -0.5
+
+
+def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return x if key is None else dropout(x, rngs=key, deterministic=False)

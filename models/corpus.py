@@ -1,0 +1,136 @@
+"""A corpus: documents of plain text, their digest, and which of them are held out."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_SUFFIXES = (".txt", ".md", ".rst")
+_DOCUMENT_CHARACTERS = 2000
+_HELD_OUT_SHARE = 50  # one document in so many
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, each a few paragraphs, one per line, from one file."""
+
+    documents: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole corpus: a blank line between documents."""
+        return "\n\n".join(self.documents)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def split(self) -> tuple[list[str], list[str]]:
+        """The documents to train on, and those held out: the fiftieth of least hash, one at least.
+
+        >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
+        >>> len(train), len(held_out)
+        (98, 2)
+        """
+        hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
+        count = max(1, len(hashes) // _HELD_OUT_SHARE)
+        chosen = set(sorted(range(len(hashes)), key=hashes.__getitem__)[:count])
+        train = [document for i, document in enumerate(self.documents) if i not in chosen]
+        return train, [self.documents[i] for i in sorted(chosen)]
+
+
+def documents(paragraphs: Iterable[str]) -> list[str]:
+    """Groups the paragraphs of one file into documents of some 2,000 characters."""
+    found, group, characters = [], [], 0
+    for paragraph in paragraphs:
+        group.append(paragraph)
+        characters += len(paragraph)
+        if characters >= _DOCUMENT_CHARACTERS:
+            found.append("\n".join(group))
+            group, characters = [], 0
+    return found + (["\n".join(group)] if group else [])
+
+
+def open_corpus(path: Path | None) -> Corpus:
+    """The text under `path`; if None, the English prose that the running Python carries.
+
+    A folder gives its `.txt`, `.md` and `.rst` files, in the order of their paths; a file gives itself.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, it is not UTF-8, or it holds too little text.
+
+    """
+    if path is None:
+        return _python_prose()
+    found = [document for file in _files(path) for document in documents(_paragraphs(_read(file)))]
+    if len(found) < 2:
+        raise ValueError(
+            f"'{path}' holds {sum(map(len, found))} characters of text: give at least a few thousand, "
+            "some to train on and some to hold out"
+        )
+    return Corpus(tuple(found))
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept: `jvpipe` in XDG_CACHE_HOME or ~/.cache, made if absent."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jvpipe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the cache folder '{folder}' ({error.strerror}): set XDG_CACHE_HOME to a folder "
+            "that can be written to"
+        ) from error
+    return folder
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that no reader ever sees a part of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _python_prose() -> Corpus:
+    """Gathered once: later installations of packages do not change what a run is trained on."""
+    path = cache_folder() / "python-prose.txt"
+    if not path.exists():
+        from jvpipe.models.prose import gather_prose
+
+        write_whole(path, gather_prose().text.encode())
+    return Corpus(tuple(_read(path).split("\n\n")))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"there is no '{path}': give an existing text file or a folder of text files")
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(f"there is no {', '.join(_SUFFIXES)} file in '{path}' or below: name a file itself")
+    return files
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t utf-8, or leave it out"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"cannot read '{file}' ({error.strerror}): check that it may be read") from error
+
+
+def _paragraphs(text: str) -> Iterable[str]:
+    """Runs of lines without a blank one between them, each as one line."""
+    lines: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if words := line.split():
+            lines += words
+        elif lines:
+            yield " ".join(lines)
+            lines = []

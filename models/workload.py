@@ -1,0 +1,105 @@
+"""A workload: what a command line needs to know of a model in order to plan and train it."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+import optax
+
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
+
+Tree = Any
+Batch = dict[str, np.ndarray]
+
+_MODULES = {"bert": "jvpipe.models.bert"}
+
+
+@runtime_checkable
+class Batches(Iterator[Batch], Protocol):
+    """An endless iterator over batches whose position can be saved: `get_state` gives a JSON object."""
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as `set_state` takes it."""
+        ...
+
+    def set_state(self, state: dict[str, Any], /) -> None:
+        """Continues where `state` was taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a model is trained on.
+
+    `train` never ends; `held_out` are a few batches of the same shapes that training never sees, the same for every
+    seed; `digest` is the SHA-256 of the text; `baseline_loss` is the held-out loss (in nats) of a predictor that
+    knows only how often each token occurs in training.
+    """
+
+    train: Batches
+    held_out: Sequence[Batch]
+    digest: str
+    baseline_loss: float
+
+
+class OpenData(Protocol):
+    """Opens a workload's data: `data_path` is a file or folder, or None for the default text."""
+
+    def __call__(self, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+        """Reads or prepares the data; what belongs to the run (a tokenizer) is kept in `run_dir`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model of some size with its loss, its data and its recipe.
+
+    `config` is a dataclass that `dataclasses.asdict` turns into JSON. `init` maps a key to parameters, nested dicts
+    of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
+    `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data.
+    `optimizer` maps the number of steps to come to a gradient transformation, `learning_rates` to the rate of each
+    step. `batch_size` and `steps` are the defaults.
+    """
+
+    name: str
+    size: str
+    config: Any
+    init: Callable[[jax.Array], Tree]
+    loss_fn: Callable[[Tree, Tree, jax.Array | None], Weighted]
+    abstract_batch: Callable[[int], Tree]
+    open_data: OpenData
+    optimizer: Callable[[int], optax.GradientTransformation]
+    learning_rates: Callable[[int], np.ndarray]
+    batch_size: int
+    steps: int
+
+
+def load(name: str, size: str | None = None, **options: Any) -> Workload:
+    """The workload called `name`.
+
+    Args:
+        name: `bert`.
+        size: one of the model's sizes; its smallest if None.
+        **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
+
+    Raises:
+        ValueError: an unknown model, size or option, or an option out of range.
+
+    >>> load("bert").size
+    'mini'
+    >>> load("bert", "large", dropout=0.0).config.blocks
+    24
+    >>> load("brt")
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown model 'brt': did you mean 'bert'? There are bert
+
+    """
+    if name not in _MODULES:
+        raise ValueError(did_you_mean("model", name, list(_MODULES)))
+    return importlib.import_module(_MODULES[name]).workload(size, **options)

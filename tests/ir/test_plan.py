@@ -1,0 +1,82 @@
+"""Plans: from cuts, through JSON, and what a wrong one says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jvpipe.ir.plan import Plan, Stage
+
+
+def test_cuts_become_stages() -> None:
+    plan = Plan.from_cuts([5, 2, 2], schedule="gpipe")
+    assert [stage.layers for stage in plan.stages] == [(0, 1, 2, 3, 4), (5, 6), (7, 8)]
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (2,)]
+    assert plan.cuts == (5, 2, 2)
+    assert [plan.stage_of(layer) for layer in (0, 4, 5, 8)] == [0, 0, 1, 2]
+    assert (plan.schedule, plan.with_schedule("1f1b").schedule) == ("gpipe", "1f1b")
+
+
+def test_stages_may_share_a_device() -> None:
+    plan = Plan.from_cuts([1, 1, 1], [0, 1, 0])
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (0,)]
+    plan.check(layers=3, devices=2)
+
+
+@pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1]])
+def test_a_stage_needs_a_layer(cuts: list) -> None:
+    with pytest.raises(ValueError, match=r"every stage needs at least one layer, the cuts are \["):
+        Plan.from_cuts(cuts)
+
+
+def test_a_stage_needs_a_device() -> None:
+    with pytest.raises(ValueError, match="3 stages need 3 devices, 2 are given"):
+        Plan.from_cuts([1, 1, 1], [0, 1])
+
+
+def test_round_trips_through_json(tmp_path: Path) -> None:
+    plan = Plan((Stage((0, 1), (1,), {"0:1": "swap", "1:0": "recompute"}), Stage((2,), (0,))), "gpipe", "torchgpipe")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_the_file_can_be_read_and_written_by_hand(tmp_path: Path) -> None:
+    stages = [{"layers": [0, 1], "devices": [0]}, {"layers": [2], "devices": [1]}]
+    (tmp_path / "plan.json").write_text(json.dumps({"stages": stages, "schedule": "gpipe", "planner": "me"}))
+    assert Plan.load(tmp_path / "plan.json") == Plan.from_cuts([2, 1], schedule="gpipe", planner="me")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"stages": []}', '{"stages": [{"layers": ["x"], "devices": [0]}]}']
+)
+def test_another_file_is_not_a_plan(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is not a plan that jvpipe saved: "):
+        Plan.load(tmp_path / "other.json")
+
+
+GOOD = Plan.from_cuts([2, 2])
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan.from_cuts([2, 1]), r"misses layers \[3\]: the model has layers 0 to 3"),
+        (Plan.from_cuts([3, 2]), r"hold layers \[0, 1, 2, 3, 4\]: they must be 0 to 3"),
+        (Plan((Stage((0, 2), (0,)), Stage((1, 3), (1,)))), r"hold layers \[0, 2, 1, 3\]: .* in order"),
+        (Plan((Stage((0, 1, 1), (0,)), Stage((2, 3), (1,)))), r"hold layers \[0, 1, 1, 2, 3\]: .*each once"),
+        (Plan((*GOOD.stages, Stage((), (0,)))), "stage 2 needs at least one layer and one device"),
+        (Plan((replace(GOOD.stages[0], devices=()), GOOD.stages[1])), "stage 0 needs at least one layer and one"),
+        (Plan.from_cuts([2, 2], [0, 2]), "stage 1 is on device 2, there are 2 devices"),
+        (Plan.from_cuts([2, 2], [-1, 0]), "stage 0 is on device -1, there are 2 devices"),
+        (
+            Plan((replace(GOOD.stages[0], fates={"0:0": "drop"}), GOOD.stages[1])),
+            r"stage 0 has unknown fates \['drop'\]: there are keep, swap, recompute",
+        ),
+    ],
+)
+def test_a_wrong_plan_says_what_is_wrong(plan: Plan, message: str) -> None:
+    GOOD.check(layers=4, devices=2)
+    with pytest.raises(ValueError, match=message):
+        plan.check(layers=4, devices=2)

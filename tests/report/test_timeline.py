@@ -1,0 +1,61 @@
+"""Spans become a trace that Perfetto opens, and an idle share."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jvpipe.ir.span import Span
+from jvpipe.report import timeline
+
+# Two stages, two micro-batches, backward twice as long as forward:
+#   cpu:0   0F0 0F1 ... ...  ... 0B0 0B0 0B1 0B1
+#   cpu:1       1F0 1B0 1B0  1F1 1B1 1B1
+SPANS = [
+    Span("cpu:0", "0F0", 10.0, 11.0, "F"),
+    Span("cpu:0", "0F1", 11.0, 12.0, "F"),
+    Span("cpu:1", "1F0", 11.0, 12.0, "F"),
+    Span("cpu:1", "1B0", 12.0, 14.0, "B", {"bytes": 7}),
+    Span("cpu:1", "1F1", 14.0, 15.0, "F"),
+    Span("cpu:1", "1B1", 15.0, 17.0, "B"),
+    Span("cpu:0", "0B0", 15.0, 17.0, "B"),
+    Span("cpu:0", "0B1", 17.0, 19.0, "B"),
+]
+
+
+def test_one_named_row_per_device(tmp_path: Path) -> None:
+    timeline.write(tmp_path / "timeline.json", SPANS)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {0: "cpu:0", 1: "cpu:1"}
+    drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    expected = [(s.device, s.name, (s.start_s - 10.0) * 1e6, (s.end_s - s.start_s) * 1e6) for s in SPANS]
+    assert sorted(drawn) == sorted(expected)
+    (backward,) = (e for e in events if e["name"] == "1B0")
+    assert backward["cat"] == "B"
+    assert backward["args"] == {"bytes": 7}
+
+
+def test_devices_are_in_the_order_of_their_numbers() -> None:
+    spans = [Span(f"cpu:{i}", "F", 0.0, 1.0, "F") for i in (10, 2, 0)]
+    events = timeline.chrome_trace(spans)["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["cpu:0", "cpu:2", "cpu:10"]
+
+
+def test_bubble_fraction_of_the_drawing() -> None:
+    assert timeline.bubble_fraction(SPANS) == pytest.approx(1 - 12 / 18)
+
+
+def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
+    spans = [
+        Span("a", "0F0", 0.0, 2.0, "F"),
+        Span("a", "0F1", 1.0, 2.0, "F"),
+        Span("a", "0U", 3.0, 4.0, "U"),
+        Span("a", "SEND", 0.0, 9.0, "SEND"),
+    ]
+    assert timeline.bubble_fraction(spans) == pytest.approx(0.25)
+
+
+def test_nothing_measured_is_no_bubble() -> None:
+    assert timeline.bubble_fraction([]) == 0.0
+    assert timeline.chrome_trace([])["traceEvents"][0]["ph"] == "M"
