@@ -1,7 +1,7 @@
 """The one place that touches `jax.extend` and jaxlib: jaxprs as data, fast copies. Version differences end here."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -9,7 +9,20 @@ from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
 from jax.extend import core as _core
 from jax.sharding import SingleDeviceSharding
-from jaxlib import _jax as _jaxlib
+from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
+
+if TYPE_CHECKING:
+
+    class Device(Protocol):
+        """What type checkers need to know of `jax.Device`, which is a variable to them."""
+
+        id: int
+        platform: str
+
+    TreeDef = Any
+else:
+    Device = jax.Device
+    TreeDef = jax.tree_util.PyTreeDef
 
 ClosedJaxpr = _core.ClosedJaxpr
 Jaxpr = _core.Jaxpr
@@ -76,7 +89,12 @@ _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", No
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
 
-def copier(device: jax.Device) -> Callable[[jax.Array], jax.Array]:
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array has been computed; asking does not wait."""
+    return cast(Any, array).is_ready()
+
+
+def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
     """A function that copies an array from another device to this one."""
     if _copy_array is None:
         return lambda x: jax.device_put(x, device)
@@ -85,7 +103,7 @@ def copier(device: jax.Device) -> Callable[[jax.Array], jax.Array]:
     return lambda x: copy([x], devices, shardings, always)[0]
 
 
-def feeder(device: jax.Device) -> Callable[[np.ndarray], jax.Array]:
+def feeder(device: Device) -> Callable[[np.ndarray], jax.Array]:
     """A function that copies a host array to the device; the host may overwrite its own at once."""
     if _put_host is None:
         return lambda x: jax.device_put(x, device, may_alias=False)

@@ -10,23 +10,24 @@ import jax
 import numpy as np
 import optax
 
+from jvpipe import _jax
+from jvpipe._jax import Device
 from jvpipe.cost.measure import LayerSeconds, measure_layers
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.span import Span
 from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.span import Span
 from jvpipe.planners import check_planner, make_plan
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.report.explain import explain
-from jvpipe.runtime.build import Build, backward_program, forward_program, layer_programs
 from jvpipe.runtime import skeleton
+from jvpipe.runtime.build import Build, backward_program, forward_program, layer_programs
 from jvpipe.runtime.checkpoint import check_paths, load_checkpoint, load_meta, save_checkpoint
 from jvpipe.runtime.controller import Controller, Feeds, StageError
 from jvpipe.runtime.monitor import Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.emit import persistent_buffers
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import KeyKind, abstract, key_words, path_name, trace_loss
 
@@ -79,7 +80,7 @@ class Pipeline:
         schedule: str = "1f1b",
         planner: str = "torchgpipe",
         memory_limit: int | str | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -117,10 +118,12 @@ class Pipeline:
             rng: the key of the run.
             model_state: with `has_state`.
         """
-        made = callable(params)
-        shapes, leaves = made_leaves(self._store, params, rng) if made else (abstract(params), [])
-        if not made:
-            leaves = given_leaves(jax.tree.leaves(params))
+        if callable(params):
+            if rng is None:
+                raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+            shapes, leaves = made_leaves(self._store, params, rng)
+        else:
+            shapes, leaves = abstract(params), given_leaves(jax.tree.leaves(params))
         build = self._trace(shapes, batch, rng, model_state)
         named = {("parameter", i): leaf for i, leaf in enumerate(leaves)}
         named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
@@ -147,13 +150,17 @@ class Pipeline:
         first = next(iter(self._builds.values()), None)
         traced = build_graph(loss, first.traced.cuts if first else None)
         graph = traced.graph
-        optimizer = first.optimizer if first else cut_optimizer(
-            self._optimizer,
-            abstract(params),
-            [p.owner for p in graph.parameters],
-            [len(p.readers) for p in graph.parameters],
-            microbatches=None if graph.weighted else self._microbatches,
-            grad_norm=self._grad_norm,
+        optimizer = (
+            first.optimizer
+            if first
+            else cut_optimizer(
+                self._optimizer,
+                abstract(params),
+                [p.owner for p in graph.parameters],
+                [len(p.readers) for p in graph.parameters],
+                microbatches=None if graph.weighted else self._microbatches,
+                grad_norm=self._grad_norm,
+            )
         )
         plan = first.plan if first else self._make_plan(traced)
         build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store)
@@ -202,7 +209,9 @@ class Pipeline:
         table = self._controller.run(instructions, table, self._feeds(batch, state))
         return self._metrics(build, [table[b] for b in lowered.metrics])
 
-    def run(self, state: State, batches: Iterable[Tree], num_steps: int | None = None) -> Iterator[tuple[State, Metrics]]:
+    def run(
+        self, state: State, batches: Iterable[Tree], num_steps: int | None = None
+    ) -> Iterator[tuple[State, Metrics]]:
         """Steps through a stream of batches; a state is valid until the next one is asked for."""
         for batch in islice(batches, num_steps):
             state, metrics = self.step(state, batch)
@@ -251,7 +260,7 @@ class Pipeline:
 
     def _raise_earlier_failure(self) -> None:
         """A program that failed after `step` returned is reported by the next call."""
-        if self._last_loss is not None and self._last_loss.is_ready():
+        if self._last_loss is not None and _jax.is_ready(self._last_loss):
             try:
                 self._last_loss.block_until_ready()
             except Exception as error:
@@ -260,7 +269,7 @@ class Pipeline:
     # Looking
 
     @property
-    def programs(self) -> dict[jax.Device, int]:
+    def programs(self) -> dict[Device, int]:
         """The number of compiled programs that steps use, per device."""
         used = set().union(*(build.executables for build in self._builds.values()))
         return {device: sum(d == device for _, d in used) for device in self._devices}
@@ -382,7 +391,11 @@ class Pipeline:
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
         graph, optimizer = self._first.traced.graph, self._first.optimizer
-        arrays = {"parameter": [p.array for p in graph.parameters], "optimizer": [leaf.array for leaf in optimizer.state], "state": graph.state}
+        arrays = {
+            "parameter": [p.array for p in graph.parameters],
+            "optimizer": [leaf.array for leaf in optimizer.state],
+            "state": graph.state,
+        }
         return [(tuple(a.shape), _savable_dtype(str(a.dtype))) for a in arrays[kind]]
 
 
@@ -391,9 +404,7 @@ def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     return load_meta(path)["extra"]
 
 
-def _devices(
-    stages: int | Plan, devices: Sequence[jax.Device] | None
-) -> tuple[tuple[jax.Device, ...], tuple[int, ...]]:
+def _devices(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """The distinct devices, and the index of each stage's device among them."""
     given = list(jax.devices() if devices is None else devices)
     distinct = tuple(dict.fromkeys(given))
@@ -446,8 +457,9 @@ def _nearest_divisors(size: int, wanted: int) -> str:
 
 def _to_host(array: jax.Array) -> Any:
     """A copy on the host that no later step can overwrite."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.array(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return np.array(array)
 
 

@@ -256,7 +256,7 @@ def workload(size: str | None = None, **options: Any) -> Workload:
 
 def _linear(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
     def linear(inputs: int, outputs: int, scale: float = 1.0) -> nnx.Linear:
-        kernel_init = nnx.initializers.normal(0.02 * scale)
+        kernel_init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
         return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
     return linear

@@ -374,7 +374,7 @@ def _scaled_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Ar
 
 def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    return 0.5 * g @ w.T, 0.5 * x.T @ g
+    return g @ (0.5 * w.T), (0.5 * x.T) @ g
 
 
 scaled.defvjp(_scaled_forward, _scaled_backward)

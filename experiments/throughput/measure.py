@@ -96,7 +96,7 @@ def dispatch() -> dict[str, Any]:
         state = pipe.init(model.chain_params(arrays), batch, None)
 
         def step() -> None:
-            nonlocal state  # noqa: B023
+            nonlocal state
             state, _ = pipe.step(state, batch)  # noqa: B023
             jax.block_until_ready(state)
 

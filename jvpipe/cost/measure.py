@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvpipe._jax import Device
 from jvpipe.programs.store import Program, ProgramStore
 
 _RUNS = 5
@@ -28,9 +29,7 @@ class LayerSeconds:
         return [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
 
 
-def measure_layers(
-    store: ProgramStore, programs: Sequence[tuple[Program, Program]], device: jax.Device
-) -> LayerSeconds:
+def measure_layers(store: ProgramStore, programs: Sequence[tuple[Program, Program]], device: Device) -> LayerSeconds:
     """Times each layer's forward and backward; layers that share a program are timed once."""
     store.compile([(program, device) for pair in programs for program in pair])
     known: dict[Hashable, float] = {}
@@ -43,7 +42,7 @@ def measure_layers(
     )
 
 
-def _seconds(executable: Any, program: Program, device: jax.Device) -> float:
+def _seconds(executable: Any, program: Program, device: Device) -> float:
     """The median of a few runs after one to warm up; inputs are made anew, for a program may overwrite them."""
     taken = []
     for _ in range(_RUNS + 1):

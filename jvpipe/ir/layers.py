@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Kind = Literal[
     "parameter",  # a leaf of the parameters
@@ -16,7 +16,8 @@ Kind = Literal[
 ]
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ref:
     """Names a value that a layer reads or writes: the `index`-th of its `kind`."""
 
     kind: Kind

@@ -2,7 +2,9 @@
 
 import re
 
-_UNITS = {"": 1, "b": 1, **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+_DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+_UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 
 
 def parse_bytes(size: int | str | None) -> int | None:

@@ -72,6 +72,12 @@ class Flow:
             found.setdefault(self.placement.of(eqn.outvars[0]).home, []).append(eqn)
         return found
 
+    def _eqns_for(self, home: Home) -> list[JaxprEqn]:
+        """The equations that a layer or the global program may run. For layers alike they are in the same order."""
+        if home == "global":
+            return [eqn for eqn in self.eqns if not isinstance(self.placement.of(eqn.outvars[0]).home, int)]
+        return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
+
     def _unchanged(self, out: Output) -> bool:
         return isinstance(out.atom, Var) and self.inputs.get(out.atom) == out.slot
 
@@ -105,7 +111,7 @@ class Flow:
 
     def _runs(self, home: Home, wanted: Mapping[int, Sequence[Atom]]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
         """Per phase, the equations that run and what they read. A costly layer equation runs once, others as needed."""
-        eqns = [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
+        eqns = self._eqns_for(home)
         runs = {}
         for phase, atoms in wanted.items():
             needed = jaxprs.prune(eqns, atoms)

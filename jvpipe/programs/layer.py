@@ -19,6 +19,7 @@ from jvpipe.ir.layers import Ref, Signature, Source
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, array_of
 
+
 @dataclass(frozen=True)
 class LayerPrograms:
     """Both programs of a layer for one choice of fates.
@@ -121,7 +122,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
         known[v] = ("output", i)
     known |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
     own = dict.fromkeys(v for v in leaves if v not in known)
-    return known | {v: ("residual", i) for i, v in enumerate(own)}
+    known |= {v: ("residual", i) for i, v in enumerate(own)}
+    return known
 
 
 def _trace_backward(
@@ -156,7 +158,5 @@ def _trace_backward(
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
     jaxpr = closed.jaxpr.replace(invars=[v for v in closed.jaxpr.invars if v not in unread])
-    signature = Signature(
-        (), tuple(sources), tuple(taken), tuple(added_to), tuple(gradients), tuple(returned)
-    )
+    signature = Signature((), tuple(sources), tuple(taken), tuple(added_to), tuple(gradients), tuple(returned))
     return ClosedJaxpr(jaxpr, closed.consts), signature

@@ -27,13 +27,17 @@ def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) ->
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
         losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
-        out = [total(losses[0]) / total(losses[1]).astype(losses[0][0].dtype), total(losses[1])] if graph.weighted else [
-            total(losses[0]) / np.asarray(microbatches, losses[0][0].dtype)
-        ]
+        loss = total(losses[0])
+        if graph.weighted:
+            weight = total(losses[1])
+            out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
+        else:
+            out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, found in enumerate(graph.aux_groups):
             parts = [aux[i] for i in found]
             if len(parts) == 2:
-                out.append(total(parts[0]) / total(parts[1]).astype(parts[0][0].dtype))
+                sums = total(parts[0]), total(parts[1])
+                out.append(sums[0] / sums[1].astype(sums[0].dtype))
             elif graph.aux_reduced(group):
                 out.append(total(parts[0]) / np.asarray(microbatches, parts[0][0].dtype))
             else:

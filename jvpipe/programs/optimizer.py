@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
+from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import Path, evaluate, trace_optimizer, transformation
@@ -41,7 +41,7 @@ class OptimizerCut:
     init: tuple[Piece, ...]
     update: tuple[Piece, ...]
     state: tuple[StateLeaf, ...]
-    state_tree: jax.tree_util.PyTreeDef
+    state_tree: TreeDef
     cross_layer: tuple[str, ...]
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, JaxprEqn
+from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
 from jvpipe.trace import jaxprs
 from jvpipe.trace.loss import path_name
@@ -36,7 +36,7 @@ class TracedOptimizer:
     init: ClosedJaxpr
     state: tuple[Array, ...]
     state_paths: tuple[Path, ...]
-    state_tree: jax.tree_util.PyTreeDef
+    state_tree: TreeDef
 
 
 def trace_optimizer(

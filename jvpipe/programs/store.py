@@ -11,7 +11,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr
+from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body
@@ -27,7 +27,9 @@ class Program:
     donated: tuple[int, ...] = ()
 
     @staticmethod
-    def of(closed: ClosedJaxpr, donated: Iterable[int] = (), *, marked: bool = False, key: Hashable = None) -> "Program":
+    def of(
+        closed: ClosedJaxpr, donated: Iterable[int] = (), *, marked: bool = False, key: Hashable = None
+    ) -> "Program":
         """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on."""
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
@@ -40,7 +42,7 @@ class ProgramStore:
     def __init__(self) -> None:
         self._layers: dict[Hashable, LayerPrograms] = {}
         self._jitted: dict[Hashable, Any] = {}
-        self._compiled: dict[tuple[Hashable, jax.Device], Any] = {}
+        self._compiled: dict[tuple[Hashable, Device], Any] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
         """A layer's forward and backward; layers alike get the same ones."""
@@ -53,7 +55,7 @@ class ProgramStore:
             self._layers[key] = self._layers.setdefault(made.key, made)
         return self._layers[key]
 
-    def compile(self, wanted: Sequence[tuple[Program, jax.Device]]) -> list[Any]:
+    def compile(self, wanted: Sequence[tuple[Program, Device]]) -> list[Any]:
         """The executables of programs on devices; those that are missing are compiled side by side."""
         missing = {(p.key, d): (p, d) for p, d in wanted if (p.key, d) not in self._compiled}
         if missing:
@@ -62,7 +64,7 @@ class ProgramStore:
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in wanted]
 
-    def _lower(self, program: Program, device: jax.Device) -> Any:
+    def _lower(self, program: Program, device: Device) -> Any:
         jitted = self._jitted.setdefault(
             program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
         )

@@ -2,10 +2,10 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered, Peak, peaks
 from jvpipe.ir.layers import Array
 from jvpipe.ir.plan import Plan
@@ -51,13 +51,13 @@ class Build:
     plan: Plan
     optimizer: OptimizerCut
     microbatches: int
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     store: ProgramStore
     layer_s: Sequence[float] | None = None
     _evaluation: tuple[Lowered, tuple[Instruction, ...]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.executables: set[tuple[Hashable, jax.Device]] = set()  # which programs are used where
+        self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
         self.programs = layer_programs(self.store, self.traced)
         lists = find_schedule(self.plan.schedule)(len(self.plan.stages), self.microbatches)
         signatures = [p.signature for p in self.programs]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jvpipe import _jax
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.task import Row
 from jvpipe.runtime.monitor import Monitor
@@ -45,9 +46,7 @@ class Instruction(NamedTuple):
     row: Row
 
 
-def bind(
-    lowered: Lowered, devices: Sequence[jax.Device], executable_of: Callable[[Row], Any]
-) -> tuple[Instruction, ...]:
+def bind(lowered: Lowered, devices: Sequence[Device], executable_of: Callable[[Row], Any]) -> tuple[Instruction, ...]:
     """Binds rows to executables and copies."""
     buffers = lowered.buffers
     bound = []
@@ -127,7 +126,7 @@ class Controller:
         for marked, mark in self.marks:
             try:
                 mark.block_until_ready()
-            except Exception as first:  # noqa: BLE001 - whatever a program raised
+            except Exception as first:
                 return StageError(f"{describe(marked)} failed: {_first_line(first)}")
         return StageError(f"{describe(row) if row else 'a step'} failed: {_first_line(error)}")
 

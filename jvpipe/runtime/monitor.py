@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import jax
 
+from jvpipe._jax import Device
 from jvpipe.ir.span import Span
 from jvpipe.ir.task import Row
 
@@ -18,7 +19,7 @@ from jvpipe.ir.task import Row
 class Monitor:
     """Watches one step at a time."""
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._names = [str(device) for device in devices]
         self._queues: list[SimpleQueue[tuple[int, jax.Array] | None]] = [SimpleQueue() for _ in devices]
         self._dispatched: dict[int, float] = {}
@@ -67,6 +68,6 @@ class Monitor:
             index, mark = item
             try:
                 mark.block_until_ready()
-            except Exception:  # noqa: BLE001, S112 - whoever reads the result is told
+            except Exception:  # whoever reads the result is told
                 continue
             self._ended[index] = time.perf_counter()

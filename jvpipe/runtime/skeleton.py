@@ -37,12 +37,13 @@ def load(found: Any) -> Tree:
 
 
 def _dump(tree: Tree) -> Any:
+    kind = type(tree)
     if tree is None:
         return {"none": 0}
-    if type(tree) is dict and all(isinstance(k, str) for k in tree):
+    if kind is dict and all(isinstance(k, str) for k in tree):
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_dump(v) for v in tree]}
+    if kind in (list, tuple):
+        return {kind.__name__: [_dump(v) for v in tree]}
     if hasattr(tree, "shape") and hasattr(tree, "dtype") and not str(tree.dtype).startswith("key<"):
         return {"leaf": [list(tree.shape), str(tree.dtype)]}
-    raise TypeError(type(tree))
+    raise TypeError(kind)

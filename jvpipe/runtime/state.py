@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.optimizer import OptimizerCut
@@ -43,13 +44,13 @@ class State:
 
 Key = tuple[Hashable, ...]
 Name = tuple[str, int]
-Leaf = Callable[[jax.Device], jax.Array]  # puts or makes one array on a device
+Leaf = Callable[[Device], jax.Array]  # puts or makes one array on a device
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     """Leaves from arrays; the caller's own are never taken."""
 
-    def put(value: Any, device: jax.Device) -> jax.Array:
+    def put(value: Any, device: Device) -> jax.Array:
         return jax.device_put(value, device, may_alias=False)
 
     return [partial(put, value) for value in values]
@@ -65,7 +66,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
 
-    def make(out: _jax.Atom, device: jax.Device) -> jax.Array:
+    def make(out: _jax.Atom, device: Device) -> jax.Array:
         needed = jaxprs.prune(eqns, [out])
         inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
 
@@ -96,7 +97,7 @@ class Placing:
     graph: LayerGraph
     optimizer: OptimizerCut
     buffers: tuple[Buffer, ...]
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
 
     def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
         """Every persistent array from the leaves of each name; optimizer state without leaves is made anew."""

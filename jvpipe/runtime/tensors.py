@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
+from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 
 
@@ -21,7 +20,7 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 class Ledger:
     """Bytes held per device, now and at most, since the pipeline was initialised."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
 
@@ -39,21 +38,21 @@ class Ledger:
         self.live[device] -= size
 
     @property
-    def live_bytes(self) -> dict[jax.Device, int]:
+    def live_bytes(self) -> dict[Device, int]:
         """Bytes held now, per device."""
         return _by_device(self.devices, self.live)
 
     @property
-    def peak_bytes(self) -> dict[jax.Device, int]:
+    def peak_bytes(self) -> dict[Device, int]:
         """The most bytes held at once, per device."""
         return _by_device(self.devices, self.peak)
 
 
-def _by_device(devices: Sequence[jax.Device], values: Sequence[int]) -> dict[jax.Device, int]:
+def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
     return dict(zip(devices, values, strict=True))
 
 
-def check_limit(peaks: Sequence[Peak], devices: Sequence[jax.Device], limit: int | None) -> None:
+def check_limit(peaks: Sequence[Peak], devices: Sequence[Device], limit: int | None) -> None:
     """Raises `MemoryLimitExceeded` if a step would hold more than `limit` bytes on a device."""
     worst = max(peaks, key=lambda peak: peak.bytes)
     if limit is None or worst.bytes <= limit:

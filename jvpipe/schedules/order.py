@@ -52,6 +52,7 @@ def dispatch_order(
             (waiting.discard if len(ready) > before else waiting.add)(s)
     stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
     if stuck:
-        why = "; ".join(f"{task} waits for {' '.join(str(t) for t in waits_for(task) if t not in done)}" for task in stuck)
+        missing = {task: " ".join(str(t) for t in waits_for(task) if t not in done) for task in stuck}
+        why = "; ".join(f"{task} waits for {others}" for task, others in missing.items())
         raise ValueError(f"the schedule cannot progress: {why}")
     return order

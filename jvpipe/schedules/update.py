@@ -13,7 +13,9 @@ def lower_update(pen: Emitter) -> bool:
         layer = GLOBAL if piece.layer is None else piece.layer
         d = home(pen.graph, pen.device) if piece.layer is None else pen.device[layer]
         reads = [_read(pen, slot, layer, d) for slot in piece.reads]
-        writes = [_write(pen, slot, aval, layer, d) for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)]
+        writes = [
+            _write(pen, slot, aval, layer, d) for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
+        ]
         pen.emit("U", layer, -1, reads, writes, device=d, program=program)
         for slot in piece.writes:
             if slot.kind == "parameter":
@@ -30,7 +32,8 @@ def _read(pen: Emitter, slot: Slot, layer: int, d: int) -> int:
             source = parameter.readers[slot.source]
             key: Key = ("gradient", slot.index, source, pen.device[source])
             if key not in pen.ids:  # no gradient flows to this reader
-                pen.emit("ZERO", source, -1, [], [pen.new(key, "gradient", parameter.array.bytes, pen.device[source])])
+                zeros = pen.new(key, "gradient", parameter.array.bytes, pen.device[source])
+                pen.emit("ZERO", source, -1, [], [zeros])
             return pen.send(key, ("gradient", slot.index, source, d), d, source)
         case "weight":
             return pen.send(("weight", here), ("weight", d), d, graph.loss_layer)

@@ -3,7 +3,8 @@
 A cut is good where few values are alive. What "few" means depends on the model, so it is asked locally: a
 position is narrow if no position nearby has fewer live values. Distance is counted in weighted
 operations (products, convolutions, lookups that read a parameter), values that live long (skip connections) do
-not count, and a layer holds at least one weighted operation. Only the neighbourhood decides, so a change far away
+not count, and a layer holds at least one weighted operation. A run that is still large is cut again on its own, as
+the levels of a U-Net are: what enters it no longer counts. Only the neighbourhood decides, so a change far away
 leaves a layer, and with it its compiled programs, as it was.
 """
 
@@ -18,6 +19,7 @@ from jvpipe.trace.jaxprs import variables
 
 _WINDOW = 6  # weighted operations to either side that a narrow place is compared with
 _SKIP = 12  # a value that lives across more weighted operations is a skip connection
+_LARGE = 8  # a layer of more weighted operations is cut again if it can be
 
 
 def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
@@ -25,6 +27,15 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
 
     `weighted` tells for each equation whether it is a weighted operation.
     """
+    cuts = _narrow(eqns, weighted)
+    if cuts:
+        for a, b in pairwise([0, *cuts, len(eqns)]):
+            if sum(weighted[a:b]) > _LARGE:
+                cuts += [a + p for p in narrow_cuts(eqns[a:b], weighted[a:b])]
+    return sorted(cuts)
+
+
+def _narrow(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
@@ -40,7 +51,10 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
 
 
 def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Per position: the number of values that live across it, skips and scalars left out, and their bytes."""
+    """Per position: the number of values that live across it, skips and scalars left out, and bytes with scalars.
+
+    Where nothing lives (behind the loss, say) counts as narrow as where one value does.
+    """
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for p, eqn in enumerate(eqns):
@@ -50,10 +64,9 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray) -> tuple[np.ndarray, np.n
     for var, end in last.items():
         start = born[var] + 1
         aval = _jax.aval(var)
-        if aval.shape and seen[end] - seen[start] <= _SKIP:
-            count[start] += 1
-            count[end + 1] -= 1
+        if seen[end] - seen[start] <= _SKIP:
             size = aval.size * aval.dtype.itemsize
-            width[start] += size
-            width[end + 1] -= size
-    return np.cumsum(count)[: len(eqns) + 1], np.cumsum(width)[: len(eqns) + 1]
+            for at, sign in ((start, 1), (end + 1, -1)):
+                count[at] += sign * bool(aval.shape)
+                width[at] += sign * size
+    return np.maximum(np.cumsum(count)[:-1], 1), np.cumsum(width)[:-1]

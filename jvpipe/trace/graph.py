@@ -4,10 +4,9 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 import jax
-import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
@@ -180,11 +179,13 @@ class _Assembly:
             fresh = [i for i in layer.reading("parameter") if i not in seen]
             seen.update(fresh)
             scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
-            owners = [os.path.dirname(paths[i]) or paths[i] for i in fresh or layer.reading("parameter")]
+            owners = [_module(paths[i]) for i in fresh or layer.reading("parameter")]
             names.append(_common(owners) or _common(scopes) or (owners or [f"layer{layer.id}"])[0])
         return names
 
-    def _graph(self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]) -> LayerGraph:
+    def _graph(
+        self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]
+    ) -> LayerGraph:
         def arrays(kind: str) -> list[tuple[Var, Array]]:
             found = sorted((ref.index, v) for v, ref in self.loss.inputs.items() if ref.kind == kind)
             names = self.loss.names.get(kind) or [f"{kind}{i}" for i, _ in found]
@@ -219,11 +220,16 @@ def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
     return {v for eqn in eqns for v in eqn.outvars}
 
 
+def _module(path: str) -> str:
+    """The module that a parameter belongs to: all but the last word of its path, unless that is a number."""
+    module, word = os.path.split(path)
+    return path if word.isdigit() else module or path
+
+
 def _common(paths: Sequence[str]) -> str:
     """The deepest path that all paths lie under."""
-    parts = [p.split("/") for p in paths]
-    shared = os.path.commonprefix([np.array(p, dtype=object).tolist() for p in parts]) if parts else []
-    return "/".join(shared)
+    steps = zip(*(path.split("/") for path in paths), strict=False)
+    return "/".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def _candidates(eqns: Sequence[JaxprEqn], own: Sequence[JaxprEqn]) -> dict[Var, str]:

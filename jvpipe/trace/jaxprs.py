@@ -23,13 +23,16 @@ _CALLS = {
     "remat2": "jaxpr",
     "remat": "jaxpr",
 }
+# Calls with a derivative of their own.
+_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def flatten(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> ClosedJaxpr:
     """Traces `fn` to one flat, pruned jaxpr; `args` are arrays or `jax.ShapeDtypeStruct`.
 
     Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends on constants
-    alone is computed at once.
+    alone is computed at once. Functions with a derivative of their own are inlined too, unless the result is still
+    to be differentiated (`keep_rules`).
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -37,19 +40,20 @@ def flatten(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     ['sin', 'add']
     """
     closed = jax.make_jaxpr(fn)(*args)
-    closed = jax.make_jaxpr(lambda *xs: _inlined(closed.jaxpr, closed.consts, xs))(*closed.in_avals)
+    calls = _CALLS if keep_rules else _CALLS | _RULES
+    closed = jax.make_jaxpr(lambda *xs: _inlined(closed.jaxpr, closed.consts, xs, calls))(*closed.in_avals)
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
 
 
-def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]) -> list[Any]:
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.named_scope(_jax.scope(eqn)):
-            if eqn.primitive.name not in _CALLS:
+            if eqn.primitive.name not in calls:
                 return _folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
-            body = eqn.params[_CALLS[eqn.primitive.name]]
+            body = eqn.params[calls[eqn.primitive.name]]
             inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-            return _inlined(inner, inner_consts, values)
+            return _inlined(inner, inner_consts, values, calls)
 
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_literal, consts), *args], strict=True))
     run(prune(jaxpr.eqns, jaxpr.outvars), env, apply)
@@ -132,9 +136,9 @@ class Structure:
 def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Structure:
     """A value that is equal for two runs of equations which compute the same function in the same way.
 
-    Variables are numbered in order of appearance. Parameters that cannot be compared (the rules
-    of a custom derivative, say) compare by identity: equal structures are equal programs; the converse
-    need not hold.
+    Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes.
+    Parameters that cannot be compared do so by identity: equal structures are equal programs; the converse need
+    not hold.
     """
     numbers: dict[Var, int] = {}
 
@@ -149,12 +153,38 @@ def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence
         (
             eqn.primitive.name,
             tuple(atom(a) for a in eqn.invars),
-            tuple(sorted((k, comparable(v)) for k, v in eqn.params.items())),
+            _comparable_params(eqn),
             tuple(number(v) for v in eqn.outvars),
         )
         for eqn in eqns
     )
     return Structure((head, body, tuple(atom(a) for a in outputs)))
+
+
+def _comparable_params(eqn: JaxprEqn) -> Hashable:
+    if eqn.primitive.name in _RULES and not eqn.params["symbolic_zeros"]:
+        return comparable(eqn.params["call_jaxpr"]), comparable(_pullback(eqn))
+    return tuple(sorted((k, comparable(v)) for k, v in eqn.params.items()))
+
+
+def _pullback(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The derivative of an equation, a function of its operands and of the cotangents of its results."""
+
+    def inexact(values: Sequence[Any]) -> list[int]:
+        return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+        moving = inexact(operands)
+
+        def apply(*moved: Any) -> list[Any]:
+            values = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+            out = _jax.bind(eqn, list(values.values()))
+            return [out[i] for i in inexact(out)]
+
+        return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
+
+    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
+    return flatten(pull, ins, [outs[i] for i in inexact(outs)])
 
 
 class _Identity:

@@ -14,19 +14,32 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 
+_FEW = 4  # an index among so few keys stays: it makes a few variants of a layer at most
+
 
 def is_key(atom: _jax.Atom) -> bool:
     """Whether a value is a typed random key."""
     return jnp.issubdtype(_jax.aval(atom).dtype, jax.dtypes.prng_key)
 
 
+def holds_keys(atom: _jax.Atom) -> bool:
+    """Whether a value is an array of many keys; it may be of old ones, two or four words each."""
+    aval = _jax.aval(atom)
+    old = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
+    return (is_key(atom) or old) and aval.ndim > 0 and aval.shape[0] > _FEW
+
+
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """`keys[i]` with the index as an operand; None if the equation is anything else."""
-    if eqn.primitive.name != "slice" or not is_key(eqn.invars[0]) or eqn.params["strides"] is not None:
+    if eqn.primitive.name != "slice" or not holds_keys(eqn.invars[0]) or set(eqn.params["strides"] or [1]) != {1}:
         return None
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    sizes = [stop - start for start, stop in zip(starts, limits, strict=True)]
-    return [jax.lax.dynamic_slice(values[0], [np.int32(start) for start in starts], sizes)]
+    return [take(values[0], starts, [stop - start for start, stop in zip(starts, limits, strict=True)])]
+
+
+def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
+    """A part of an array of keys, the indices as operands."""
+    return jax.lax.dynamic_slice(keys, [np.int32(start) for start in starts], sizes)
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
@@ -34,13 +47,13 @@ def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     lifted: dict[Var, Any] = {}
 
     def lift(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name not in ("random_fold_in", "dynamic_slice") or not is_key(eqn.invars[0]):
-            return eqn
-        invars = list(eqn.invars)
-        for i, atom in enumerate(invars):
-            if isinstance(atom, Literal):
-                invars[i] = _jax.new_variable(atom.aval)
-                lifted[invars[i]] = np.asarray(atom.val, _jax.aval(atom).dtype)
-        return eqn.replace(invars=invars)
+        name = eqn.primitive.name
+        if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):
+            key, number, *rest = eqn.invars
+            if isinstance(number, Literal):
+                variable = _jax.new_variable(number.aval)
+                lifted[variable] = np.asarray(number.val, _jax.aval(number).dtype)
+                return eqn.replace(invars=[key, variable, *rest])
+        return eqn
 
     return [lift(eqn) for eqn in eqns], lifted

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe._jax import Atom, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
@@ -31,7 +31,7 @@ class LossJaxpr:
     names: dict[str, tuple[str, ...]]
     constants: tuple[Any, ...]
     weighted: bool
-    aux_tree: jax.tree_util.PyTreeDef
+    aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
 
@@ -102,7 +102,7 @@ def trace_loss(
         return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
 
     seed = None if key is None else key.seed
-    closed = jaxprs.flatten(flat, abstract(params), abstract(batch), abstract(state), seed)
+    closed = jaxprs.flatten(flat, abstract(params), abstract(batch), abstract(state), seed, keep_rules=True)
     refs: list[Ref] = [Ref("parameter", i) for i in range(len(leaves["parameter"]))]
     refs += [Ref("batch", i) for i in range(len(leaves["batch"]))]
     refs += [Ref("state", i) for i in range(len(leaves["state"]))]
@@ -192,7 +192,7 @@ def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
         raise ValueError(f"the loss returns a model state of another structure: {new_tree}, not {old_tree}")
-    for (path, before), after in zip(old_leaves, jax.tree.leaves(new), strict=True):
+    for (path, before), after in zip(old_leaves, map(jax.typeof, jax.tree.leaves(new)), strict=True):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
                 f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
@@ -201,14 +201,11 @@ def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
 
 
 def _check_dependence(traced: LossJaxpr) -> None:
-    def read(atom: Atom) -> set[int]:
-        needed = set(jaxprs.free_variables(jaxprs.prune(traced.eqns, [atom]))) | set(jaxprs.variables([atom]))
-        return {traced.inputs[v].index for v in needed if v in traced.inputs and traced.inputs[v].kind == "parameter"}
-
-    if not read(traced.outputs[0][0]):
+    made = _from_parameters(traced)
+    total, *weight = (atom for atom, ref in traced.outputs if ref.kind == "loss")
+    if total not in made:
         raise ValueError("the loss depends on no parameter: there is nothing to train")
-    if traced.weighted and (read_by_weight := active(traced) & set(jaxprs.variables([traced.outputs[1][0]]))):
-        assert len(read_by_weight) == 1
+    if not made.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(
             "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or put it through "
             "jax.lax.stop_gradient"
@@ -216,8 +213,18 @@ def _check_dependence(traced: LossJaxpr) -> None:
 
 
 def active(traced: LossJaxpr) -> set[Var]:
-    """The variables that a gradient flows through: of inexact type, made from parameters."""
-    found = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
+    """The variables that a gradient flows through: of inexact type, made from parameters, and read by the loss."""
+    read = set(jaxprs.variables([traced.outputs[0][0]]))
+    for eqn in reversed(traced.eqns):
+        if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
+            read.update(jaxprs.variables(eqn.invars))
+    parameters = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
+    return parameters | (_from_parameters(traced) & read)
+
+
+def _from_parameters(traced: LossJaxpr) -> set[Atom]:
+    """The variables of inexact type that a change of the parameters changes."""
+    found: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
     for eqn in traced.eqns:
         if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(jaxprs.variables(eqn.invars)):
             found.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))

@@ -1,14 +1,23 @@
 """What jvpipe knows of JAX's primitives: which cost little, which draw random bits, which XLA materialises."""
 
 import math
+from functools import cache
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
 # Elementwise operations, changes of shape, reductions, keys: recomputed rather than kept or sent.
-_CHEAP = frozenset(
-    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "dynamic_slice", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "full", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pad", "population_count", "pow", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod", "reduce_sum", "reduce_xor", "argmax", "argmin", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor"]
-)
+_CHEAP = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil
+    clamp clz complex concatenate conj convert_element_type copy copy_p cos cosh device_put digamma div
+    dynamic_slice eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor full ge gt imag integer_pow iota
+    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not
+    optimization_barrier or pad population_count pow random_clone random_fold_in random_seed random_split
+    random_unwrap random_wrap real reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod
+    reduce_sum reduce_xor argmax argmin rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
+    transpose xor
+"""
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_gamma"})
 _FEW_BITS = 1024
 
@@ -18,6 +27,11 @@ def is_random(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _RANDOM and math.prod(_jax.aval(eqn.outvars[0]).shape) > _FEW_BITS
 
 
+@cache
+def _cheap_names() -> frozenset[str]:
+    return frozenset(_CHEAP.split())
+
+
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether doing an equation again costs less than keeping or sending its result."""
     if eqn.primitive.name in _RANDOM:
@@ -25,7 +39,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     if bodies := _jax.inner_jaxprs(eqn):
         calls = eqn.primitive.name not in ("scan", "while")
         return calls and all(is_cheap(inner) for body in bodies for inner in body.eqns)
-    return eqn.primitive.name in _CHEAP
+    return eqn.primitive.name in _cheap_names()
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:

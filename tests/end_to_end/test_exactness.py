@@ -1,6 +1,6 @@
 """Oracles 1 and 2 of the design: equal to plain JAX, and bit-identical however the model was cut."""
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ KEY = 7
 STEPS = 2
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str) -> Case:
     return in_bfloat16(CASES[name[5:]]()) if name.startswith("bf16-") else CASES[name]()
 
@@ -52,7 +52,14 @@ def plain_gradients(m: Case, micro: int) -> tuple[Any, Any, Any]:
 
 def start(m: Case, stages: int, micro: int, schedule: str, optimizer: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe = jvpipe.Pipeline(
-        m.loss_fn, optimizer, stages=stages, microbatches=micro, schedule=schedule, planner="even", **m.options
+        m.loss_fn,
+        optimizer,
+        stages=stages,
+        microbatches=micro,
+        schedule=schedule,
+        planner="even",
+        has_aux=m.has_aux,
+        has_state=m.has_state,
     )
     return pipe, pipe.init(m.params, batch_of(m), key_of(m), m.state)
 
