@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 
-from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.cost.measure import LayerSeconds, measure_layers
 from jvpipe.ir.plan import Plan
@@ -104,7 +103,6 @@ class Pipeline:
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._checked = False
-        self._last_loss: jax.Array | None = None
 
     # Setting up
 
@@ -190,24 +188,26 @@ class Pipeline:
         """One update from one batch. Consumes `state`; returns at once, the devices work on."""
         build = self._build_for(batch)
         state.check(build.lowered.persistent)
-        self._raise_earlier_failure()
-        lowered = build.lowered
-        table = [*state.arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
-        table = self._controller.run(build.instructions, table, self._feeds(batch, state))
-        metrics = self._metrics(build, [table[b] for b in lowered.metrics])
-        self._last_loss = metrics["loss"]
+        self._controller.check(wait=False)
+        arrays, values = self._controller.run(build.step, state.arrays, self._feeds(batch, state))
+        metrics = self._metrics(build, values)
         if not self._checked:
             self._check_first_loss(metrics["loss"], state.step)
-        return State(tuple(table[b] for b in lowered.final), state.words, state.step + 1), metrics
+        return State(arrays, state.words, state.step + 1), metrics
 
     def evaluate(self, state: State, batch: Tree) -> Metrics:
         """The metrics of a batch, forward only; nothing changes."""
         build = self._build_for(batch)
         state.check(build.lowered.persistent)
-        lowered, instructions = build.evaluation()
-        table = [*state.arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
-        table = self._controller.run(instructions, table, self._feeds(batch, state))
-        return self._metrics(build, [table[b] for b in lowered.metrics])
+        _, values = self._controller.run(build.evaluation(), state.arrays, self._feeds(batch, state))
+        return self._metrics(build, values)
+
+    def wait(self, state: State) -> State:
+        """Waits until a state is there; if a stage failed on the way to it, says which."""
+        try:
+            return jax.block_until_ready(state)
+        except Exception as error:
+            raise self._controller.failure(error) from error
 
     def run(
         self, state: State, batches: Iterable[Tree], num_steps: int | None = None
@@ -257,14 +257,6 @@ class Pipeline:
                 f"the loss of step {step} is {value}: check the batch, the learning rate and the initial parameters"
             )
         self._checked = True
-
-    def _raise_earlier_failure(self) -> None:
-        """A program that failed after `step` returned is reported by the next call."""
-        if self._last_loss is not None and _jax.is_ready(self._last_loss):
-            try:
-                self._last_loss.block_until_ready()
-            except Exception as error:
-                raise self._controller.failure(error) from error
 
     # Looking
 
@@ -429,8 +421,6 @@ def _micro_batch(batch: Tree, microbatches: int) -> Tree:
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
-        if not shape:
-            raise ValueError(f"batch leaf '{path_name(path)}' is a scalar: every leaf needs a leading batch axis")
         size = shape[0]
         if size % microbatches or not size:
             near = _nearest_divisors(size, microbatches)
@@ -444,6 +434,8 @@ def _micro_batch(batch: Tree, microbatches: int) -> Tree:
     if not leaves:
         raise ValueError("the batch holds no arrays")
     sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if scalars := [name for name, size in sizes.items() if not size]:
+        raise ValueError(f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis")
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
     return jax.tree_util.tree_map_with_path(part, abstract(batch))

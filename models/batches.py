@@ -1,6 +1,7 @@
 """The order in which records are seen: shuffled anew each epoch, without end, from any position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import grain
 import numpy as np
@@ -19,17 +20,19 @@ def train_batches(
     The order and each record's generator follow from the seed and the position alone, so that `get_state`, the
     position, is all there is to save. A thread prepares `prefetch` records' worth of batches ahead.
     """
-    order = grain.MapDataset.source(records).seed(seed).shuffle().repeat().random_map(transform).batch(batch_size)
+    rows = cast(Sequence[np.ndarray], records)
+    order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().random_map(transform).batch(batch_size)
     return iter(order.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
 def fixed_batches(records: Int32[np.ndarray, "N T"], transform: Transform, batch_size: int) -> tuple[Batch, ...]:
-    """Every record once, each under a generator of its own that no seed changes.
+    """Whole batches of the records in order, each record under a generator of its own that no seed changes.
 
-    The last batch is filled with copies whose `weights` are 0.
+    Where the records fill not even one batch, copies whose `weights` are 0 do.
     """
-    found = [transform(record, np.random.default_rng(i)) for i, record in enumerate(records)]
+    whole = max(1, len(records) // batch_size) * batch_size
+    found = [transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])]
     filler = {**found[-1], "weights": np.zeros_like(found[-1]["weights"])}
-    found += [filler] * (-len(found) % batch_size)
-    groups = [found[i : i + batch_size] for i in range(0, len(found), batch_size)]
+    found += [filler] * (whole - len(found))
+    groups = [found[i : i + batch_size] for i in range(0, whole, batch_size)]
     return tuple({name: np.stack([item[name] for item in group]) for name in found[0]} for group in groups)

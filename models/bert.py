@@ -128,9 +128,13 @@ class Embeddings(nnx.Module):
     """A vector per token."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        normal = nnx.initializers.normal(0.02)
-        dtype = jnp.dtype(config.dtype)
-        self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, dtype=dtype, rngs=rngs)
+        self.tokens = nnx.Embed(
+            config.vocabulary,
+            config.width,
+            embedding_init=nnx.initializers.normal(0.02),
+            dtype=jnp.dtype(config.dtype),
+            rngs=rngs,
+        )
         self.norm = _norm(config, rngs)(config.width)
         self.dropout = nnx.Dropout(config.dropout)
 
@@ -238,7 +242,8 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         if name not in fields:
             raise ValueError(did_you_mean("option of bert", name, fields))
     config = dataclasses.replace(SIZES[size], **options)
-    recipe = AdamW(1e-3 if size == "mini" else 1e-4)
+    mini = size == "mini"
+    recipe = AdamW(2e-3 if mini else 1e-4)
     return Workload(
         name="bert",
         size=size,
@@ -249,8 +254,8 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         open_data=partial(open_data, config),
         optimizer=recipe.optimizer,
         learning_rates=recipe.learning_rates,
-        batch_size=32,
-        steps=1000,
+        batch_size=32 if mini else 64,
+        steps=800 if mini else 100_000,
     )
 
 

@@ -49,18 +49,18 @@ def gather_prose(limit_characters: int = _LIMIT_CHARACTERS) -> Corpus:
 
 
 def prose_paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a docstring that read like prose, each as one line, without markup.
+    r"""The paragraphs of a docstring that read like prose, each as one line, without markup.
 
-    >>> list(prose_paragraphs("Returns the name of a file.\\n\\n    >>> name('a/b')\\n    'b'"))
+    >>> list(prose_paragraphs("Note\n----\nx : int, optional"))
     []
-    >>> list(prose_paragraphs("The path need not exist; a ``..`` in it\\nis resolved by :func:`os.stat` all the same."))
+    >>> list(prose_paragraphs("The path need not exist; a ``..`` in it\nis resolved by :func:`os.stat` all the same."))
     ['The path need not exist; a .. in it is resolved by os.stat all the same.']
     """
     for block in _blocks(text):
         plain = _STARS.sub(r"\1", _TARGET.sub(r"\1", _ROLE.sub("", block.replace("``", "`"))))
         plain = " ".join(plain.split())
         letters = len(_PLAIN.findall(plain))
-        if len(plain) >= 40 and letters >= 0.9 * len(plain) and _SENTENCE.fullmatch(plain):
+        if plain.isascii() and len(plain) >= 40 and letters >= 0.9 * len(plain) and _SENTENCE.fullmatch(plain):
             yield plain
 
 

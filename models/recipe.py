@@ -33,15 +33,12 @@ class AdamW:
 
     def learning_rates(self, total_steps: int) -> np.ndarray:
         """The learning rate of each step, [total_steps] float32, for a log: reading it waits for no device."""
-        with jax.numpy_dtype_promotion("standard"):
-            return np.asarray(jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps)), np.float32)
+        return np.asarray(jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32)))
 
     def optimizer(self, total_steps: int) -> optax.GradientTransformation:
         """Clipping by the global norm, then AdamW under the schedule."""
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
-                self.schedule(total_steps), b2=self.b2, weight_decay=self.weight_decay, mask=decayed
-            ),
+            optax.adamw(self.schedule(total_steps), b2=self.b2, weight_decay=self.weight_decay, mask=decayed),
         )

@@ -119,7 +119,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
     known: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
-        known[v] = ("output", i)
+        if not isinstance(v, _jax.Literal):
+            known[v] = ("output", i)
     known |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
     own = dict.fromkeys(v for v in leaves if v not in known)
     known |= {v: ("residual", i) for i, v in enumerate(own)}

@@ -77,7 +77,7 @@ def trace_optimizer(
         closed = straight_line(update, sums, weight, params, state)
         new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
         settled = _settled(state, new_state)
-        if settled == state:
+        if list(map(_type, jax.tree.leaves(settled))) == list(map(_type, jax.tree.leaves(state))):
             break
         state = settled
     else:
@@ -194,7 +194,7 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
-        weak = before.weak_type and after.weak_type
+        weak = _type(before)[1] and _type(after)[1]
         return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(old)
@@ -203,8 +203,12 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
     return tree.unflatten([settle(path, before, after) for (path, before), after in zip(leaves, new, strict=True)])
 
 
+def _type(leaf: Any) -> tuple[Any, bool]:
+    return leaf.dtype, bool(getattr(leaf, "weak_type", False))
+
+
 def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.lax.convert_element_type(value, like.dtype)
+    return value if value.dtype == like.dtype else jax.lax.convert_element_type(value, like.dtype)
 
 
 def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:

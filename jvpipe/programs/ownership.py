@@ -209,5 +209,3 @@ def _size(atom: Atom) -> int:
 
 def _is_small(atom: Atom) -> bool:
     return _size(atom) * _jax.aval(atom).dtype.itemsize < SMALL_BYTES
-
-

@@ -82,8 +82,8 @@ class Part:
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
         """The program of these equations; the last of a layer may overwrite what the layer owns."""
         single = {slot: var for var, slot in self.read.items()}
-        shapes = [self._packed(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
-        program = jaxprs.flatten(self._run, *shapes)
+        shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
+        program = jax.make_jaxpr(self._run)(*shapes)
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(layer, phase, self.reads, writes, donated, program)
@@ -94,17 +94,17 @@ class Part:
         for var, slot in self.read.items():
             env[var] = self._unpack(given[slot], slot, var) if slot in self.vectors else given[slot]
         jaxprs.run(self.eqns, env, _bind_in_scope)
-        packed = [jnp.concatenate([jnp.ravel(x) for x in jaxprs.read(self.vectors[s], env)]) for s in self.sent]
+        packed = [_packed(jaxprs.read(self.vectors[slot], env)) for slot in self.sent]
         return packed + [_strong(x) for x in jaxprs.read([atom for atom, _ in self.yielded], env)]
 
-    def _packed(self, slot: Slot) -> jax.ShapeDtypeStruct:
+    def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
         return jax.ShapeDtypeStruct((sum(map(_size, variables)),), _jax.aval(variables[0]).dtype)
 
     def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
         variables = self.vectors[slot]
         start = sum(map(_size, variables[: variables.index(var)]))
-        return jax.lax.slice(vector, [start], [start + _size(var)]).reshape(_jax.aval(var).shape)
+        return jax.lax.reshape(jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape)
 
 
 def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr) -> tuple[int, ...]:
@@ -117,6 +117,10 @@ def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr
                 free[aval.shape, aval.dtype] -= 1
                 chosen.append(i)
     return tuple(sorted(chosen))
+
+
+def _packed(values: Sequence[jax.Array]) -> jax.Array:
+    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in values], 0)
 
 
 def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:

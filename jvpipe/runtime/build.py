@@ -14,11 +14,12 @@ from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.runtime.controller import Instruction, bind
+from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.lower import lower_evaluation, lower_step
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.primitives import calls_host
 
 
 def layer_programs(store: ProgramStore, traced: Traced) -> tuple[LayerPrograms, ...]:
@@ -54,7 +55,7 @@ class Build:
     devices: tuple[Device, ...]
     store: ProgramStore
     layer_s: Sequence[float] | None = None
-    _evaluation: tuple[Lowered, tuple[Instruction, ...]] | None = field(default=None, init=False)
+    _evaluation: Bound | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
@@ -62,23 +63,25 @@ class Build:
         lists = find_schedule(self.plan.schedule)(len(self.plan.stages), self.microbatches)
         signatures = [p.signature for p in self.programs]
         self.lowered = lower_step(self.traced.graph, signatures, self.plan, lists, self.optimizer, self.layer_s)
-        self.instructions = self._bound(self.lowered)
-        temporary = [it.temporary_bytes for it in self.instructions]
-        self.peaks: tuple[Peak, ...] = peaks(self.lowered, len(self.devices), temporary)
+        self.step = self._bound(self.lowered)
+        self.peaks: tuple[Peak, ...] = peaks(self.lowered, len(self.devices), self.step.temporary_bytes)
 
-    def evaluation(self) -> tuple[Lowered, tuple[Instruction, ...]]:
+    def evaluation(self) -> Bound:
         """The forward alone, compiled when first asked for."""
         if self._evaluation is None:
             lowered = lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches)
-            self._evaluation = lowered, self._bound(lowered)
+            self._evaluation = self._bound(lowered)
         return self._evaluation
 
-    def _bound(self, lowered: Lowered) -> tuple[Instruction, ...]:
+    def _bound(self, lowered: Lowered) -> Bound:
         tasks = dict.fromkeys(_task(row) for row in lowered.rows if row.kind not in ("FEED", "SEND"))
         wanted = [(self._program(*task[:3]), self.devices[task[3]]) for task in tasks]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device) for program, device in wanted}
-        return bind(lowered, self.devices, lambda row: executables[_task(row)])
+        return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
+
+    def _calls_host(self, row: Row) -> bool:
+        return row.kind in ("F", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
 
     def _program(self, kind: RowKind, layer: int, piece: int) -> Program:
         graph = self.traced.graph

@@ -5,7 +5,7 @@ names arrays, so its own time per row is what limits small models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -43,11 +43,30 @@ class Instruction(NamedTuple):
     temporary_bytes: int
     source: int
     freed_bytes: int
+    watched: bool
     row: Row
 
 
-def bind(lowered: Lowered, devices: Sequence[Device], executable_of: Callable[[Row], Any]) -> tuple[Instruction, ...]:
-    """Binds rows to executables and copies."""
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A lowered step, ready to run."""
+
+    lowered: Lowered
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def temporary_bytes(self) -> list[int]:
+        """What each row's program needs while it runs."""
+        return [it.temporary_bytes for it in self.instructions]
+
+
+def bind(
+    lowered: Lowered,
+    devices: Sequence[Device],
+    executable_of: Callable[[Row], Any],
+    can_fail: Callable[[Row], bool],
+) -> Bound:
+    """Binds rows to executables and copies; rows that call the host can fail and are watched."""
     buffers = lowered.buffers
     bound = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
@@ -62,12 +81,24 @@ def bind(lowered: Lowered, devices: Sequence[Device], executable_of: Callable[[R
             case _:
                 run = executable_of(row)
                 temporary = run.memory_analysis().temp_size_in_bytes
-        sizes = [sum(buffers[b].bytes for b in found) for found in (born, dead)]
-        gather = _gather(row.reads)
+        born_bytes, dead_bytes = (sum(buffers[b].bytes for b in found) for found in (born, dead))
         bound.append(
-            Instruction(run, feed, gather, row.writes, dead, target, sizes[0], temporary, row.device, sizes[1], row)
+            Instruction(
+                run=run,
+                feed=feed,
+                gather=_gather(row.reads),
+                writes=row.writes,
+                frees=dead,
+                target=target,
+                born_bytes=born_bytes,
+                temporary_bytes=temporary,
+                source=row.device,
+                freed_bytes=dead_bytes,
+                watched=can_fail(row),
+                row=row,
+            )
         )
-    return tuple(bound)
+    return Bound(lowered, tuple(bound))
 
 
 def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
@@ -83,23 +114,24 @@ def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
 
 @dataclass
 class Controller:
-    """Runs bound steps; keeps the markers of the last one, to find out what failed."""
+    """Runs bound steps."""
 
     ledger: Ledger
     monitor: Monitor | None = None
+    marks: list[tuple[Row, jax.Array]] = field(default_factory=list)  # of the last step, of rows that can fail
 
-    def __post_init__(self) -> None:
-        self.marks: list[tuple[Row, jax.Array]] = []
-
-    def run(self, instructions: Sequence[Instruction], table: list[Any], feeds: Feeds) -> list[Any]:
-        """Dispatches every row; `table` holds the persistent arrays first and is as long as the buffer table."""
+    def run(
+        self, bound: Bound, arrays: Sequence[jax.Array], feeds: Feeds
+    ) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+        """Dispatches every row; returns the arrays that outlive the step, and the metrics."""
+        lowered, monitor = bound.lowered, self.monitor
         live, peak = self.ledger.live, self.ledger.peak
-        marks = self.marks = []
-        monitor = self.monitor
+        table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
+        self.marks = []
         if monitor is not None:
-            monitor.begin([it.row for it in instructions])
-        for index, it in enumerate(instructions):
-            run, feed, gather, writes, frees, target, born, temporary, source, freed, row = it
+            monitor.begin(lowered.rows)
+        for index, it in enumerate(bound.instructions):
+            run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row = it
             live[target] += born
             if live[target] + temporary > peak[target]:
                 peak[target] = live[target] + temporary
@@ -112,23 +144,34 @@ class Controller:
                     raise self.failure(error, row) from error
                 for b, x in zip(writes, out):  # noqa: B905 - a marker may follow
                     table[b] = x
-                if len(out) > len(writes):
-                    marks.append((row, out[-1]))
-                    if monitor is not None:
-                        monitor.dispatched(index, source, out[-1])
+                if watched:
+                    self.marks.append((row, out[-1]))
+                if monitor is not None and len(out) > len(writes):
+                    monitor.dispatched(index, source, out[-1])
             for b in frees:
                 table[b] = None
             live[source] -= freed
-        return table
+        for b in lowered.metrics:  # these are the caller's from here on
+            live[lowered.buffers[b].device] -= lowered.buffers[b].bytes
+        return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
+
+    def check(self, *, wait: bool) -> None:
+        """Raises the failure of the last step, if it is known by now; `wait` until it is."""
+        for row, mark in self.marks:
+            if wait or _jax.is_ready(mark):
+                try:
+                    mark.block_until_ready()
+                except Exception as error:
+                    raise self.failure(error, row) from error
 
     def failure(self, error: Exception, row: Row | None = None) -> StageError:
-        """The error of the first row that failed: by the markers of what was dispatched, else `row`."""
+        """What to raise for an error: it names the first row that failed, as far as that is known."""
         for marked, mark in self.marks:
             try:
                 mark.block_until_ready()
             except Exception as first:
-                return StageError(f"{describe(marked)} failed: {_first_line(first)}")
-        return StageError(f"{describe(row) if row else 'a step'} failed: {_first_line(error)}")
+                return StageError(f"{describe(marked)} failed: {_message(first)}")
+        return StageError(f"{describe(row) if row else 'a step'} failed: {_message(error)}")
 
 
 def describe(row: Row) -> str:
@@ -136,5 +179,7 @@ def describe(row: Row) -> str:
     return f"stage {row.stage}, task {row}, device {row.device}"
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:2000]}"
+def _message(error: Exception) -> str:
+    """The first line of an error and the last: between them an error of the host has its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

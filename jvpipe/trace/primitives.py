@@ -32,6 +32,13 @@ def _cheap_names() -> frozenset[str]:
     return frozenset(_CHEAP.split())
 
 
+def calls_host(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs Python on the host, which can raise."""
+    return "callback" in eqn.primitive.name or any(
+        calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns
+    )
+
+
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether doing an equation again costs less than keeping or sending its result."""
     if eqn.primitive.name in _RANDOM:

@@ -1,0 +1,375 @@
+"""The facade: what it gives, what it refuses, and that it keeps nothing it should not."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+
+D = 8
+PARAMS = [(0.4 * np.eye(D, dtype=np.float32) + 0.1, np.zeros(D, np.float32)) for _ in range(6)]
+
+
+def batch(size: int = 8) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(size, D)).astype(np.float32)
+    return {"x": x, "y": np.flip(x, 1).copy()}
+
+
+def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+    x = batch["x"]
+    for w, b in params:
+        x = jnp.tanh(x @ w + b[None, :])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def pipeline(loss: Any = loss_fn, optimizer: Any = None, **kwargs: Any) -> jvpipe.Pipeline:
+    kwargs = {"stages": 2, "microbatches": 4, "planner": "even"} | kwargs
+    return jvpipe.Pipeline(loss, optimizer or optax.adam(1e-2), **kwargs)
+
+
+def trained(pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int) -> tuple[jvpipe.State, list[float]]:
+    losses = []
+    for _ in range(steps):
+        state, metrics = pipe.step(state, batch())
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# What it gives
+
+
+def test_the_callers_arrays_stay_theirs() -> None:
+    params = jax.device_put(PARAMS)
+    pipe = pipeline()
+    state, _ = trained(pipe, pipe.init(params, batch(), None), 2)
+    assert_same(params, PARAMS)
+    assert jax.tree.structure(pipe.params(state)) == jax.tree.structure(PARAMS)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(pipe.params(state)))
+
+
+def test_the_callers_batch_may_be_overwritten_at_once() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    given = batch()
+    state, metrics = pipe.step(state, given)
+    given["x"][:] = np.nan
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_host_parameters_outlive_later_steps() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    first = pipe.params(state)
+    kept = jax.tree.map(np.copy, first)
+    trained(pipe, state, 3)
+    assert_same(first, kept)
+
+
+def test_init_from_a_function_equals_init_from_its_arrays() -> None:
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 6)
+        return [(jax.random.normal(k, (D, D)) * np.float32(0.3), jnp.zeros(D)) for k in keys]
+
+    key = jax.random.key(3)
+    from_function, from_arrays = pipeline(stages=3), pipeline(stages=1)
+    a = from_function.init(make, batch(), key)
+    b = from_arrays.init(from_function.params(a), batch(), key)
+    for x, y in zip(jax.tree.leaves(from_function.params(a)), jax.tree.leaves(make(key)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    a, ours = trained(from_function, a, 2)
+    b, theirs = trained(from_arrays, b, 2)
+    assert ours == theirs
+    assert_same(from_function.params(a), from_arrays.params(b))
+
+
+def test_a_model_larger_than_any_device_is_allowed_trains() -> None:
+    total = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    one = pipeline(stages=1)
+    one.init(PARAMS, batch(), None)
+    alone = max(one.ledger.peak_bytes.values())
+    limit = 2 * alone // 3
+    pipe = pipeline(stages=4, memory_limit=limit)
+
+    def make(key: jax.Array) -> Any:
+        return [(jax.random.normal(jax.random.fold_in(key, i), (D, D)), jnp.zeros(D)) for i in range(6)]
+
+    state = pipe.init(make, batch(), jax.random.key(0))
+    state, losses = trained(pipe, state, 3)
+    assert all(np.isfinite(losses))
+    held = pipe.ledger.peak_bytes
+    assert max(held.values()) <= limit < 3 * total  # parameters and Adam's two moments take 3 times the total
+    with pytest.raises(jvpipe.MemoryLimitExceeded, match=r"would hold .* bytes at task .*parameter") as refused:
+        pipeline(stages=1, memory_limit=limit).init(PARAMS, batch(), None)
+    assert refused.value.smallest_limit_bytes > limit
+    pipeline(stages=1, memory_limit=refused.value.smallest_limit_bytes).init(PARAMS, batch(), None)
+
+
+def test_evaluate_changes_nothing_and_agrees_with_the_loss() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    before = pipe.params(state)
+    evaluated = float(pipe.evaluate(state, batch())["loss"])
+    assert_same(pipe.params(state), before)
+    _, (loss,) = trained(pipe, state, 1)
+    assert evaluated == pytest.approx(loss, rel=1e-6)
+
+
+def test_run_is_a_stream_of_steps() -> None:
+    pipe, other = pipeline(), pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    seen = [float(metrics["loss"]) for _, metrics in pipe.run(state, iter(lambda: batch(), None), num_steps=3)]
+    assert seen == trained(other, other.init(PARAMS, batch(), None), 3)[1]
+
+
+def test_several_stages_share_a_device_when_asked() -> None:
+    device = jax.devices()[0]
+    pipe, other = pipeline(stages=3, devices=[device] * 3), pipeline(stages=3)
+    assert list(pipe.ledger.peak_bytes) == [device]
+    ours = trained(pipe, pipe.init(PARAMS, batch(), None), 2)[1]
+    assert ours == trained(other, other.init(PARAMS, batch(), None), 2)[1]
+
+
+def test_a_given_plan_is_followed_and_survives_json(tmp_path: Path) -> None:
+    plan = jvpipe.Plan.from_cuts([4, 1, 1])
+    plan.save(tmp_path / "plan.json")
+    pipe = pipeline(stages=jvpipe.Plan.load(tmp_path / "plan.json"))
+    state = pipe.init(PARAMS, batch(), None)
+    assert pipe.plan.cuts == (4, 1, 1)
+    assert np.isfinite(trained(pipe, state, 1)[1][0])
+    assert "layer   5" in pipe.explain()
+
+
+def test_explain_names_every_layer_and_tied_parameters() -> None:
+    def tied(params: Any, b: Any, rng: Any) -> jax.Array:
+        x = b["x"]
+        for w in (params["first"], params["second"], params["first"]):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    pipe = pipeline(tied)
+    pipe.init({"first": np.eye(D, dtype=np.float32), "second": np.eye(D, dtype=np.float32)}, batch(), None)
+    assert "parameter 'first' is tied: layers 0, 2 read it, layer 0 owns it" in pipe.explain()
+
+
+def test_metrics_carry_aux_and_the_norm_of_the_gradient() -> None:
+    def with_aux(params: Any, b: Any, rng: Any) -> Any:
+        loss = loss_fn(params, b, rng)
+        return loss, {
+            "half": loss / 2,
+            "first": b["x"][:, 0],
+            "mean": jvpipe.Weighted(b["x"].sum(), jnp.float32(2 * D)),
+        }
+
+    pipe = pipeline(with_aux, has_aux=True, grad_norm=True)
+    state, metrics = pipe.step(pipe.init(PARAMS, batch(), None), batch())
+    aux = metrics["aux"]
+    np.testing.assert_allclose(aux["half"], metrics["loss"] / 2, rtol=1e-6)
+    np.testing.assert_array_equal(aux["first"].ravel(), batch()["x"][:, 0])
+    np.testing.assert_allclose(aux["mean"], batch()["x"].mean(), rtol=1e-4)
+    plain = jax.grad(lambda p: loss_fn(p, batch(), None))(PARAMS)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(plain), rtol=1e-4)
+
+
+# What it keeps
+
+
+def test_after_a_step_only_the_state_is_alive() -> None:
+    gc.collect()
+    before = {id(x) for x in jax.live_arrays()}
+    pipe = pipeline(stages=3)
+    state = pipe.init(PARAMS, batch(), None)
+    for _ in range(2):
+        state, metrics = pipe.step(state, batch())
+    jax.block_until_ready(state)
+    del metrics
+    gc.collect()
+    alive = [x for x in jax.live_arrays() if id(x) not in before]
+    assert {id(x) for x in alive} == {id(x) for x in state.arrays}
+    wanted = sum(x.nbytes for x in jax.tree.leaves((PARAMS, optax.adam(1e-2).init(jax.device_put(PARAMS)))))
+    counts = sum(x.nbytes for x in state.arrays) - wanted
+    assert counts == 4 * (len(pipe.graph.layers) - 1)  # each layer has a step count of its own
+    held = sum(pipe.ledger.live_bytes.values())
+    assert held == sum(x.nbytes for x in alive)
+
+
+def test_200_steps_do_not_grow_the_host() -> None:
+    import resource
+
+    pipe = pipeline(stages=2)
+    state = pipe.init(PARAMS, batch(), None)
+    state, _ = trained(pipe, state, 50)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    arrays = len(jax.live_arrays())
+    state, _ = trained(pipe, state, 200)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
+    assert len(jax.live_arrays()) <= arrays + 2
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_checkpoint_is_restored_under_another_cut(tmp_path: Path, ready: bool) -> None:
+    pipe = pipeline(stages=2)
+    state, _ = trained(pipe, pipe.init(PARAMS, batch(), jax.random.key(1)), 2)
+    pipe.save(tmp_path / "saved", state, {"position": 7})
+    state, losses = trained(pipe, state, 2)
+    other = pipeline(stages=3, schedule="gpipe")
+    if ready:
+        other.init(jax.tree.map(np.zeros_like, PARAMS), batch(), jax.random.key(2))
+    resumed = other.restore(tmp_path / "saved")
+    assert other.state_step(resumed) == 2
+    resumed, again = trained(other, resumed, 2)
+    assert again == losses
+    assert_same(other.params(resumed), pipe.params(state))
+    assert jvpipe.checkpoint_extra(tmp_path / "saved") == {"position": 7}
+
+
+def test_a_checkpoint_may_replace_an_older_one(tmp_path: Path) -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    pipe.save(tmp_path / "saved", state)
+    state, _ = trained(pipe, state, 1)
+    pipe.save(tmp_path / "saved", state)
+    assert pipe.state_step(pipe.restore(tmp_path / "saved")) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+# What it refuses
+
+
+def expect(message: str, **kwargs: Any) -> Any:
+    return pytest.raises(ValueError, match=message)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"microbatches": 3}, "3 micro-batches do not divide the 8 examples .*nearest that do are 2 and 4"),
+        ({"stages": 7}, "7 stages need as many layers, the model has 6"),
+        ({"stages": 9}, "9 stages need 9 devices, there are 8"),
+        ({"schedule": "1f1p"}, "unknown schedule '1f1p': did you mean '1f1b'"),
+        ({"planner": "evn"}, "unknown planner 'evn': did you mean 'even'"),
+        ({"stages": 0}, "stages must be a whole number of at least 1, not 0"),
+        ({"microbatches": True}, "microbatches must be a whole number of at least 1, not True"),
+        ({"memory_limit": "lots"}, "memory limit 'lots' is not a size"),
+        ({"stages": jvpipe.Plan.from_cuts([3, 2])}, r"the plan misses layers \[5\]"),
+        ({"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])}, "stage 1 is on device 9, there are 8 devices"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline(**kwargs).init(PARAMS, batch(), None)
+
+
+def test_bad_losses() -> None:
+    def refuse(loss: Any, message: str, params: Any = PARAMS) -> None:
+        with pytest.raises(ValueError, match=message):
+            pipeline(loss).init(params, batch(), None)
+
+    refuse(lambda p, b, r: b["x"] @ p[0][0], r"the loss must be a scalar, its shape is \(2, 8\)")
+    refuse(lambda p, b, r: jnp.mean(b["x"]), "depends on no parameter")
+    refuse(loss_fn, "parameter '1/0' is of type int32", [PARAMS[0], (np.ones((D, D), np.int32), np.zeros(D))])
+
+
+def test_bad_batches() -> None:
+    pipe = pipeline()
+    with pytest.raises(ValueError, match="batch leaf 'n' is a scalar"):
+        pipe.init(PARAMS, batch() | {"n": np.float32(1)}, None)
+    with pytest.raises(ValueError, match="differ in their leading axis"):
+        pipe.init(PARAMS, batch() | {"y": batch(4)["y"]}, None)
+
+
+def test_a_loss_that_is_not_finite_on_step_one() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    with pytest.raises(ValueError, match="the loss of step 0 is nan"):
+        pipe.step(state, {k: v * np.float32(np.nan) for k, v in batch().items()})
+
+
+def test_a_state_is_consumed_by_its_step() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    trained(pipe, state, 1)
+    for use in (lambda: pipe.step(state, batch()), lambda: pipe.params(state), lambda: pipe.evaluate(state, batch())):
+        with pytest.raises(ValueError, match="consumed by an earlier step"):
+            use()
+
+
+def test_nothing_works_before_init() -> None:
+    pipe = pipeline()
+    state = jvpipe.State((), None, 0)
+    for use in (lambda: pipe.step(state, batch()), lambda: pipe.plan, lambda: pipe.explain()):
+        with pytest.raises(ValueError, match="call init or restore first"):
+            use()
+
+
+def test_an_optimizer_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="scale_by_lbfgs"):
+        pipeline(optimizer=optax.lbfgs(linesearch=None)).init(PARAMS, batch(), None)
+    with pytest.raises(ValueError, match="scale_by_zoom_linesearch"):
+        pipeline(optimizer=optax.lbfgs()).init(PARAMS, batch(), None)
+
+
+def test_a_batch_of_another_shape_is_traced_again(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    for _ in range(2):
+        state, metrics = pipe.step(state, batch(16))
+        state, metrics = pipe.step(state, batch())
+    assert np.isfinite(float(metrics["loss"]))
+    assert [r.message for r in caplog.records] == ["the shapes of the batch changed: tracing and compiling for them"]
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    pipe = pipeline()
+    pipe.save(tmp_path / "saved", pipe.init(PARAMS, batch(), None))
+    wider = [
+        (np.ones((D, D + 1), np.float32), np.zeros(D + 1, np.float32)),
+        (np.ones((D + 1, D), np.float32), PARAMS[0][1]),
+    ]
+    for params, message in (
+        (PARAMS[:5], "this one has no parameter '5/0'"),
+        ([*PARAMS, PARAMS[0]], "it has no parameter '6/0'"),
+        ([*wider, *PARAMS[2:]], r"its parameter '0/0' is float32\[8, 8\], this model's is float32\[8, 9\]"),
+    ):
+        other = pipeline()
+        other.init(params, batch(), None)
+        with pytest.raises(ValueError, match=message):
+            other.restore(tmp_path / "saved")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        pipe.restore(tmp_path)
+
+
+def test_a_stage_that_raises_is_named() -> None:
+    fail = False
+
+    def check(x: np.ndarray) -> np.ndarray:
+        if fail:
+            raise RuntimeError("no such luck")
+        return x
+
+    def loss(params: Any, b: Any, rng: Any) -> jax.Array:
+        x = b["x"]
+        for i, (w, bias) in enumerate(params):
+            x = jnp.tanh(x @ w + bias[None, :])
+            if i == 4:
+                seen = jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+                x = x + 0 * jax.lax.stop_gradient(seen)
+        return jnp.mean((x - b["y"]) ** 2)
+
+    pipe = pipeline(loss, stages=3)
+    state = pipe.init(PARAMS, batch(), None)
+    state, metrics = pipe.step(state, batch())
+    float(metrics["loss"])
+    fail = True
+    with pytest.raises(jvpipe.StageError, match=r"stage 2, task 2F0\[layer 4\].*failed: .*RuntimeError: no such luck"):
+        pipe.wait(pipe.step(state, batch())[0])
