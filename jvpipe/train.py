@@ -1,6 +1,7 @@
 """`python -m jvpipe.train`: trains a model of `jvpipe.models` as a pipeline, in a run directory."""
 
 import dataclasses
+import os
 import shlex
 import sys
 import time
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def prepare(options: Options) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked."""
     jax.config.update("jax_num_cpu_devices", options.stages)
+    _keep_compiled()
     workload = models.load(options.model, options.size, dtype=options.dtype)
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
@@ -133,9 +135,11 @@ def prepare(options: Options) -> tuple[Job, Any]:
         schedule=options.schedule,
         planner=options.planner,
         memory_limit=options.memory_limit,
+        grad_norm=True,
     )
     run.path.mkdir(parents=True, exist_ok=True)
-    data = workload.open_data(options.data, run.path, options.seed, batch_size)
+    data_path = None if options.data is None else Path(options.data)
+    data = workload.open_data(data_path, run.path, options.seed, batch_size)
     if options.resume:
         run.check({"data_digest": data.digest})
     key = jax.random.key(options.seed)
@@ -154,13 +158,14 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run."""
     first = job.pipe.state_step(state)
     print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
-    job.pipe.monitor(True)
+    job.pipe.monitor()
+    rates = job.workload.learning_rates(job.steps)
     with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
         for step in range(first + 1, job.steps + 1):
             start_s = time.perf_counter()
             state, metrics = job.pipe.step(state, next(job.data.train))
-            jax.block_until_ready(state)
-            line = _measured(job, step, metrics, time.perf_counter() - start_s)
+            job.pipe.wait(state)
+            line = _measured(job, step, metrics, float(rates[step - 1]), time.perf_counter() - start_s)
             log.append(line)
             display.update(line)
             last = step == job.steps or stop.signum is not None
@@ -189,12 +194,14 @@ def finish(job: Job, state: Any) -> None:
         print(f"parameters in {job.options.export}")
 
 
-def _measured(job: Job, step: int, metrics: dict[str, jax.Array], seconds: float) -> StepMetrics:
+def _measured(
+    job: Job, step: int, metrics: dict[str, jax.Array], learning_rate: float, seconds: float
+) -> StepMetrics:
     layers = sum(job.pipe.plan.cuts)
     return StepMetrics(
         step=step,
         loss=float(metrics["loss"]),
-        learning_rate=float(job.workload.learning_rate(step - 1)),
+        learning_rate=learning_rate,
         grad_norm=float(metrics["grad_norm"]),
         seconds=seconds,
         examples_per_s=job.batch_size / seconds,
@@ -202,6 +209,15 @@ def _measured(job: Job, step: int, metrics: dict[str, jax.Array], seconds: float
         peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
         staleness=(0,) * layers,
     )
+
+
+def _keep_compiled() -> None:
+    """Keeps compiled programs in the user's cache, so that the next start finds them."""
+    if jax.config.read("jax_compilation_cache_dir") is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _new_folder(workload: models.Workload) -> str:

@@ -11,14 +11,13 @@ MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segm
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -72,16 +71,18 @@ SIZES = {
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     """What a head adds to its scores: less, the farther away a token is (ALiBi).
 
-    Even heads look back, odd ones ahead: on the other side distances count fourfold. Each pair of heads has a slope
-    of its own, from 1 down towards 2^-8.
+    The first half of the heads looks back, the other half ahead: on the other side distances count fourfold. In each
+    half slopes fall from 1 towards 2^-8.
 
-    >>> distance_bias(2, 3)[0].tolist()
-    [[0.0, -4.0, -8.0], [-1.0, 0.0, -4.0], [-2.0, -1.0, 0.0]]
+    >>> distance_bias(2, 3)[0].astype("int32").tolist()
+    [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
     """
-    h, t, s = (jax.lax.broadcasted_iota(jnp.float32, (heads, tokens, tokens), axis) for axis in range(3))
-    ahead = (s - t) * (2 * (h % 2) - 1)
-    slope = jnp.exp2(-8 * (h // 2) / ((heads + 1) // 2))
-    return -slope * jnp.maximum(ahead, -4 * ahead)
+    half = (heads + 1) // 2
+    iota = partial(jax.lax.broadcasted_iota, jnp.float32)
+    slope = jnp.exp2(iota((half, 1, 1), 0) * (-8 / half))
+    ahead = iota((1, tokens, tokens), 2) - iota((1, tokens, tokens), 1)
+    back = slope * jnp.minimum(ahead, -4 * ahead)
+    return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
 class Attention(nnx.Module):
@@ -188,14 +189,19 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
     The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 and `weights` [B, K] float32; a
     position of weight 0 does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
     """
-    graph, _, rest = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+
+    @cache
+    def structure() -> tuple[Any, Any]:
+        graph, _, rest = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
+        return graph, rest
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        graph, rest = structure()
         model = nnx.merge(graph, params, rest, copy=True)
-        key = rng if config.dropout > 0 else None
-        logits = model(batch["tokens"], batch["positions"], key)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return Weighted(jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]))
+        logits = model(batch["tokens"], batch["positions"], rng if config.dropout > 0 else None)
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][:, :, None], axis=2)
+        weights = batch["weights"]
+        return Weighted(-jnp.sum(jnp.squeeze(scores, 2) * weights), jnp.sum(weights))
 
     return loss_fn
 

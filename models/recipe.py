@@ -14,8 +14,8 @@ class AdamW:
 
     `warmup` is a fraction of all steps; the last step's rate is near zero. Biases and scales are not decayed.
 
-    >>> AdamW(learning_rate=1e-3, warmup=0.5).learning_rates(4).round(6).tolist()
-    [0.0005, 0.001, 0.001, 0.0005]
+    >>> AdamW(learning_rate=1.0, warmup=0.5).learning_rates(4).tolist()
+    [0.5, 1.0, 1.0, 0.5]
     """
 
     learning_rate: float

@@ -47,22 +47,15 @@ class Data:
     baseline_loss: float
 
 
-class OpenData(Protocol):
-    """Opens a workload's data: `data_path` is a file or folder, or None for the default text."""
-
-    def __call__(self, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
-        """Reads or prepares the data; what belongs to the run (a tokenizer) is kept in `run_dir`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model of some size with its loss, its data and its recipe.
 
     `config` is a dataclass that `dataclasses.asdict` turns into JSON. `init` maps a key to parameters, nested dicts
     of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
-    `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data.
-    `optimizer` maps the number of steps to come to a gradient transformation, `learning_rates` to the rate of each
+    `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
+    takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
+    tokenizer), a seed and a batch size. `optimizer` maps the number of steps to come to a gradient transformation, `learning_rates` to the rate of each
     step. `batch_size` and `steps` are the defaults.
     """
 
@@ -72,7 +65,7 @@ class Workload:
     init: Callable[[jax.Array], Tree]
     loss_fn: Callable[[Tree, Tree, jax.Array | None], Weighted]
     abstract_batch: Callable[[int], Tree]
-    open_data: OpenData
+    open_data: Callable[[Path | None, Path, int, int], Data]
     optimizer: Callable[[int], optax.GradientTransformation]
     learning_rates: Callable[[int], np.ndarray]
     batch_size: int

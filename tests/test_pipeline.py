@@ -98,8 +98,8 @@ def test_a_model_larger_than_any_device_is_allowed_trains() -> None:
     one = pipeline(stages=1)
     one.init(PARAMS, batch(), None)
     alone = max(one.ledger.peak_bytes.values())
-    limit = 2 * alone // 3
-    pipe = pipeline(stages=4, memory_limit=limit)
+    limit = alone // 2
+    pipe = pipeline(stages=6, memory_limit=limit)
 
     def make(key: jax.Array) -> Any:
         return [(jax.random.normal(jax.random.fold_in(key, i), (D, D)), jnp.zeros(D)) for i in range(6)]

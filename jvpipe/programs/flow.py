@@ -86,28 +86,34 @@ class Flow:
             return {out.home}
         return {*self.layers, *(["global"] if out.slot in self.shared else [])}
 
-    def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        layer = home if isinstance(home, int) else None
-        results = [r for r in self.outputs if home in self._holders(r) and not self._unchanged(r)]
-        sent: dict[int, list[Slot]] = {}
+    def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
+        """The vectors that a layer or the global program makes, by phase."""
+        found: dict[int, list[Slot]] = {}
         for slot in self._vectors:
-            if slot.kind == "global" if layer is None else slot.kind == "partial" and slot.source == layer:
-                sent.setdefault(slot.index, []).append(slot)
-        last = max([*sent, *(self.placement.of(r.atom).ready(home) for r in results)], default=-1)
-        phases = sorted({*sent, last}) if last >= 0 else []
-        wanted: dict[int, list[Atom]] = {p: [v for s in sent.get(p, []) for v in self._vectors[s]] for p in phases}
-        if phases:
-            wanted[last] += [r.atom for r in results]
+            if home == ("global" if slot.kind == "global" else slot.source):
+                found.setdefault(slot.index, []).append(slot)
+        return found
+
+    def _pieces_of(self, home: Home) -> Iterator[Piece]:
+        """A piece for each phase in which something is sent; all results are made in the last."""
+        results = [out for out in self.outputs if home in self._holders(out) and not self._unchanged(out)]
+        sent = self._sent_by(home)
+        last = max([*sent, *(self.placement.of(out.atom).ready(home) for out in results)], default=None)
+        if last is None:
+            return
+        wanted: dict[int, list[Atom]] = {}
+        for phase in sorted({*sent, last}):
+            wanted[phase] = [v for slot in sent.get(phase, []) for v in self._vectors[slot]]
+        wanted[last] += [out.atom for out in results]
         runs = self._runs(home, wanted)
         kept = self._kept(home, runs)
-        for phase in phases:
-            eqns, read = runs[phase]
+        for phase, (eqns, read) in runs.items():
             made = {v for eqn in eqns for v in eqn.outvars}
-            yielded = [(r.atom, r.slot) for r in results if phase == last]
+            yielded = [(out.atom, out.slot) for out in results if phase == last]
             yielded += [(v, slot) for v, slot in kept.items() if v in made]
             slots = {v: kept.get(v) or self._slot(v, home) for v in read}
             part = Part(eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded)
-            yield part.piece(layer, phase, last=phase == last)
+            yield part.piece(home if isinstance(home, int) else None, phase, last=phase == last)
 
     def _runs(self, home: Home, wanted: Mapping[int, Sequence[Atom]]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
         """Per phase, the equations that run and what they read. A costly layer equation runs once, others as needed."""

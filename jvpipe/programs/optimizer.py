@@ -35,7 +35,10 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces; those of `init` and of `update` can run in the order in which they stand.
 
-    `cross_layer` names the transformations through which a layer's update depends on other layers.
+    Parameters and state belong to the layer of the piece that reads or writes them: replicated state has a copy per
+    layer, and one for the global program if this reads it. All other slots mean the same array to every piece.
+    A leaf that no piece of `update` writes stays as it is. `cross_layer` names the transformations through which a
+    layer's update depends on other layers.
     """
 
     init: tuple[Piece, ...]

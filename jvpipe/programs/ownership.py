@@ -92,16 +92,18 @@ def check_outputs(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """The only layer whose results depend on a value; "everywhere" if there are several."""
     reached: dict[Var, Home] = {}
+    several: Home = "everywhere"
 
     def add(atoms: Iterable[Atom], home: Home) -> None:
         for var in jaxprs.variables(atoms):
-            reached[var] = "everywhere" if reached.get(var, home) != home else home
+            reached[var] = home if reached.get(var, home) == home else several
 
     for out in outputs:
-        add([out.atom], out.home if isinstance(out.home, int) else "everywhere")
+        add([out.atom], out.home if isinstance(out.home, int) else several)
     for eqn in reversed(eqns):
-        for home in {reached[v] for v in eqn.outvars if v in reached}:
-            add(eqn.invars, home)
+        for var in eqn.outvars:
+            if var in reached:
+                add(eqn.invars, reached[var])
     return reached
 
 

@@ -53,7 +53,7 @@ class SplitScan:
             jaxprs.run(eqns, env)
             return pick(kept, env), pick(ys, env)
 
-        init = [jnp.asarray(start[i], _jax.aval(carry_in[i]).dtype) for i in kept]
+        init = [start[i] if isinstance(start[i], jax.Array) else jnp.asarray(start[i]) for i in kept]
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)

@@ -28,13 +28,9 @@ def _read(pen: Emitter, slot: Slot, layer: int, d: int) -> int:
     graph, here = pen.graph, home(pen.graph, pen.device)
     match slot.kind:
         case "gradient":
-            parameter = graph.parameters[slot.index]
-            source = parameter.readers[slot.source]
-            key: Key = ("gradient", slot.index, source, pen.device[source])
-            if key not in pen.ids:  # no gradient flows to this reader
-                zeros = pen.new(key, "gradient", parameter.array.bytes, pen.device[source])
-                pen.emit("ZERO", source, -1, [], [zeros])
-            return pen.send(key, ("gradient", slot.index, source, d), d, source)
+            source = graph.parameters[slot.index].readers[slot.source]
+            key = ("gradient", slot.index, source)
+            return pen.send((*key, pen.device[source]), (*key, d), d, source)
         case "weight":
             return pen.send(("weight", here), ("weight", d), d, graph.loss_layer)
         case "partial":

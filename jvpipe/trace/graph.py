@@ -121,6 +121,9 @@ class _Assembly:
             for v in wanted:
                 if v in self.loss.inputs or made[v] != layer:
                     readers.setdefault(v, []).append(layer)
+        for v, ref in self.loss.inputs.items():
+            if ref.kind == "parameter":  # one that nothing reads has an owner too, and a gradient of zeros
+                readers.setdefault(v, [last])
         crossing = sorted(((v, r) for v, r in readers.items() if v in made), key=lambda item: made[item[0]])
         tensor_ids = {v: Ref("tensor", i) for i, (v, _) in enumerate(crossing)}
         flows = active(self.loss)
@@ -194,11 +197,10 @@ class _Assembly:
         aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == "aux"]
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
-        unread = (len(layers) - 1,)  # a parameter that nothing reads still has an owner: its gradient is zero
         return LayerGraph(
             layers,
             tensors,
-            tuple(Parameter(array, tuple(readers.get(v, unread))) for v, array in arrays("parameter")),
+            tuple(Parameter(array, tuple(readers[v])) for v, array in arrays("parameter")),
             tuple(array for _, array in arrays("batch")),
             tuple(array for _, array in arrays("state")),
             tuple(array for _, array in arrays("constant")),
