@@ -213,7 +213,7 @@ def _measured(
 
 def _keep_compiled() -> None:
     """Keeps compiled programs in the user's cache, so that the next start finds them."""
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
