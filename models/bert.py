@@ -85,6 +85,14 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
+class Norm(nnx.LayerNorm):
+    """Layer norm, in float32 whatever the type of its input."""
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The normed vectors, in the type of `x`."""
+        return super().__call__(x.astype(jnp.float32)).astype(x.dtype)
+
+
 class Attention(nnx.Module):
     """Every token looks at every token of its record, with H heads."""
 
@@ -109,10 +117,10 @@ class Block(nnx.Module):
     """Attention, then a feed-forward network of F = 4 D units, each added to its input."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        linear, norm = _linear(config, rngs), _norm(config, rngs)
-        self.attention_norm = norm(config.width)
+        linear = _linear(config, rngs)
+        self.attention_norm = Norm(config.width, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.feed_forward_norm = norm(config.width)
+        self.feed_forward_norm = Norm(config.width, rngs=rngs)
         self.expand = linear(config.width, 4 * config.width)
         self.contract = linear(4 * config.width, config.width, scale=_residual_scale(config))
         self.dropout = nnx.Dropout(config.dropout)
@@ -136,7 +144,7 @@ class Embeddings(nnx.Module):
             dtype=jnp.dtype(config.dtype),
             rngs=rngs,
         )
-        self.norm = _norm(config, rngs)(config.width)
+        self.norm = Norm(config.width, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
@@ -148,10 +156,9 @@ class Head(nnx.Module):
     """From a masked position's vector to the logits of the token that stood there."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        norm = _norm(config, rngs)
-        self.input_norm = norm(config.width)
+        self.input_norm = Norm(config.width, rngs=rngs)
         self.transform = _linear(config, rngs)(config.width, config.width)
-        self.norm = norm(config.width)
+        self.norm = Norm(config.width, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
 
     def __call__(self, x: Float[Array, "B K D"], embedding: nnx.Embed) -> Float[Array, "B K V"]:
@@ -198,6 +205,7 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         graph, rest = structure()
         model = nnx.merge(graph, params, rest, copy=True)
+        batch = jax.tree.map(jnp.asarray, batch)
         logits = model(batch["tokens"], batch["positions"], rng if config.dropout > 0 else None)
         scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][:, :, None], axis=2)
         weights = batch["weights"]
@@ -271,10 +279,6 @@ def _linear(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
         return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
     return linear
-
-
-def _norm(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.LayerNorm]:
-    return partial(nnx.LayerNorm, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
 def _residual_scale(config: BertConfig) -> float:

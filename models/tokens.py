@@ -1,4 +1,4 @@
-"""From text to token ids: a WordPiece vocabulary (arXiv:1609.08144) and packed records."""
+"""From text to token ids: byte-pair encoding (arXiv:1508.07909) over UTF-8 bytes, and packed records."""
 
 import hashlib
 import io
@@ -12,20 +12,23 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from jvpipe.models.corpus import cache_folder, write_whole
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
+SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+PAD, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """A WordPiece tokenizer of lower-case text with at most `vocabulary` tokens; ids below 5 are special."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS[UNK]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
+    """A tokenizer of lower-case text with at most `vocabulary` tokens: special ones, the 256 bytes, merges.
+
+    The same documents give the same tokenizer, which WordPiece, in this library, does not.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=list(SPECIAL_TOKENS),
-        limit_alphabet=max(1, vocabulary // 4),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)

@@ -55,8 +55,8 @@ class Workload:
     of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
     `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
-    tokenizer), a seed and a batch size. `optimizer` maps the number of steps to come to a gradient transformation, `learning_rates` to the rate of each
-    step. `batch_size` and `steps` are the defaults.
+    tokenizer), a seed and a batch size. `optimizer` maps the total number of steps to a gradient transformation,
+    `learning_rates` to the rate of each step. `batch_size` and `steps` are the defaults.
     """
 
     name: str

@@ -137,14 +137,15 @@ class _Placing:
             self.reductions.update(eqn.outvars)
 
     def send_early(self, wanted: Iterable[Var]) -> None:
-        """Moves a layer's operations on scalars that only the global program reads into the global program.
+        """Moves a layer's arithmetic on scalars that only the global program reads into the global program.
 
         So layers alike have programs alike, wherever their parameters stand in the tree.
         """
         read_by_layers = set(wanted)
         for eqn in reversed(self.eqns):
             home, phase = self.places[eqn.outvars[0]]
-            scalar = all(_size(a) == 1 for a in [*eqn.invars, *eqn.outvars])
+            atoms = [*eqn.invars, *eqn.outvars]
+            scalar = all(_size(a) == 1 for a in atoms) and len({_jax.aval(a).dtype for a in atoms}) == 1
             if isinstance(home, int) and scalar and read_by_layers.isdisjoint(eqn.outvars):
                 self.places |= dict.fromkeys(eqn.outvars, Place("global", phase))
             elif home != "global":

