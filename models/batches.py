@@ -18,7 +18,7 @@ def train_batches(
     """Batches of `transform(record, generator)`.
 
     The order and each record's generator follow from the seed and the position alone, so that `get_state`, the
-    position, is all there is to save. A thread prepares `prefetch` records' worth of batches ahead.
+    position, is all there is to save. A thread prepares `prefetch` batches ahead.
     """
     rows = cast(Sequence[np.ndarray], records)
     order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().random_map(transform).batch(batch_size)

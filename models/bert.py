@@ -85,14 +85,6 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
-class Norm(nnx.LayerNorm):
-    """Layer norm, in float32 whatever the type of its input."""
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The normed vectors, in the type of `x`."""
-        return super().__call__(x.astype(jnp.float32)).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Every token looks at every token of its record, with H heads."""
 
@@ -118,9 +110,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         linear = _linear(config, rngs)
-        self.attention_norm = Norm(config.width, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.feed_forward_norm = Norm(config.width, rngs=rngs)
+        self.feed_forward_norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.expand = linear(config.width, 4 * config.width)
         self.contract = linear(4 * config.width, config.width, scale=_residual_scale(config))
         self.dropout = nnx.Dropout(config.dropout)
@@ -128,8 +120,8 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The tokens after one block."""
         k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = x + _dropped(self.dropout, self.attention(self.attention_norm(x), k0), k1)
-        y = self.contract(jax.nn.gelu(self.expand(self.feed_forward_norm(x))))
+        x = x + _dropped(self.dropout, self.attention(_normed(self.attention_norm, x), k0), k1)
+        y = self.contract(jax.nn.gelu(self.expand(_normed(self.feed_forward_norm, x))))
         return x + _dropped(self.dropout, y, k2)
 
 
@@ -144,26 +136,26 @@ class Embeddings(nnx.Module):
             dtype=jnp.dtype(config.dtype),
             rngs=rngs,
         )
-        self.norm = Norm(config.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The vectors that the first block reads."""
-        return _dropped(self.dropout, self.norm(self.tokens(tokens)), key)
+        return _dropped(self.dropout, _normed(self.norm, self.tokens(tokens)), key)
 
 
 class Head(nnx.Module):
     """From a masked position's vector to the logits of the token that stood there."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        self.input_norm = Norm(config.width, rngs=rngs)
+        self.input_norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.transform = _linear(config, rngs)(config.width, config.width)
-        self.norm = Norm(config.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
 
     def __call__(self, x: Float[Array, "B K D"], embedding: nnx.Embed) -> Float[Array, "B K V"]:
         """Logits in float32; `embedding` is the tied projection."""
-        y = self.norm(jax.nn.gelu(self.transform(self.input_norm(x))))
+        y = _normed(self.norm, jax.nn.gelu(self.transform(_normed(self.input_norm, x))))
         return embedding.attend(y).astype(jnp.float32) + self.bias[...][None, None]
 
 
@@ -257,7 +249,7 @@ def workload(size: str | None = None, **options: Any) -> Workload:
             raise ValueError(did_you_mean("option of bert", name, fields))
     config = dataclasses.replace(SIZES[size], **options)
     mini = size == "mini"
-    recipe = AdamW(2e-3 if mini else 1e-4)
+    recipe = AdamW(3e-3 if mini else 1e-4)
     return Workload(
         name="bert",
         size=size,
@@ -288,6 +280,11 @@ def _residual_scale(config: BertConfig) -> float:
 
 def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
+
+
+def _normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
+    """Layer norm in float32, whatever the type of `x`, which it keeps."""
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -14,7 +14,7 @@ class AdamW:
 
     `warmup` is a fraction of all steps; the last step's rate is near zero. Biases and scales are not decayed.
 
-    >>> AdamW(learning_rate=1.0, warmup=0.5).learning_rates(4).tolist()
+    >>> AdamW(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
     [0.5, 1.0, 1.0, 0.5]
     """
 

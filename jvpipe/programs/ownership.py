@@ -179,7 +179,8 @@ class _Placing:
     def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
-        split = split_scan(eqn, layers) if eqn.primitive.name == "scan" else None
+        used = [v in self.goes_to for v in eqn.outvars]
+        split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
         if split is None or not split.separates:
             raise ValueError(self._complaint(eqn))
         self.splits[index] = split

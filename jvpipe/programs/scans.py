@@ -17,23 +17,23 @@ Layers = frozenset[int]
 
 @dataclass(frozen=True)
 class SplitScan:
-    """A scan in parts: `layers` of each result, and the body to narrow."""
+    """A scan in parts: the body to narrow, and the `layers` that each result depends on (None: it is not used)."""
 
     eqn: JaxprEqn
     body: ClosedJaxpr
-    layers: tuple[Layers, ...]
+    layers: tuple[Layers | None, ...]
 
     @property
     def separates(self) -> bool:
         """Whether no result mixes layers."""
-        return all(len(found) <= 1 for found in self.layers)
+        return all(found is None or len(found) <= 1 for found in self.layers)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs one scan for each set of results that depend on the same layer."""
+        """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
         results: dict[int, Any] = {}
-        for layers in dict.fromkeys(self.layers):
+        for layers in dict.fromkeys(found for found in self.layers if found is not None):
             results |= self._run([i for i, found in enumerate(self.layers) if found == layers], values)
-        return [results[i] for i in range(len(self.layers))]
+        return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
         jaxpr = self.body.jaxpr
@@ -57,7 +57,8 @@ class SplitScan:
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)
-        return dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
+        found = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
+        return {i: found[i] for i in outputs}
 
     def _narrowed(self, outputs: Sequence[int], carry_in: Sequence[Var]) -> tuple[list[int], list[JaxprEqn]]:
         """The carries that some results need, and the equations of the body behind all these."""
@@ -72,15 +73,16 @@ class SplitScan:
             carries = needed
 
 
-def split_scan(eqn: JaxprEqn, operands: Sequence[Layers]) -> SplitScan:
+def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) -> SplitScan:
     """Finds the layers that each result of a scan depends on.
 
     Args:
         eqn: a `scan`.
         operands: the layers that each of its operands depends on.
+        used: whether anything depends on each of its results.
     """
-    body = eqn.params["jaxpr"]
-    body = straight_line(lambda *xs: evaluate(body, xs), *body.in_avals)
+    traced = eqn.params["jaxpr"]
+    body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
     outvars = body.jaxpr.outvars
     while True:
         found = dict(zip(body.jaxpr.invars, operands, strict=True))
@@ -91,7 +93,7 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers]) -> SplitScan:
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
-            return SplitScan(eqn, body, tuple(results))
+            return SplitScan(eqn, body, tuple(r if u else None for r, u in zip(results, used, strict=True)))
         operands = [*constants, *grown, *xs]
 
 

@@ -5,7 +5,8 @@ position is narrow if no position nearby has fewer live values. Distance is coun
 operations (products, convolutions, lookups that read a parameter), values that live long (skip connections) do
 not count, and a layer holds at least one weighted operation. A run that is still large is cut again on its own, as
 the levels of a U-Net are: what enters it no longer counts. Only the neighbourhood decides, so a change far away
-leaves a layer, and with it its compiled programs, as it was.
+leaves a layer, and with it its compiled programs, as it was. Only a model of very few layers is looked at more
+closely: there a skip of a few operations is no longer one layer, so that small models can be cut at all.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Var
 from jvpipe.trace.jaxprs import variables
 
-_WINDOW = 6  # weighted operations to either side that a narrow place is compared with
-_SKIP = 12  # a value that lives across more weighted operations is a skip connection
+# How many weighted operations to either side a narrow place is compared with, and across how many a value that is no
+# skip connection lives at most: from the usual scale to the closest look.
+_SCALES = ((6, 12), (3, 3), (1, 1), (0, 0))
+_FEW = 6  # a model of fewer layers is looked at more closely
 _LARGE = 8  # a layer of more weighted operations is cut again if it can be
 
 
@@ -27,30 +30,39 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
 
     `weighted` tells for each equation whether it is a weighted operation.
     """
-    cuts = _narrow(eqns, weighted)
+    cuts: list[int] = []
+    for window, skip in _SCALES:
+        cuts = _cuts_at(eqns, weighted, window, skip)
+        if len(cuts) + 1 >= min(_FEW, sum(weighted)):
+            break
+    return cuts
+
+
+def _cuts_at(eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int) -> list[int]:
+    cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
         for a, b in pairwise([0, *cuts, len(eqns)]):
             if sum(weighted[a:b]) > _LARGE:
-                cuts += [a + p for p in narrow_cuts(eqns[a:b], weighted[a:b])]
+                cuts += [a + p for p in _cuts_at(eqns[a:b], weighted[a:b], window, skip)]
     return sorted(cuts)
 
 
-def _narrow(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
+def _narrow(eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int) -> list[int]:
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
-    count, width = _alive(eqns, seen)
+    count, width = _alive(eqns, seen, skip)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
     groups = [np.arange(a, b) for a, b in pairwise(starts)]  # positions between two weighted operations
     fewest = [int(count[group].min()) for group in groups]
     cuts = []
     for g, group in enumerate(groups):
-        if fewest[g] == min(fewest[max(0, g - _WINDOW) : g + _WINDOW + 1]):
+        if fewest[g] == min(fewest[max(0, g - window) : g + window + 1]):
             narrow = group[count[group] == fewest[g]]
             least = width[narrow].min()
             cuts.append(int(narrow[width[narrow] == least][-1]))
     return cuts
 
 
-def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.ndarray, np.ndarray]:
     """Per position: the number of values that live across it, skips and scalars left out, and bytes with scalars.
 
     Where nothing lives (behind the loss, say) counts as narrow as where one value does.
@@ -64,7 +76,7 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray) -> tuple[np.ndarray, np.n
     for var, end in last.items():
         start = born[var] + 1
         aval = _jax.aval(var)
-        if seen[end] - seen[start] <= _SKIP:
+        if seen[end] - seen[start] <= skip:
             size = aval.size * aval.dtype.itemsize
             for at, sign in ((start, 1), (end + 1, -1)):
                 count[at] += sign * bool(aval.shape)

@@ -29,10 +29,13 @@ def fake_batch(workload: Workload, size: int = 3, seed: int = 0) -> Batch:
 
 
 def shaken(workload: Workload) -> dict:
-    """Parameters away from their start, so that every bias and scale tells."""
-    leaves, tree = jax.tree.flatten(workload.init(jax.random.key(0)))
+    """Parameters in which every bias and scale tells."""
     rng = np.random.default_rng(1)
-    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        return rng.normal(path[-1].key == "scale", 0.1 + 0.1 * len(leaf.shape), leaf.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(workload.init, KEY))
 
 
 def norm(x: np.ndarray, p: dict) -> np.ndarray:
@@ -81,7 +84,7 @@ def test_loss_is_that_of_a_plain_reference() -> None:
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embedding = wide["embeddings"]["tokens"]["embedding"]
     total, weight = plain_loss(wide, embedding, embedding, batch)
-    loss = workload.loss_fn(params, batch, KEY)
+    loss = jax.jit(workload.loss_fn)(params, batch, KEY)
     np.testing.assert_allclose(loss.total, total, rtol=1e-5)
     assert loss.weight == weight > 0
 
@@ -89,7 +92,8 @@ def test_loss_is_that_of_a_plain_reference() -> None:
 def test_tied_embedding_has_the_gradients_of_both_uses() -> None:
     workload = tiny()
     params, batch = shaken(workload), fake_batch(workload)
-    tied = jax.grad(lambda p: workload.loss_fn(p, batch, KEY).total)(params)["embeddings"]["tokens"]["embedding"]
+    gradient: Any = jax.jit(jax.grad(lambda p: workload.loss_fn(p, batch, KEY).total))(params)
+    tied = gradient["embeddings"]["tokens"]["embedding"]
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embedding = wide["embeddings"]["tokens"]["embedding"]
     along, h = np.random.default_rng(2).normal(size=embedding.shape), 1e-5
@@ -110,8 +114,9 @@ def test_tied_embedding_has_the_gradients_of_both_uses() -> None:
 def test_a_batch_in_parts_adds_up() -> None:
     workload = tiny(blocks=2)
     params, batch = shaken(workload), fake_batch(workload, size=4)
-    whole = workload.loss_fn(params, batch, KEY)
-    parts = [workload.loss_fn(params, {k: v[i : i + 1] for k, v in batch.items()}, KEY) for i in range(4)]
+    loss_fn = jax.jit(workload.loss_fn)
+    whole = loss_fn(params, batch, KEY)
+    parts = [loss_fn(params, {k: v[i : i + 1] for k, v in batch.items()}, KEY) for i in range(4)]
     np.testing.assert_allclose(sum(part.total for part in parts), whole.total, rtol=1e-5)
     assert sum(part.weight for part in parts) == whole.weight
 
@@ -119,17 +124,19 @@ def test_a_batch_in_parts_adds_up() -> None:
 def test_dropout_follows_from_the_key_alone() -> None:
     workload = tiny(blocks=2, dropout=0.3)
     params, batch = shaken(workload), fake_batch(workload)
-    loss = jax.jit(lambda p, b, k: workload.loss_fn(p, b, k).total)
-    first = workload.loss_fn(params, batch, KEY).total
-    np.testing.assert_array_equal(first, workload.loss_fn(params, batch, KEY).total)
-    np.testing.assert_allclose(first, loss(params, batch, KEY), rtol=1e-5)
-    assert abs(float(first - loss(params, batch, jax.random.key(8)))) > 1e-2
+    loss = jax.jit(workload.loss_fn)
+    first, again, other = (loss(params, batch, jax.random.key(seed)).total for seed in (7, 7, 8))
+    np.testing.assert_array_equal(first, again)
+    assert abs(float(first - other)) > 1e-2
+    traced_anew = jax.jit(lambda *arguments: workload.loss_fn(*arguments).total)(params, batch, KEY)
+    np.testing.assert_array_equal(first, traced_anew)
 
 
 def test_no_key_means_no_dropout() -> None:
     dropping, plain = tiny(dropout=0.3), tiny()
     params, batch = shaken(plain), fake_batch(plain)
-    np.testing.assert_array_equal(dropping.loss_fn(params, batch, None).total, plain.loss_fn(params, batch, KEY).total)
+    without, never = jax.jit(dropping.loss_fn)(params, batch, None), jax.jit(plain.loss_fn)(params, batch, KEY)
+    np.testing.assert_array_equal(without.total, never.total)
 
 
 def test_dropout_differs_from_block_to_block() -> None:
@@ -158,11 +165,11 @@ def test_blocks_trace_alike_and_capture_nothing(dropout: float) -> None:
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     workload, exact = tiny(dtype="bfloat16"), tiny()
-    params, batch = workload.init(KEY), fake_batch(workload)
-    loss, gradient = jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total)(params)
+    params, batch = shaken(workload), fake_batch(workload)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total))(params)
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves((params, gradient))} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(loss, exact.loss_fn(params, batch, KEY).total, rtol=2e-2)
+    np.testing.assert_allclose(loss, jax.jit(exact.loss_fn)(params, batch, KEY).total, rtol=2e-2)
     assert "bf16" in str(jax.make_jaxpr(workload.loss_fn)(params, batch, KEY))
 
 
@@ -178,7 +185,7 @@ def test_large_is_planned_without_its_parameters() -> None:
 
 def test_it_learns_a_batch_by_heart() -> None:
     workload = tiny(blocks=2, width=32)
-    params, batch = workload.init(KEY), fake_batch(workload, size=8)
+    params, batch = jax.jit(workload.init)(KEY), fake_batch(workload, size=8)
     optimizer = optax.adam(1e-2)
 
     @jax.jit
@@ -191,7 +198,7 @@ def test_it_learns_a_batch_by_heart() -> None:
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state, loss
 
-    state, losses = optimizer.init(params), []
+    state, losses = jax.jit(optimizer.init)(params), []
     for _ in range(60):
         params, state, loss = step(params, state)
         losses.append(float(loss))
