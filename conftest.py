@@ -11,9 +11,9 @@ for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimiza
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
-import jax
-import optax
-from jaxtyping import install_import_hook
+import jax  # noqa: E402
+import optax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -46,7 +46,7 @@ def is_dropped(var: Atom) -> bool:
 
 def scope(eqn: JaxprEqn) -> str:
     """The name scope that an equation was traced in, e.g. the module path of a Linen model."""
-    return str(eqn.source_info.name_stack)
+    return "/".join(filter(None, str(eqn.source_info.name_stack).split("/")))
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -55,7 +55,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
-    """The file and the qualified name of each function that was running when an equation was traced, innermost first."""
+    """File and qualified name of each function that was running when an equation was traced, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else [(frame.file_name, frame.function_name) for frame in traceback.frames]
 

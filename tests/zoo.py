@@ -22,7 +22,7 @@ B, T, D, H, V, C, E = 4, 6, 8, 2, 12, 4, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with what it needs; `reference` is the same loss where it must differ for plain JAX."""
+    """A loss with what it needs."""
 
     loss_fn: Callable[..., Any]
     params: Tree
@@ -37,15 +37,16 @@ class Case:
         """The keywords of `trace_loss` and `Pipeline`."""
         return {"has_aux": self.has_aux, "has_state": self.has_state}
 
-    def with_params(self, params: Tree) -> "Case":
-        """The same loss at other parameters."""
-        return replace(self, params=params)
-
 
 def draws(seed: int) -> Callable[..., np.ndarray]:
     """A source of float32 arrays of a given shape, of unit variance after a product."""
     rng = np.random.default_rng(seed)
     return lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def quick_key(seed: int) -> jax.Array:
+    """A key whose programs compile quickly: those of threefry take seconds."""
+    return jax.random.key(seed, impl="unsafe_rbg")
 
 
 def mean_square(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -177,12 +178,39 @@ def transformer(
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
         return -jnp.sum(jnp.where(mask, picked, 0)) / jnp.sum(mask, dtype=jnp.float32)
 
-    rng = jax.random.key(7) if rng is None and keys else rng
+    rng = quick_key(7) if rng is None and keys else rng
     return Case(loss_fn, transformer_params(blocks), token_batch(), rng)
 
 
 def old_keys() -> Case:
-    return transformer(keys="split", rng=jax.random.PRNGKey(7))
+    return transformer(1, keys="split", rng=jax.random.PRNGKey(7))
+
+
+def threefry() -> Case:
+    return transformer(1, rng=jax.random.key(7))
+
+
+def scanned(blocks: int = 3) -> Case:
+    """The transformer with its blocks stacked, as a scan over them with a remat inside."""
+    base = transformer(blocks)
+    params = base.params | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *base.params["blocks"])}
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        mask = jnp.arange(T)[None] < batch["lengths"][:, None]
+
+        @jax.checkpoint
+        def block(x: jax.Array, layer: Tree) -> tuple[jax.Array, jax.Array]:
+            p, i = layer
+            k0, k1 = jax.random.split(jax.random.fold_in(rng, i))
+            x = x + dropout(attention(p["attention"], norm(p["attention_norm"], x), mask), k0)
+            return x + dropout(feed_forward(p["mlp"], norm(p["mlp_norm"], x)), k1), jnp.mean(x)
+
+        x = params["embedding"][batch["tokens"]] + params["positions"][None]
+        x, means = jax.lax.scan(block, x, (params["blocks"], jnp.arange(blocks)))
+        logits = norm(params["norm"], x) @ params["embedding"].T
+        return jnp.mean(jax.nn.logsumexp(logits, -1)) + jnp.sum(means**2)
+
+    return replace(base, loss_fn=loss_fn, params=params)
 
 
 def convolution(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
@@ -229,7 +257,7 @@ def resnet(blocks: int = 3) -> Case:
 def unet(depth: int = 3) -> Case:
     """A long skip from each level on the way down to the same level on the way up."""
     draw = draws(5)
-    params = {"down": [draw(D, D) for _ in range(depth)], "middle": draw(D, D), "up": [draw(2 * D, D)] * depth}
+    params = {"down": [draw(D, D) for _ in range(depth)], "middle": draw(D, D), "up": [draw(2 * D, D) for _ in range(depth)]}
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x, skips = batch["x"], []
@@ -500,7 +528,7 @@ def linen(blocks: int = 3) -> Case:
             return mean_square(out, batch["y"]), new["batch_stats"]
 
     state = variables["batch_stats"]
-    return Case(loss_fn, variables["params"], batch, jax.random.key(3), state, has_state=True)
+    return Case(loss_fn, variables["params"], batch, quick_key(3), state, has_state=True)
 
 
 class NnxBlock(nnx.Module):
@@ -541,7 +569,7 @@ def flax_nnx(blocks: int = 3) -> Case:
             out = model(batch["x"])
             return mean_square(out, batch["y"]), nnx.state(model, nnx.BatchStat)
 
-    return Case(loss_fn, params, regression_batch(B, D), jax.random.key(3), stats, has_state=True)
+    return Case(loss_fn, params, regression_batch(B, D), quick_key(3), stats, has_state=True)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -550,6 +578,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "post-norm": partial(transformer, pre_norm=False, keys="split"),
     "chained-keys": partial(transformer, keys="chain"),
     "old-keys": old_keys,
+    "threefry": threefry,
+    "scanned": scanned,
     "resnet": resnet,
     "unet": unet,
     "three-readers": three_readers,

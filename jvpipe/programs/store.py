@@ -69,7 +69,8 @@ class ProgramStore:
             program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
         )
         place = SingleDeviceSharding(device)
-        return jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.inputs))
+        with jax.default_device(device):  # for programs without inputs
+            return jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.inputs))
 
 
 @cache

@@ -74,8 +74,8 @@ class Build:
         return self._evaluation
 
     def _bound(self, lowered: Lowered) -> Bound:
-        tasks = dict.fromkeys(_task(row) for row in lowered.rows if row.kind not in ("FEED", "SEND"))
-        wanted = [(self._program(*task[:3]), self.devices[task[3]]) for task in tasks]
+        tasks = {_task(row): row for row in lowered.rows if row.kind not in ("FEED", "SEND")}
+        wanted = [(self._program(lowered, row), self.devices[row.device]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device) for program, device in wanted}
         return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
@@ -83,9 +83,9 @@ class Build:
     def _calls_host(self, row: Row) -> bool:
         return row.kind in ("F", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
 
-    def _program(self, kind: RowKind, layer: int, piece: int) -> Program:
-        graph = self.traced.graph
-        match kind:
+    def _program(self, lowered: Lowered, row: Row) -> Program:
+        graph, layer = self.traced.graph, row.layer
+        match row.kind:
             case "F":
                 return forward_program(self.programs[layer])
             case "B":
@@ -94,15 +94,14 @@ class Build:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
             case "ZERO":
-                reads = graph.layers[layer].reads
-                gradients = self.programs[layer].signature.gradients
-                return zeros_program([shape(graph.parameters[reads[i].index].array) for i in gradients])
+                parameters = [lowered.buffers[b].key[1] for b in row.writes]
+                return zeros_program([shape(graph.parameters[int(str(p))].array) for p in parameters])
             case "LOSS":
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)
             case _:
-                return piece_program(self.optimizer.update[piece])
+                return piece_program(self.optimizer.update[row.program])
 
 
 def _task(row: Row) -> tuple[RowKind, int, int, int]:

@@ -7,7 +7,7 @@ from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.schedules.emit import Emitter, Key, home
+from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home
 from jvpipe.schedules.order import dispatch_order
 from jvpipe.schedules.update import lower_update
 
@@ -150,6 +150,18 @@ def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None) ->
             pen.send(_key(pen, layer, ref, m), (ref.kind, ref.index, m, place), place, layer.id, m)
 
 
+def _zeros(pen: Emitter, d: int) -> None:
+    """Fresh accumulators for every layer of a device, at once."""
+    here = [
+        (("gradient", p, layer.id, d), pen.graph.parameters[p].array.bytes)
+        for layer in pen.graph.layers
+        if pen.device[layer.id] == d
+        for p in layer.reading("parameter")
+    ]
+    writes = [pen.new(key, "gradient", size, d) for key, size in here]
+    pen.emit("ZERO", GLOBAL, -1, [], writes, device=d)
+
+
 def _loss(pen: Emitter, layer: Layer, m: int, microbatches: int) -> None:
     """Once every micro-batch has its loss and aux: their sums over the batch."""
     graph, d = pen.graph, home(pen.graph, pen.device)
@@ -180,7 +192,7 @@ def _backward(pen: Emitter, layer: Layer, m: int, signature: Signature) -> None:
         for i in signature.gradients
     ]
     if sums and sums[0][0] not in pen.ids:
-        pen.emit("ZERO", layer.id, -1, [], [pen.new(key, "gradient", size, d) for key, size in sums])
+        _zeros(pen, d)
     sources = {
         "input": lambda i: _read(pen, layer, layer.reads[i], m),
         "output": lambda i: pen.ids[_key(pen, layer, layer.writes[i], m)],

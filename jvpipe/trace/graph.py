@@ -15,6 +15,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
+from jvpipe.trace.sums import settle_sums
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,18 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None) -> Traced:
     """Cuts a traced loss into layers.
 
     Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
-    to no layer: each layer that needs one computes it again.
+    to no layer: each layer that needs one computes it again (but see `settle_sums`).
     """
     sorted_eqns = _Sorted.of(loss)
     if cuts is None:
         cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
     bounds = [0, *cuts, len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
-    return _Assembly(loss, sorted_eqns.floating, runs, tuple(cuts)).traced()
+    outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
+    parameters = [v for v, ref in loss.inputs.items() if ref.kind == "parameter"]
+    last = next((i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])), len(runs) - 1)
+    floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
+    return _Assembly(loss, floating, runs, tuple(cuts), last).traced()
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,11 @@ class _Assembly:
     floating: tuple[JaxprEqn, ...]
     runs: list[tuple[JaxprEqn, ...]]
     cuts: tuple[int, ...]
+    last: int  # the layer of the loss; what no run makes is made there
 
     def traced(self) -> Traced:
         made = {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
-        last = self._loss_layer(made)
+        last = self.last
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
             unchanged = ref.kind == "state" and not isinstance(atom, _jax.Literal) and self.loss.inputs.get(atom) == ref
@@ -164,11 +170,6 @@ class _Assembly:
             for i, (v, r) in enumerate(crossing)
         )
         return Traced(self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts)
-
-    def _loss_layer(self, made: dict[Var, int]) -> int:
-        total = self.loss.outputs[0][0]
-        assert isinstance(total, Var)
-        return made.get(total, len(self.runs) - 1)
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
         """A layer's own equations, preceded by the floating ones that they need."""

@@ -11,6 +11,7 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.trace.keys import index_key
 from jvpipe.trace.primitives import is_cheap
+from jvpipe.trace.unroll import stacked, unrolled, whole
 
 # Calls that say nothing of their own: their bodies belong to the caller. `remat2` is among them because
 # jvpipe decides by itself what is kept and what is recomputed.
@@ -39,21 +40,28 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
     >>> [str(eqn.primitive) for eqn in closed.jaxpr.eqns]
     ['sin', 'add']
     """
-    closed = jax.make_jaxpr(fn)(*args)
     calls = _CALLS if keep_rules else _CALLS | _RULES
-    closed = jax.make_jaxpr(lambda *xs: _inlined(closed.jaxpr, closed.consts, xs, calls))(*closed.in_avals)
+    traced = jax.make_jaxpr(fn)(*args)
+    closed = jax.make_jaxpr(lambda *xs: [*map(whole, _inlined(traced.jaxpr, traced.consts, xs, calls))])(*traced.in_avals)
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
 
 
 def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]) -> list[Any]:
+    def inline(body: ClosedJaxpr | Jaxpr, values: Sequence[Any]) -> list[Any]:
+        inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+        return _inlined(inner, inner_consts, values, calls)
+
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.named_scope(_jax.scope(eqn)):
-            if eqn.primitive.name not in calls:
-                return _folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
-            body = eqn.params[calls[eqn.primitive.name]]
-            inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-            return _inlined(inner, inner_consts, values, calls)
+            if (result := stacked(eqn, values)) is not None:
+                return result
+            if eqn.primitive.name in calls:
+                return inline(eqn.params[calls[eqn.primitive.name]], values)
+            if (results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))) is not None:
+                return results
+            values = [whole(v) for v in values]
+            return _folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_literal, consts), *args], strict=True))
     run(prune(jaxpr.eqns, jaxpr.outvars), env, apply)

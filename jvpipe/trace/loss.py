@@ -222,7 +222,7 @@ def active(traced: LossJaxpr) -> set[Var]:
     return parameters | (_from_parameters(traced) & read)
 
 
-def _from_parameters(traced: LossJaxpr) -> set[Atom]:
+def _from_parameters(traced: LossJaxpr) -> set[Var]:
     """The variables of inexact type that a change of the parameters changes."""
     found: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
     for eqn in traced.eqns:

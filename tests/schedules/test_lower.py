@@ -72,7 +72,7 @@ def test_every_task_is_there_once_and_copies_cross_devices(name: str, stages: in
 
 def test_1f1b_keeps_fewer_micro_batches_in_flight_than_gpipe() -> None:
     def in_flight(schedule: str) -> list[int]:
-        graph, plan, step = lowered("mlp", 3, schedule, micro=6)
+        _, plan, step = lowered("mlp", 3, schedule, micro=6)
         most = [0] * 3
         now: Counter[int] = Counter()
         first = {stage.layers[0]: s for s, stage in enumerate(plan.stages)}

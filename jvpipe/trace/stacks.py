@@ -1,0 +1,98 @@
+"""Parameters stacked along their first axis, one slice per layer, as `flax.linen.scan` and plain `lax.scan` want them.
+
+Each slice becomes a parameter of its own, so that layers can live apart. The optimizer sees the slices too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import JaxprEqn
+from jvpipe.trace import jaxprs
+from jvpipe.trace.loss import LossJaxpr
+from jvpipe.trace.primitives import is_heavy
+from jvpipe.trace.unroll import SLICEWISE, stack_layers
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Which leaves of the parameters are stacks of layers: their `lengths`, None for the others.
+
+    >>> import numpy as np
+    >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
+    >>> parts = stacks.split({"blocks": np.array([[1, 2], [3, 4]]), "head": np.array([5])})
+    >>> parts
+    {'blocks': (array([1, 2]), array([3, 4])), 'head': array([5])}
+    >>> stacks.join(parts)["blocks"].tolist()
+    [[1, 2], [3, 4]]
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    lengths: tuple[int | None, ...]
+
+    def __bool__(self) -> bool:
+        return any(length is not None for length in self.lengths)
+
+    def split(self, params: Tree) -> Tree:
+        """The parameters (arrays or shapes) with a tuple of slices in place of each stack."""
+        leaves = self.tree.flatten_up_to(params)
+        split = (x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True))
+        return self.tree.unflatten(split)
+
+    def join(self, params: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
+        """What `split` took apart."""
+        leaves = self.tree.flatten_up_to(params)
+        joined = (x if n is None else stack(*x) for x, n in zip(leaves, self.lengths, strict=True))
+        return self.tree.unflatten(joined)
+
+    def of_slices(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss as a function of split parameters, for `trace_loss`."""
+        return lambda params, *rest: loss_fn(self.join(params, stack_layers), *rest)
+
+
+def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
+    """The leaves that nothing reads but scans over layers."""
+    found: dict[int, int] = {}
+    others: set[int | None] = set()
+    source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == "parameter"}
+    for eqn in loss.eqns:
+        read = [None if isinstance(v, _jax.Literal) else source.get(v) for v in eqn.invars]
+        if eqn.primitive.name in SLICEWISE and read[0] is not None:
+            source[eqn.outvars[0]] = read[0]
+        elif eqn.primitive.name == "scan":
+            *rest, xs = _jax.scan_operands(eqn, read)
+            over_layers = _is_over_layers(eqn, [i is not None for i in xs])
+            found |= {i: eqn.params["length"] for i in xs if i is not None and over_layers}
+            others.update(*rest, () if over_layers else xs)
+        else:
+            others.update(read)
+    others.update(source.get(v) for v in jaxprs.variables(atom for atom, _ in loss.outputs))
+    leaves, tree = jax.tree.flatten(params)
+    return Stacks(tree, tuple(found.get(i) if i not in others else None for i in range(len(leaves))))
+
+
+def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
+    """Whether the iterations of a scan do real work with their slices of the parameters, as those over time do not."""
+    body = eqn.params["jaxpr"]
+    flat = jaxprs.flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
+    *_, xs = _jax.scan_operands(eqn, flat.invars)
+    sliced = {v for v, is_slice in zip(xs, stacked, strict=True) if is_slice}
+    for inner in flat.eqns:
+        read = set(jaxprs.variables(inner.invars))
+        if is_heavy(inner) and not read.isdisjoint(sliced):
+            return True
+        if read and read <= sliced:
+            sliced.update(inner.outvars)
+    return False
+
+
+def _slices(x: Any, length: int) -> tuple[Any, ...]:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return (jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * length
+    return tuple(x[i] for i in range(length))

@@ -1,0 +1,76 @@
+"""Sums over parameters alone, such as the squares that weight decay adds to a loss, are made where the parameters are.
+
+Else the layer that adds them up would have to read every parameter of the model.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from jvpipe import _jax
+from jvpipe._jax import JaxprEqn, Var
+from jvpipe.trace.jaxprs import free_variables, variables
+
+Run = tuple[JaxprEqn, ...]
+
+
+def settle_sums(
+    floating: Sequence[JaxprEqn],
+    runs: Sequence[Run],
+    parameters: Collection[Var],
+    outputs: Sequence[Var],
+    loss_layer: int,
+) -> tuple[Run, list[Run]]:
+    """Moves sums out of `floating` to the head of the first run that reads their parameters anyway.
+
+    Args:
+        floating: equations that a layer computes if it needs them.
+        runs: the equations that each layer has of its own.
+        parameters: the parameters.
+        outputs: what the loss gives; the layer of the loss makes it if no run does.
+        loss_layer: that layer.
+    """
+    wanted: defaultdict[Var, set[int]] = defaultdict(set)  # which layers need a value
+    for layer, run in enumerate(runs):
+        for v in [*free_variables(run), *(outputs if layer == loss_layer else ())]:
+            wanted[v].add(layer)
+    read_anyway = defaultdict(set, {v: set(layers) for v, layers in wanted.items()})
+    for eqn in reversed(floating):
+        if not _is_sum(eqn):
+            _pass_on(eqn, read_anyway, _needing(eqn, read_anyway))
+    summed = _parameters_behind(floating, parameters)
+    stay, settled = [], [[] for _ in runs]
+    for eqn in reversed(floating):
+        layers = _needing(eqn, wanted)
+        if _is_sum(eqn) and layers:
+            homes = [min(read_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
+            home = max(homes, default=len(runs))
+            if home < min(layers):
+                settled[home].insert(0, eqn)
+                _pass_on(eqn, wanted, {home})
+                continue
+        stay.append(eqn)
+        _pass_on(eqn, wanted, layers)
+    return tuple(stay[::-1]), [(*sums, *run) for sums, run in zip(settled, runs, strict=True)]
+
+
+def _is_sum(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes one number of an array."""
+    return _jax.aval(eqn.outvars[0]).shape == () and any(_jax.aval(v).shape for v in eqn.invars)
+
+
+def _needing(eqn: JaxprEqn, wanted: dict[Var, set[int]]) -> set[int]:
+    return set().union(*(wanted[v] for v in eqn.outvars))
+
+
+def _pass_on(eqn: JaxprEqn, wanted: dict[Var, set[int]], layers: set[int]) -> None:
+    for v in variables(eqn.invars):
+        wanted[v] |= layers
+
+
+def _parameters_behind(floating: Sequence[JaxprEqn], parameters: Collection[Var]) -> dict[Var, frozenset[Var]]:
+    """The parameters that each value is made of."""
+    behind = {p: frozenset([p]) for p in parameters}
+    for eqn in floating:
+        made_of = frozenset().union(*(behind.get(v, frozenset()) for v in variables(eqn.invars)))
+        behind |= dict.fromkeys(eqn.outvars, made_of)
+    return behind

@@ -1,0 +1,177 @@
+"""The layers of a graph, run one by one, against plain JAX; and the same bits whatever their forwards keep."""
+
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvpipe.ir.layers import Layer
+from jvpipe.ir.weighted import Weighted
+from jvpipe.programs.layer import differentiate, inference
+from jvpipe.trace.graph import Traced, build_graph
+from jvpipe.trace.loss import trace_loss
+from tests.sequential import Outcome, Sequential
+from tests.zoo import CASES, Case, dropout, in_bfloat16, mean_square, mlp, quick_key, regression_batch
+
+Kept = Callable[[Layer], Collection[str]]
+
+
+def traced(case: Case) -> Traced:
+    return build_graph(trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options))
+
+
+def outcome(case: Case, kept: Kept, *, optimize: bool) -> Outcome:
+    return Sequential(traced(case), kept, optimize=optimize).run(case.params, case.batch, case.rng, case.state)
+
+
+def everything(layer: Layer) -> list[str]:
+    return [candidate.name for candidate in layer.candidates]
+
+
+def nothing(layer: Layer) -> list[str]:
+    return []
+
+
+def some(seed: int) -> Kept:
+    """Half of the candidates, at random."""
+    flip = random.Random(seed)
+    return lambda layer: [candidate.name for candidate in layer.candidates if flip.random() < 0.5]
+
+
+def plain(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Loss, gradients, new state and aux without jvpipe; the gradients of a weighted loss are those of its total."""
+    key = None if case.rng is None else jax.random.fold_in(jax.random.fold_in(case.rng, 0), 0)
+
+    @jax.jit
+    def value_and_grad(params: Any, batch: Any, state: Any) -> Any:
+        def total(params: Any) -> tuple[jax.Array, Any]:
+            out = case.loss_fn(params, *([state] if case.has_state else []), batch, key)
+            loss, *beside = out if case.has_aux or case.has_state else [out]
+            new_state = beside.pop(0) if case.has_state else None
+            return loss.total if isinstance(loss, Weighted) else loss, (loss, new_state, beside)
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    (_, (loss, new_state, aux)), gradients = value_and_grad(case.params, case.batch, case.state)
+    return loss, gradients, new_state, aux
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
+    """Leaf by leaf, relative to the norm of all."""
+    ours, theirs = ([np.asarray(x, np.float32) for x in jax.tree.leaves(tree)] for tree in (ours, theirs))
+    norm = np.sqrt(sum(np.sum(x**2) for x in theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * norm, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_jax(name: str) -> None:
+    case = CASES[name]()
+    found = outcome(case, some(seed=1), optimize=False)
+    loss, gradients, state, aux = plain(case)
+    assert_close([found.loss, found.weight], list(loss) if isinstance(loss, Weighted) else [loss, None], 1e-6)
+    assert_close(found.gradients, gradients, 1e-6)
+    assert_close(found.state, state, 1e-6)
+    assert_close(found.aux, aux, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["pre-norm", "resnet", "experts"])
+def test_equals_plain_jax_in_bfloat16(name: str) -> None:
+    case = in_bfloat16(CASES[name]())
+    found = outcome(case, some(seed=2), optimize=False)
+    loss, gradients, *_ = plain(case)
+    assert all(g.dtype == jnp.float32 for g in found.gradients)
+    assert_close(found.loss, loss, 1e-2)
+    assert_close(found.gradients, gradients, 3e-2)
+
+
+def wide_dropout() -> Case:
+    """Dropout of so many elements that its masks are candidates."""
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for i, p in enumerate(params):
+            x = dropout(jax.nn.relu(x @ p["w"] + p["b"][None]), jax.random.fold_in(rng, i))
+        return mean_square(x, batch["y"])
+
+    return Case(loss_fn, mlp(3).params, regression_batch(256, 8), quick_key(0))
+
+
+FATES = {name: CASES[name] for name in ("pre-norm", "resnet", "recurrent", "custom-rules", "cond")}
+FATES["wide-dropout"] = wide_dropout
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FATES)
+def test_same_bits_whatever_is_kept(name: str, low: bool) -> None:
+    case = in_bfloat16(FATES[name]()) if low else FATES[name]()
+    first = outcome(case, everything, optimize=True)
+    for kept in (nothing, some(seed=3)):
+        other = outcome(case, kept, optimize=True)
+        for a, b in zip(jax.tree.leaves(vars(first)), jax.tree.leaves(vars(other)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_what_is_kept_is_what_is_left_over() -> None:
+    graph = traced(wide_dropout())
+    layer, body = graph.graph.layers[1], graph.bodies[1]
+    product, mask = layer.candidates
+    assert (product.name, mask.dtype) == ("dot_general_0", "bool")
+
+    def left(*kept: str) -> list[tuple[tuple[int, ...], str]]:
+        return [(a.shape, a.dtype) for a in differentiate(body, kept, ()).signature.residuals]
+
+    assert left() == []
+    assert left(product.name) == [((256, 8), "float32")]
+    assert left(mask.name) == [((256, 8), "bool")]
+    assert sorted(left(product.name, mask.name)) == [((256, 8), "bool"), ((256, 8), "float32")]
+
+
+def test_inputs_and_outputs_are_not_kept_twice() -> None:
+    graph = traced(mlp(3))
+    made = differentiate(graph.bodies[1], everything(graph.graph.layers[1]), ())
+    kinds = [kind for kind, _ in made.signature.sources]
+    assert len(made.forward.jaxpr.outvars) == 1 + len(made.signature.residuals)
+    assert kinds.count("residual") == 1  # the product, behind its barrier
+    assert set(kinds) == {"input", "residual"}
+
+
+def test_a_cotangent_is_added_to_the_sum_that_comes_in() -> None:
+    graph = traced(mlp(3))
+    layer, body = graph.graph.layers[1], graph.bodies[1]
+    (tensor,) = layer.reading("tensor")
+    alone = differentiate(body, [], [])
+    after = differentiate(body, [], [tensor])
+    assert alone.key != after.key
+    position = layer.reads.index(("tensor", tensor))
+    assert (alone.signature.partial, after.signature.partial) == ((), (position,))
+
+    def run(made: Any, *sums: Any) -> list[jax.Array]:
+        rng = np.random.default_rng(0)
+        inputs = [rng.normal(size=v.aval.shape).astype(np.float32) for v in body.inputs]
+        outputs = jax.core.eval_jaxpr(made.forward.jaxpr, made.forward.consts, *inputs)
+        source = {"input": inputs, "output": outputs, "residual": outputs[len(body.outputs) :]}
+        values = [source[kind][i] for kind, i in made.signature.sources]
+        cotangents = [np.ones_like(outputs[i]) for i in made.signature.cotangents]
+        zeros = [np.zeros_like(inputs[i]) for i in made.signature.gradients]
+        return jax.core.eval_jaxpr(made.backward.jaxpr, made.backward.consts, *values, *cotangents, *sums, *zeros)
+
+    *_, without = run(alone)
+    before = np.full(without.shape, 7.0, np.float32)
+    *_, added = run(after, before)
+    np.testing.assert_allclose(added, before + without, rtol=1e-6)
+
+
+def test_inference_is_the_forward_without_residuals() -> None:
+    graph = traced(mlp(3))
+    closed = inference(graph.bodies[0])
+    assert len(closed.jaxpr.outvars) == len(graph.graph.layers[0].writes)
+    p, x = mlp(3).params[0], mlp(3).batch["x"]
+    values = {"parameter": {0: p["b"], 1: p["w"]}, "batch": {0: x}}
+    inputs = [values[ref.kind][ref.index] for ref in graph.graph.layers[0].reads]
+    (found,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
+    np.testing.assert_allclose(found, np.tanh(x @ p["w"] + p["b"]), rtol=1e-6)
