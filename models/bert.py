@@ -61,6 +61,7 @@ class BertConfig:
 
 
 SIZES = {
+    "tiny": BertConfig(blocks=2, width=32, heads=2, vocabulary=300, tokens=16, dropout=0.0),
     "mini": BertConfig(blocks=4, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0),
     "base": BertConfig(blocks=12, width=768, heads=12),
     "large": BertConfig(blocks=24, width=1024, heads=16),

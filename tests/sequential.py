@@ -1,6 +1,8 @@
 """An oracle between a loss and its pipeline: the layers of a graph, run one after another on one device."""
 
+import os
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +44,6 @@ class Sequential:
     traced: Traced
     kept: Chooser = lambda layer: [c.name for c in layer.candidates]
     store: ProgramStore = field(default_factory=ProgramStore)
-    jitted: dict[Any, Any] = field(default_factory=dict)
     optimize: bool = True
 
     def programs(self) -> list[LayerPrograms]:
@@ -57,10 +58,17 @@ class Sequential:
             for layer, body in zip(self.traced.graph.layers, self.traced.bodies, strict=True)
         ]
 
-    def compiled(self, key: Any, closed: ClosedJaxpr) -> Any:
-        """The jitted program of that name."""
+    def executables(self, programs: list[LayerPrograms]) -> dict[Any, Any]:
+        """The compiled programs, by kind and key."""
+        wanted = {("F", p.key): p.forward for p in programs} | {("B", p.key): p.backward for p in programs}
         options = {} if self.optimize else {"xla_backend_optimization_level": 0}
-        return self.jitted.setdefault(key, jax.jit(jaxpr_as_fun(closed), compiler_options=options))
+
+        def compiled(closed: ClosedJaxpr) -> Any:
+            jitted = jax.jit(jaxpr_as_fun(closed), keep_unused=True)
+            return jitted.lower(*closed.in_avals).compile(compiler_options=options)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return dict(zip(wanted, pool.map(compiled, wanted.values()), strict=True))
 
     def run(self, params: Tree, batch: Tree, rng: jax.Array | None, state: Tree = None) -> Outcome:
         """Micro-batch 0 of step 0."""
@@ -75,9 +83,10 @@ class Sequential:
         made: dict[Ref, Any] = {}
         inputs, outputs, residuals = [], [], []
         programs = self.programs()
+        compiled = self.executables(programs)
         for layer, program in zip(graph.layers, programs, strict=True):
             inputs.append([values[ref] for ref in layer.reads])
-            out = self.compiled(("F", program.key), program.forward)(*inputs[-1])
+            out = compiled["F", program.key](*inputs[-1])
             outputs.append(out[: len(layer.writes)])
             residuals.append(out[len(layer.writes) :])
             made |= zip(layer.writes, outputs[-1], strict=True)
@@ -91,7 +100,7 @@ class Sequential:
             read += [sums[layer.writes[i].index] for i in signature.cotangents]
             read += [sums[layer.reads[i].index] for i in signature.partial]
             read += [jnp.zeros_like(inputs[layer.id][i]) for i in signature.gradients]
-            out = self.compiled(("B", program.key), program.backward)(*read)
+            out = compiled["B", program.key](*read)
             count = len(signature.gradients)
             per_layer |= {
                 (layer.id, layer.reads[i].index): x for i, x in zip(signature.gradients, out[:count], strict=True)

@@ -143,31 +143,43 @@ def token_batch() -> dict[str, np.ndarray]:
     }
 
 
-def transformer(
-    blocks: int = 2, *, pre_norm: bool = True, keys: str | None = "fold_in", rng: jax.Array | None = None
-) -> Case:
-    """A tied transformer with a mask from the batch and dropout; `keys` says how a block's key is made."""
+def keys_by(how: str | None, rng: Any, count: int) -> list[Any]:
+    """A key for each of so many layers, made in one of the usual ways."""
+    match how:
+        case "fold_in":
+            return [jax.random.fold_in(rng, i) for i in range(count)]
+        case "split":
+            return list(jax.random.split(rng, count))
+        case "chain":
+            found = []
+            for _ in range(count):
+                rng, key = jax.random.split(rng)
+                found.append(key)
+            return found
+        case _:
+            return [None] * count
 
-    def block_keys(rng: Any) -> list[Any]:
-        match keys:
-            case "fold_in":
-                return [jax.random.split(jax.random.fold_in(rng, i)) for i in range(blocks)]
-            case "split":
-                found = jax.random.split(rng, 2 * blocks)
-                return [(found[2 * i], found[2 * i + 1]) for i in range(blocks)]
-            case "chain":
-                found = []
-                for _ in range(blocks):
-                    rng, k0, k1 = jax.random.split(rng, 3)
-                    found.append((k0, k1))
-                return found
-            case _:
-                return [(None, None)] * blocks
+
+def dropped(how: str, rng: jax.Array, depth: int = 4, examples: int = B) -> Case:
+    """An MLP with dropout."""
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for p, key in zip(params, keys_by(how, rng, depth), strict=True):
+            x = dropout(jax.nn.relu(x @ p["w"] + p["b"][None]), key)
+        return mean_square(x, batch["y"])
+
+    return Case(loss_fn, mlp(depth).params, regression_batch(examples, D), rng)
+
+
+def transformer(blocks: int = 2, *, pre_norm: bool = True, keys: str | None = "fold_in") -> Case:
+    """A tied transformer with a mask from the batch and dropout."""
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         mask = jnp.arange(T)[None] < batch["lengths"][:, None]
         x = params["embedding"][batch["tokens"]] + params["positions"][None]
-        for p, (k0, k1) in zip(params["blocks"], block_keys(rng), strict=True):
+        found = keys_by(keys, rng, 2 * blocks)
+        for p, k0, k1 in zip(params["blocks"], found[::2], found[1::2], strict=True):
             if pre_norm:
                 x = x + dropout(attention(p["attention"], norm(p["attention_norm"], x), mask), k0)
                 x = x + dropout(feed_forward(p["mlp"], norm(p["mlp_norm"], x)), k1)
@@ -178,19 +190,10 @@ def transformer(
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
         return -jnp.sum(jnp.where(mask, picked, 0)) / jnp.sum(mask, dtype=jnp.float32)
 
-    rng = quick_key(7) if rng is None and keys else rng
-    return Case(loss_fn, transformer_params(blocks), token_batch(), rng)
+    return Case(loss_fn, transformer_params(blocks), token_batch(), quick_key(7) if keys else None)
 
 
-def old_keys() -> Case:
-    return transformer(1, keys="split", rng=jax.random.PRNGKey(7))
-
-
-def threefry() -> Case:
-    return transformer(1, rng=jax.random.key(7))
-
-
-def scanned(blocks: int = 3) -> Case:
+def scanned(blocks: int = 2) -> Case:
     """The transformer with its blocks stacked, as a scan over them with a remat inside."""
     base = transformer(blocks)
     params = base.params | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *base.params["blocks"])}
@@ -224,7 +227,7 @@ def batch_norm(p: Tree, s: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
     return y * p["scale"][None, None, None] + p["bias"][None, None, None], new
 
 
-def resnet(blocks: int = 3) -> Case:
+def resnet(blocks: int = 2) -> Case:
     """Convolutions with batch norm; every second block halves the image and projects its shortcut."""
     draw = draws(4)
     bn = lambda c: {"scale": np.ones(c, np.float32), "bias": np.zeros(c, np.float32)}  # noqa: E731
@@ -454,7 +457,7 @@ def nested() -> Case:
 
 def with_aux() -> Case:
     """A weighted loss, and beside it arrays, integers and another weighted mean from several places."""
-    base = transformer(2)
+    base = transformer(1, keys=None)
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> tuple[Weighted, Tree]:
         mask = jnp.arange(T)[None] < batch["lengths"][:, None]
@@ -515,7 +518,7 @@ class LinenModel(nn.Module):
 
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
-def linen(blocks: int = 3) -> Case:
+def linen(blocks: int = 2) -> Case:
     model = LinenModel(blocks)
     batch = regression_batch(B, D)
     variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])
@@ -558,7 +561,7 @@ class NnxModel(nnx.Module):
 
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
-def flax_nnx(blocks: int = 3) -> Case:
+def flax_nnx(blocks: int = 2) -> Case:
     model = NnxModel(blocks, nnx.Rngs(0))
     graph, params, stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
 
@@ -574,12 +577,11 @@ def flax_nnx(blocks: int = 3) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
-    "pre-norm": transformer,
-    "post-norm": partial(transformer, pre_norm=False, keys="split"),
-    "chained-keys": partial(transformer, keys="chain"),
-    "old-keys": old_keys,
-    "threefry": threefry,
-    "scanned": scanned,
+    "pre-norm": partial(transformer, keys=None),
+    "post-norm": partial(transformer, 1, pre_norm=False, keys=None),
+    "threefry": lambda: dropped("fold_in", jax.random.key(7)),
+    "old-keys": lambda: dropped("split", jax.random.PRNGKey(7)),
+    "chained-keys": lambda: dropped("chain", quick_key(7)),
     "resnet": resnet,
     "unet": unet,
     "three-readers": three_readers,

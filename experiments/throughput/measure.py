@@ -72,11 +72,7 @@ def pipeline(schedule: str, stages: int) -> dict[str, Any]:
     batch = model.transformer_batch()
     state = pipe.init(model.transformer_params(), batch, None)
 
-    def step() -> None:
-        nonlocal state
-        state, _ = pipe.step(state, batch)
-        jax.block_until_ready(state)
-
+    step = stepper(pipe, state, batch)
     step()
     first_s = time.perf_counter() - start
     found = {"first_s": first_s, "programs": sum(pipe.programs.values()), "cuts": pipe.plan.cuts}
@@ -84,25 +80,33 @@ def pipeline(schedule: str, stages: int) -> dict[str, Any]:
 
 
 def dispatch() -> dict[str, Any]:
-    """Microseconds per task: 8 layers, S=4, M=8, Adam; step wall time over 64, for 2 to 6 arrays per layer."""
+    """Microseconds per task: 8 layers, S=4, M=8, Adam; step wall time over 64, for 2 to 6 arrays per layer.
+
+    The slope is per array of a task.
+    """
     import optax
 
     import jvpipe
 
-    found = {}
-    for arrays in (2, 3, 4, 6):
+    batch, steps = model.chain_batch(), {}
+    for arrays in (2, 4, 6):
         pipe = jvpipe.Pipeline(model.chain_loss, optax.adam(1e-3), stages=4, microbatches=8, planner="even")
-        batch = model.chain_batch()
-        state = pipe.init(model.chain_params(arrays), batch, None)
+        steps[arrays] = stepper(pipe, pipe.init(model.chain_params(arrays), batch, None), batch)
+    rounds = [{n: seconds(step, warm=20, runs=50) / 64 * 1e6 for n, step in steps.items()} for _ in range(15)]
+    found = {n: statistics.median(each[n] for each in rounds) for n in steps}
+    # A task runs two layers: one array more in each layer is two more in the task.
+    return {"task_us": found[2], "slope_us": (found[6] - found[2]) / 8, "by_arrays_us": found}
 
-        def step() -> None:
-            nonlocal state
-            state, _ = pipe.step(state, batch)  # noqa: B023
-            jax.block_until_ready(state)
 
-        found[arrays] = seconds(step, warm=50, runs=400) / 64 * 1e6
-    slope = (found[6] - found[2]) / 4
-    return {"task_us": found[2], "slope_us": slope, "by_arrays_us": found}
+def stepper(pipe: Any, state: Any, batch: Any) -> Callable[[], None]:
+    """A function that takes one step and waits for it."""
+
+    def step() -> None:
+        nonlocal state
+        state, _ = pipe.step(state, batch)
+        jax.block_until_ready(state)
+
+    return step
 
 
 def main() -> None:
