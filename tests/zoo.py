@@ -227,8 +227,8 @@ def batch_norm(p: Tree, s: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
     return y * p["scale"][None, None, None] + p["bias"][None, None, None], new
 
 
-def resnet(blocks: int = 2) -> Case:
-    """Convolutions with batch norm; every second block halves the image and projects its shortcut."""
+def resnet(blocks: int = 2, halve_every: int = 2) -> Case:
+    """Convolutions with batch norm; some blocks halve the image and project their shortcut."""
     draw = draws(4)
     bn = lambda c: {"scale": np.ones(c, np.float32), "bias": np.zeros(c, np.float32)}  # noqa: E731
     stats = lambda c: {"mean": np.zeros(c, np.float32), "var": np.ones(c, np.float32)}  # noqa: E731
@@ -237,7 +237,7 @@ def resnet(blocks: int = 2) -> Case:
     state: Tree = []
     for i in range(blocks):
         params["blocks"].append({"conv1": kernel(3, C, C), "bn1": bn(C), "conv2": kernel(3, C, C), "bn2": bn(C)})
-        if i % 2:
+        if i % halve_every == halve_every - 1:
             params["blocks"][-1]["shortcut"] = kernel(1, C, C)
         state.append({"bn1": stats(C), "bn2": stats(C)})
 

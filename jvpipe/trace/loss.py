@@ -37,11 +37,13 @@ class LossJaxpr:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A key path as text, `blocks/0/kernel`.
+    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
 
     >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
     """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
