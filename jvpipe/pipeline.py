@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
+from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages
 from jvpipe.cost.measure import LayerSeconds, measure_layers
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
@@ -28,7 +29,8 @@ from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.loss import KeyKind, abstract, key_words, path_name, trace_loss
+from jvpipe.trace.loss import KeyKind, abstract, key_words, trace_loss
+from jvpipe.trace.stacks import find_stacks
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -97,7 +99,7 @@ class Pipeline:
         self._limit = parse_bytes(memory_limit)
         self._options = {"has_aux": has_aux, "has_state": has_state}
         self._grad_norm = grad_norm
-        self._devices, self._places = _devices(stages, devices)
+        self._devices, self._places = place_stages(stages, devices)
         self._store = shared_store()
         self._builds: dict[Any, Build] = {}
         self.ledger = Ledger(self._devices)
@@ -119,10 +121,11 @@ class Pipeline:
         if callable(params):
             if rng is None:
                 raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
-            shapes, leaves = made_leaves(self._store, params, rng)
+            build = self._trace(jax.eval_shape(params, rng), batch, rng, model_state)
+            leaves = made_leaves(self._store, lambda key: self._stacks.split(params(key)), rng)
         else:
-            shapes, leaves = abstract(params), given_leaves(jax.tree.leaves(params))
-        build = self._trace(shapes, batch, rng, model_state)
+            build = self._trace(abstract(params), batch, rng, model_state)
+            leaves = given_leaves(jax.tree.leaves(self._stacks.split(params)))
         named = {("parameter", i): leaf for i, leaf in enumerate(leaves)}
         named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
         return self._place(build, named, None if rng is None else key_words(rng), 0)
@@ -140,12 +143,15 @@ class Pipeline:
 
     def _trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
         """Traces at the shapes of a batch; the first time this also plans."""
-        micro = _micro_batch(batch, self._microbatches)
-        self._params = jax.tree.structure(params)
+        micro = micro_batch_shapes(batch, self._microbatches)
         self._inputs = (abstract(params), rng, abstract(model_state))
         self._batch = abstract(batch)
         loss = trace_loss(self._loss_fn, params, micro, rng, model_state, **self._options)
         first = next(iter(self._builds.values()), None)
+        self._stacks = find_stacks(loss, params)
+        if self._stacks:  # layers stacked for a scan become layers of their own
+            params, loss_fn = self._stacks.split(params), self._stacks.of_slices(self._loss_fn)
+            loss = trace_loss(loss_fn, params, micro, rng, model_state, **self._options)
         traced = build_graph(loss, first.traced.cuts if first else None)
         graph = traced.graph
         optimizer = (
@@ -162,7 +168,7 @@ class Pipeline:
         )
         plan = first.plan if first else self._make_plan(traced)
         build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store)
-        self._builds[_shapes(batch)] = build
+        self._builds[batch_shapes(batch)] = build
         return build
 
     def _make_plan(self, traced: Traced) -> Plan:
@@ -220,7 +226,7 @@ class Pipeline:
     def _build_for(self, batch: Tree) -> Build:
         if not self._builds:
             raise ValueError("this pipeline has no model yet: call init or restore first")
-        key = _shapes(batch)
+        key = batch_shapes(batch)
         if key not in self._builds:
             _log.warning("the shapes of the batch changed: tracing and compiling for them")
             params, rng, model_state = self._inputs
@@ -290,7 +296,8 @@ class Pipeline:
     def params(self, state: State) -> Tree:
         """The parameters as the caller gave them, as numpy arrays."""
         values = self._host_values(state, "parameter")
-        return jax.tree.unflatten(self._params, values)
+        split = jax.tree.structure(self._stacks.split(self._inputs[0]))
+        return self._stacks.join(jax.tree.unflatten(split, values))
 
     def model_state(self, state: State) -> Tree:
         """The model state as the caller gave it, as numpy arrays (keys as keys)."""
@@ -394,57 +401,6 @@ class Pipeline:
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     """What `Pipeline.save` was given as `extra`."""
     return load_meta(path)["extra"]
-
-
-def _devices(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's device among them."""
-    given = list(jax.devices() if devices is None else devices)
-    distinct = tuple(dict.fromkeys(given))
-    if isinstance(stages, Plan):
-        return distinct, ()
-    if stages > len(given):
-        raise ValueError(
-            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages, "
-            "or share devices by naming them more than once in devices="
-        )
-    used = tuple(dict.fromkeys(given[:stages]))
-    return used, tuple(used.index(d) for d in given[:stages])
-
-
-def _shapes(batch: Tree) -> Any:
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
-
-
-def _micro_batch(batch: Tree, microbatches: int) -> Tree:
-    """The shapes of one micro-batch."""
-
-    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = np.shape(leaf)
-        size = shape[0]
-        if size % microbatches or not size:
-            near = _nearest_divisors(size, microbatches)
-            raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of batch leaf '{path_name(path)}': "
-                f"the nearest that do are {near}"
-            )
-        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
-
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch))
-    if not leaves:
-        raise ValueError("the batch holds no arrays")
-    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
-    if scalars := [name for name, size in sizes.items() if not size]:
-        raise ValueError(f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis")
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
-    return jax.tree_util.tree_map_with_path(part, abstract(batch))
-
-
-def _nearest_divisors(size: int, wanted: int) -> str:
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
-    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
 
 
 def _to_host(array: jax.Array) -> Any:

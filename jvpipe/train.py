@@ -194,9 +194,7 @@ def finish(job: Job, state: Any) -> None:
         print(f"parameters in {job.options.export}")
 
 
-def _measured(
-    job: Job, step: int, metrics: dict[str, jax.Array], learning_rate: float, seconds: float
-) -> StepMetrics:
+def _measured(job: Job, step: int, metrics: dict[str, jax.Array], learning_rate: float, seconds: float) -> StepMetrics:
     layers = sum(job.pipe.plan.cuts)
     return StepMetrics(
         step=step,

@@ -61,7 +61,7 @@ class Sequential:
     def executables(self, programs: list[LayerPrograms]) -> dict[Any, Any]:
         """The compiled programs, by kind and key."""
         wanted = {("F", p.key): p.forward for p in programs} | {("B", p.key): p.backward for p in programs}
-        options = {} if self.optimize else {"xla_backend_optimization_level": 0}
+        options: Any = {} if self.optimize else {"xla_backend_optimization_level": 0}
 
         def compiled(closed: ClosedJaxpr) -> Any:
             jitted = jax.jit(jaxpr_as_fun(closed), keep_unused=True)
@@ -74,7 +74,7 @@ class Sequential:
         """Micro-batch 0 of step 0."""
         graph = self.traced.graph
         values: dict[Ref, Any] = {}
-        kinds = {"parameter": params, "batch": batch, "state": state}
+        kinds: dict[Any, Tree] = {"parameter": params, "batch": batch, "state": state}
         for kind, tree in kinds.items():
             values |= {Ref(kind, i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         values |= {Ref("constant", i): c for i, c in enumerate(self.traced.loss.constants)}
@@ -118,6 +118,9 @@ class Sequential:
             made.get(Ref("loss", 1)),
             gradients,
             per_layer,
-            [made.get(Ref("state", i), values.get(Ref("state", i))) for i in range(len(graph.state))],
+            [
+                (made | values if Ref("state", i) not in made else made)[Ref("state", i)]
+                for i in range(len(graph.state))
+            ],
             [made[Ref("aux", i)] for i in range(len(graph.aux))],
         )

@@ -115,6 +115,25 @@ def test_a_model_larger_than_any_device_is_allowed_trains() -> None:
     pipeline(stages=1, memory_limit=refused.value.smallest_limit_bytes).init(PARAMS, batch(), None)
 
 
+def test_layers_stacked_for_a_scan_are_cut_apart() -> None:
+    def scanned(params: Any, b: Any, rng: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p[0] + p[1][None, :]), None), b["x"], params)
+        return jnp.mean((x - b["y"]) ** 2)
+
+    stacked = tuple(np.stack(leaves) for leaves in zip(*PARAMS, strict=True))
+    pipe, other = pipeline(scanned, stages=3), pipeline(stages=2)
+    state, losses = trained(pipe, pipe.init(stacked, batch(), None), 2)
+    state_of_other, same = trained(other, other.init(PARAMS, batch(), None), 2)
+    assert len(pipe.graph.layers) == 6
+    np.testing.assert_allclose(losses, same, rtol=1e-6)
+    listed = other.params(state_of_other)
+    for ours, theirs in zip(pipe.params(state), zip(*listed, strict=True), strict=True):
+        np.testing.assert_allclose(ours, np.stack(theirs), rtol=1e-5, atol=1e-6)
+    made = pipeline(scanned, stages=2)
+    again = made.init(lambda key: jax.tree.map(jnp.asarray, stacked), batch(), jax.random.key(0))
+    assert_same(made.params(again), stacked)
+
+
 def test_evaluate_changes_nothing_and_agrees_with_the_loss() -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)

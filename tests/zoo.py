@@ -160,7 +160,7 @@ def keys_by(how: str | None, rng: Any, count: int) -> list[Any]:
             return [None] * count
 
 
-def dropped(how: str, rng: jax.Array, depth: int = 4, examples: int = B) -> Case:
+def dropped(how: str, rng: jax.Array, depth: int = 4) -> Case:
     """An MLP with dropout."""
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
@@ -169,7 +169,7 @@ def dropped(how: str, rng: jax.Array, depth: int = 4, examples: int = B) -> Case
             x = dropout(jax.nn.relu(x @ p["w"] + p["b"][None]), key)
         return mean_square(x, batch["y"])
 
-    return Case(loss_fn, mlp(depth).params, regression_batch(examples, D), rng)
+    return Case(loss_fn, mlp(depth).params, regression_batch(B, D), rng)
 
 
 def transformer(blocks: int = 2, *, pre_norm: bool = True, keys: str | None = "fold_in") -> Case:
@@ -260,7 +260,11 @@ def resnet(blocks: int = 2, halve_every: int = 2) -> Case:
 def unet(depth: int = 3) -> Case:
     """A long skip from each level on the way down to the same level on the way up."""
     draw = draws(5)
-    params = {"down": [draw(D, D) for _ in range(depth)], "middle": draw(D, D), "up": [draw(2 * D, D) for _ in range(depth)]}
+    params = {
+        "down": [draw(D, D) for _ in range(depth)],
+        "middle": draw(D, D),
+        "up": [draw(2 * D, D) for _ in range(depth)],
+    }
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x, skips = batch["x"], []

@@ -15,7 +15,7 @@ import jax
 from experiments.throughput import model
 
 
-def seconds(step: Callable[[], None], warm: int = 3, runs: int = 10) -> float:
+def seconds(step: Callable[[], None], warm: int = 2, runs: int = 6) -> float:
     """The median of `runs` steps after `warm` ones."""
     taken = []
     for _ in range(warm + runs):

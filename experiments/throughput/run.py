@@ -27,7 +27,8 @@ def measured(way: str, stages: int) -> dict[str, Any]:
 
 def main() -> None:
     """Takes turns between the ways, so that a slow minute of the machine hits all, and prints medians and ratios."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    tiny = measured("dispatch", 4)
     found = [{way: measured(*way) for way in WAYS} for _ in range(rounds)]
     step_s = {way: statistics.median(each[way]["step_s"] for each in found) for way in WAYS}
     print("| way | s per step | over jit | first step, s | programs |\n|---|---|---|---|---|")
@@ -37,7 +38,6 @@ def main() -> None:
         shown = f"{first:.1f}" if first else "-"
         print(f"| {NAMES[way]} | {step_s[way]:.3f} | {step_s[way] / step_s['jit', 1]:.2f} | {shown} | {programs} |")
     print(f"\ntwo stages under 1f1b over one stage: {step_s['1f1b', 1] / step_s['1f1b', 2]:.2f} times as fast")
-    tiny = measured("dispatch", 4)
     print(f"dispatch: {tiny['task_us']:.1f} us per task, {tiny['slope_us']:.2f} us per further array")
 
 

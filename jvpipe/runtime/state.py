@@ -56,12 +56,11 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     return [partial(put, value) for value in values]
 
 
-def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, list[Leaf]]:
-    """The shapes of what `fn(rng)` returns, and each leaf of it as something to be made on its own device.
+def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
+    """Each leaf of what `fn(rng)` returns, as something to be made on its own device.
 
     Each leaf has its own program (leaves alike share one), so no device ever holds more than it owns.
     """
-    shapes = jax.eval_shape(fn, rng)
     closed = jaxprs.flatten(fn, rng)
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
@@ -79,7 +78,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
         values = [jax.device_put(known[v], device) for v in inputs]
         return store.compile([(program, device)])[0](*values)[0]
 
-    return shapes, [partial(make, out) for out in closed.jaxpr.outvars]
+    return [partial(make, out) for out in closed.jaxpr.outvars]
 
 
 def name_of(buffer: Buffer) -> Name:

@@ -42,7 +42,9 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
     """
     calls = _CALLS if keep_rules else _CALLS | _RULES
     traced = jax.make_jaxpr(fn)(*args)
-    closed = jax.make_jaxpr(lambda *xs: [*map(whole, _inlined(traced.jaxpr, traced.consts, xs, calls))])(*traced.in_avals)
+    closed = jax.make_jaxpr(lambda *xs: [*map(whole, _inlined(traced.jaxpr, traced.consts, xs, calls))])(
+        *traced.in_avals
+    )
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
 

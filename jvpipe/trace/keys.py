@@ -17,16 +17,16 @@ from jvpipe._jax import JaxprEqn, Literal, Var
 _FEW = 4  # an index among so few keys stays: it makes a few variants of a layer at most
 
 
-def is_key(atom: _jax.Atom) -> bool:
-    """Whether a value is a typed random key."""
-    return jnp.issubdtype(_jax.aval(atom).dtype, jax.dtypes.prng_key)
+def is_key(value: Any) -> bool:
+    """Whether an array (or its shape and type) is of typed random keys."""
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
     """Whether a value is an array of many keys; it may be of old ones, two or four words each."""
     aval = _jax.aval(atom)
     old = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
-    return (is_key(atom) or old) and aval.ndim > 0 and aval.shape[0] > _FEW
+    return (is_key(aval) or old) and aval.ndim > 0 and aval.shape[0] > _FEW
 
 
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:

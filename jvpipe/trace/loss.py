@@ -205,7 +205,7 @@ def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
 def _check_dependence(traced: LossJaxpr) -> None:
     made = _from_parameters(traced)
     total, *weight = (atom for atom, ref in traced.outputs if ref.kind == "loss")
-    if total not in made:
+    if isinstance(total, _jax.Literal) or total not in made:
         raise ValueError("the loss depends on no parameter: there is nothing to train")
     if not made.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(

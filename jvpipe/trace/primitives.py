@@ -8,23 +8,23 @@ from jvpipe._jax import JaxprEqn
 
 # Elementwise operations, changes of shape, reductions, keys: recomputed rather than kept or sent.
 _CHEAP = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil
-    clamp clz complex concatenate conj convert_element_type copy copy_p cos cosh device_put digamma div
-    dynamic_slice eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor full ge gt imag integer_pow iota
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not
-    optimization_barrier or pad population_count pow random_clone random_fold_in random_seed random_split
-    random_unwrap random_wrap real reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod
-    reduce_sum reduce_xor argmax argmin rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
-    transpose xor
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type copy copy_p cos cosh
+    device_put digamma div dynamic_slice dynamic_update_slice empty empty2 eq eq_to erf erf_inv erfc exp exp2
+    expand_dims expm1 floor from_edtype full ge gt imag integer_pow iota is_finite le le_to lgamma log log1p
+    logistic lt lt_to max min mul mulhi name ne neg nextafter not optimization_barrier or pad population_count
+    pow random_clone random_fold_in random_seed random_split random_unwrap random_wrap real reduce_and
+    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round
+    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 tie tile to_edtype transpose
+    unstack xor
 """
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_gamma"})
-_FEW_BITS = 1024
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws many random bits, which is not cheap."""
-    return eqn.primitive.name in _RANDOM and math.prod(_jax.aval(eqn.outvars[0]).shape) > _FEW_BITS
+    """Whether an equation draws an array of random bits, which is not cheap."""
+    return eqn.primitive.name in _RANDOM and _jax.aval(eqn.outvars[0]).shape != ()
 
 
 @cache

@@ -42,7 +42,7 @@ def whole(value: Any) -> Any:
 def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """The result of an equation as a stack, if it makes one."""
     name = eqn.primitive.name
-    if name in ("jit", "pjit") and eqn.params["name"] == stack_layers.__name__:
+    if name in ("jit", "pjit") and eqn.params["name"] == "stack_layers":
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]

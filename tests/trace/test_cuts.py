@@ -51,8 +51,13 @@ def test_a_transformer_is_cut_at_its_residual_stream(pre_norm: bool) -> None:
     assert len(graph.layers) == 2 * 4 + 2
     assert crossing(graph) == [[(4, 6, 8)]] * 9 + [[]]
     assert [name.split("/")[:2] for name in names(graph)[1:-1]] == [["blocks", str(i // 2)] for i in range(8)]
-    attention, feed_forward = ({graph.parameters[p].array.name for p in layer.reading("parameter")} for layer in graph.layers[1:3])
-    assert attention == {f"blocks/0/attention/{n}" for n in "qkvo"} | {"blocks/0/attention_norm/scale", "blocks/0/attention_norm/bias"}
+    attention, feed_forward = (
+        {graph.parameters[p].array.name for p in layer.reading("parameter")} for layer in graph.layers[1:3]
+    )
+    assert attention == {f"blocks/0/attention/{n}" for n in "qkvo"} | {
+        "blocks/0/attention_norm/scale",
+        "blocks/0/attention_norm/bias",
+    }
     assert {name.split("/")[2] for name in feed_forward} == {"mlp", "mlp_norm"}
 
 

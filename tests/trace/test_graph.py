@@ -1,7 +1,7 @@
 """What crosses between layers, who reads it, who owns what."""
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def test_what_only_aux_reads_has_no_cotangent() -> None:
     base = mlp(8)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
-        x, first = batch["x"], None
+        x, first = batch["x"], cast(Any, None)
         for p in params:
             x = jnp.tanh(x @ p["w"] + p["b"][None])
             first = jnp.sin(x) if first is None else first
@@ -91,9 +91,12 @@ def test_what_only_aux_reads_has_no_cotangent() -> None:
 
 
 def test_masks_of_dropout_can_be_kept_instead_of_random_bits() -> None:
-    graph = traced(dropped("fold_in", quick_key(0), depth=7, examples=256)).graph
+    graph = traced(dropped("fold_in", quick_key(0), depth=7)).graph
     for layer in graph.layers:
-        assert [(c.name, c.dtype) for c in layer.candidates] == [("dot_general_0", "float32"), ("random_bits_1", "bool")]
+        assert [(c.name, c.dtype) for c in layer.candidates] == [
+            ("dot_general_0", "float32"),
+            ("random_bits_1", "bool"),
+        ]
 
 
 def test_a_parameter_that_nothing_reads_has_an_owner() -> None:
@@ -153,5 +156,5 @@ def test_48_blocks_are_traced_and_cut_within_seconds() -> None:
     case = transformer(48)
     start = time.process_time()
     graph = traced(case).graph
-    assert time.process_time() - start < 3.0
+    assert time.process_time() - start < 6.0  # half of it goes into the checking of annotations
     assert len(graph.layers) == 2 * 48 + 2

@@ -1,0 +1,65 @@
+"""What a user gives, checked: devices and batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe._jax import Device
+from jvpipe.ir.plan import Plan
+from jvpipe.trace.loss import abstract, path_name
+
+Tree = Any
+
+
+def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The distinct devices, and the index of each stage's device among them."""
+    given = list(jax.devices() if devices is None else devices)
+    distinct = tuple(dict.fromkeys(given))
+    if isinstance(stages, Plan):
+        return distinct, ()
+    if stages > len(given):
+        raise ValueError(
+            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages, "
+            "or share devices by naming them more than once in devices="
+        )
+    used = tuple(dict.fromkeys(given[:stages]))
+    return used, tuple(used.index(d) for d in given[:stages])
+
+
+def batch_shapes(batch: Tree) -> Any:
+    """What tells one traced batch from another."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
+
+
+def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
+    """The shapes of one micro-batch."""
+
+    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(leaf)
+        size = shape[0]
+        if size % microbatches or not size:
+            near = _nearest_divisors(size, microbatches)
+            raise ValueError(
+                f"{microbatches} micro-batches do not divide the {size} examples of batch leaf '{path_name(path)}': "
+                f"the nearest that do are {near}"
+            )
+        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
+
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch))
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if scalars := [name for name, size in sizes.items() if not size]:
+        raise ValueError(f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
+    return jax.tree_util.tree_map_with_path(part, abstract(batch))
+
+
+def _nearest_divisors(size: int, wanted: int) -> str:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
+    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

@@ -1,0 +1,157 @@
+"""What a loss may be, and what a wrong one says."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvpipe.ir.layers import Ref
+from jvpipe.ir.weighted import Weighted
+from jvpipe.trace.loss import KeyKind, LossJaxpr, active, key_words, path_name, trace_loss
+from tests.zoo import flax_nnx
+
+PARAMS = {"block": [{"w": np.ones((3, 3), np.float32)}], "scale": np.ones((), np.float32)}
+X = np.ones((2, 3), np.float32)
+
+
+def good(params: Any, x: Any, rng: Any) -> jax.Array:
+    return jnp.mean((x @ params["block"][0]["w"]) ** 2) * params["scale"]
+
+
+def trace(loss_fn: Any, params: Any = PARAMS, state: Any = None, **options: bool) -> LossJaxpr:
+    return trace_loss(loss_fn, params, X, None, state, **options)
+
+
+def test_inputs_are_named_by_their_paths() -> None:
+    loss = trace(good)
+    assert loss.names == {"parameter": ("block/0/w", "scale"), "batch": ("",), "state": ()}
+    assert list(loss.inputs.values()) == [Ref("parameter", 0), Ref("parameter", 1), Ref("batch", 0)]
+    assert [ref for _, ref in loss.outputs] == [Ref("loss", 0)]
+
+
+def test_the_value_of_a_flax_variable_is_not_named() -> None:
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(flax_nnx(1).params)]
+    assert "blocks/0/up/kernel" in paths
+    assert path_name((jax.tree_util.DictKey("value"),)) == "value"
+
+
+def test_arrays_that_a_loss_captures_are_constants() -> None:
+    table = np.arange(6, dtype=np.float32).reshape(2, 3)
+    loss = trace(lambda p, x, rng: good(p, x + table, rng))
+    assert [ref for ref in loss.inputs.values() if ref.kind == "constant"] == [Ref("constant", 0)]
+    np.testing.assert_array_equal(loss.constants[0], table)
+
+
+def test_a_gradient_flows_from_parameters_to_the_loss_alone() -> None:
+    def loss_fn(params: Any, x: Any, rng: Any) -> Any:
+        x = x @ params["block"][0]["w"]
+        beside = jnp.cos(x)
+        still = jax.lax.stop_gradient(jnp.sin(x))
+        return jnp.sum(jnp.exp(x) * still) * params["scale"], beside
+
+    loss = trace(loss_fn, has_aux=True)
+    flows = active(loss)
+    by_name = {eqn.primitive.name: eqn.outvars[0] in flows for eqn in loss.eqns}
+    assert by_name["dot_general"]
+    assert by_name["exp"]
+    assert not by_name["cos"]
+    assert not by_name["sin"]
+    assert not by_name["stop_gradient"]
+
+
+@pytest.mark.parametrize("rng", [jax.random.key(5), jax.random.PRNGKey(5), jax.random.key(5, impl="rbg")])
+def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
+    seed = np.array([*key_words(rng).ravel(), 3, 1], np.uint32)
+    made = KeyKind.of(rng).micro_batch_key(jnp.asarray(seed))
+    expected = jax.random.fold_in(jax.random.fold_in(rng, 3), 1)
+    assert made.dtype == expected.dtype
+    np.testing.assert_array_equal(key_words(made), key_words(expected))
+
+
+def test_integer_parameters_are_refused_by_path() -> None:
+    params = {**PARAMS, "block": [{"w": np.ones((3, 3), np.int32)}]}
+    with pytest.raises(ValueError, match=r"'block/0/w' is of type int32, which has no gradient: keep it in the model"):
+        trace(good, params)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda p, x, r: x @ p["block"][0]["w"], r"must be a scalar, its shape is \(2, 3\): take its mean or sum"),
+        (lambda p, x, r: (good(p, x, r), x), r"must be a scalar or jvpipe.Weighted, not tuple; say has_aux=True"),
+        (lambda p, x, r: {"loss": good(p, x, r)}, "must be a scalar or jvpipe.Weighted, not dict"),
+        (lambda p, x, r: None, "must be a scalar or jvpipe.Weighted, not NoneType"),
+        (lambda p, x, r: jnp.argmax(p["block"][0]["w"]), "must be a real floating-point scalar, its type is int32"),
+        (
+            lambda p, x, r: jax.lax.complex(good(p, x, r), good(p, x, r)),
+            "must be a real floating-point scalar, its type is complex64",
+        ),
+        (lambda p, x, r: jnp.sum(x), "depends on no parameter: there is nothing to train"),
+        (lambda p, x, r: 0.0, "depends on no parameter: there is nothing to train"),
+        (lambda p, x, r: jax.lax.stop_gradient(good(p, x, r)), "depends on no parameter: there is nothing to train"),
+        (lambda p, x, r: Weighted(good(p, x, r), x), r"must be a scalar, its shape is \(2, 3\)"),
+        (
+            lambda p, x, r: Weighted(good(p, x, r), jnp.sum(p["block"][0]["w"])),
+            r"weight of jvpipe.Weighted depends on parameters: count items of the batch, or .*stop_gradient",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused(loss_fn: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trace(loss_fn)
+
+
+def test_a_weight_behind_stop_gradient_is_fine() -> None:
+    loss = trace(lambda p, x, r: Weighted(good(p, x, r), jax.lax.stop_gradient(p["scale"])))
+    assert loss.weighted
+    assert [ref for _, ref in loss.outputs] == [Ref("loss", 0), Ref("loss", 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "returned", "message"),
+    [
+        ({"has_aux": True}, lambda loss, s: loss, r"has_aux=True, has_state=False the loss must return \(loss, aux\)"),
+        ({"has_aux": True}, lambda loss, s: (loss, s, 3), r"must return \(loss, aux\)"),
+        ({"has_aux": True}, lambda loss, s: Weighted(loss, jnp.float32(1)), r"must return \(loss, aux\)"),
+        ({"has_state": True}, lambda loss, s: loss, r"has_state=True the loss must return \(loss, new_model_state\)"),
+        (
+            {"has_state": True, "has_aux": True},
+            lambda loss, s: (loss, s),
+            r"must return \(loss, new_model_state, aux\)",
+        ),
+        (
+            {"has_state": True},
+            lambda loss, s: (loss, {"other": s["mean"]}),
+            "model state of another structure: .*other",
+        ),
+        (
+            {"has_state": True},
+            lambda loss, s: (loss, {"mean": s["mean"][:2]}),
+            r"changes model state 'mean' from float32\[3\] to float32\[2\]",
+        ),
+        (
+            {"has_state": True},
+            lambda loss, s: (loss, {"mean": s["mean"].astype(jnp.bfloat16)}),
+            r"changes model state 'mean' from float32\[3\] to bfloat16\[3\]",
+        ),
+        ({"has_state": True}, lambda loss, s: (loss, {"mean": 0.0}), r"'mean' from float32\[3\] to float32\[\]"),
+    ],
+)
+def test_what_a_loss_returns_must_be_what_was_announced(options: Any, returned: Any, message: str) -> None:
+    state = {"mean": np.zeros(3, np.float32)} if "has_state" in options else None
+
+    def loss_fn(params: Any, *rest: Any) -> Any:
+        return returned(good(params, X, None), rest[0])
+
+    with pytest.raises(ValueError, match=message):
+        trace(loss_fn, state=state, **options)
+
+
+def test_aux_keeps_its_structure() -> None:
+    pair = Weighted(jnp.float32(1), jnp.float32(2))
+    loss = trace(lambda p, x, r: (good(p, x, r), {"b": [x, None], "a": pair}), has_aux=True)
+    assert loss.aux_weighted == (True, False)
+    assert jax.tree.unflatten(loss.aux_tree, ["pair", "array"]) == {"b": ["array", None], "a": "pair"}
+    assert [ref for _, ref in loss.outputs[1:]] == [Ref("aux", 0), Ref("aux", 1), Ref("aux", 2)]
