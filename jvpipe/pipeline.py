@@ -105,6 +105,7 @@ class Pipeline:
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._checked = False
+        self._seconds: LayerSeconds | None = None
 
     # Setting up
 
@@ -167,7 +168,8 @@ class Pipeline:
             )
         )
         plan = first.plan if first else self._make_plan(traced)
-        build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store)
+        layer_s = self._seconds.total_s if self._seconds else None
+        build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store, layer_s)
         self._builds[batch_shapes(batch)] = build
         return build
 
@@ -176,7 +178,6 @@ class Pipeline:
         if isinstance(self._wanted, Plan):
             plan = self._wanted.with_schedule(self._schedule)
         else:
-            self._seconds = None
 
             def measure() -> LayerSeconds:
                 programs = layer_programs(self._store, traced)

@@ -586,6 +586,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "threefry": lambda: dropped("fold_in", jax.random.key(7)),
     "old-keys": lambda: dropped("split", jax.random.PRNGKey(7)),
     "chained-keys": lambda: dropped("chain", quick_key(7)),
+    "scanned": scanned,
     "resnet": resnet,
     "unet": unet,
     "three-readers": three_readers,

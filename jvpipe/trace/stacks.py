@@ -13,7 +13,7 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
 from jvpipe.trace import jaxprs
-from jvpipe.trace.loss import LossJaxpr, trace_loss
+from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers
 
@@ -54,15 +54,6 @@ class Stacks:
     def of_slices(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """The loss as a function of split parameters, for `trace_loss`."""
         return lambda params, *rest: loss_fn(self.join(params, stack_layers), *rest)
-
-
-def trace_slices(loss_fn: Callable[..., Any], params: Tree, *rest: Any, **options: bool) -> tuple[LossJaxpr, Stacks]:
-    """Traces a loss as `trace_loss` does, as a function of the slices of its stacks if it has any."""
-    loss = trace_loss(loss_fn, params, *rest, **options)
-    stacks = find_stacks(loss, params)
-    if stacks:
-        loss = trace_loss(stacks.of_slices(loss_fn), stacks.split(params), *rest, **options)
-    return loss, stacks
 
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:

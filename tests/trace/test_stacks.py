@@ -12,7 +12,7 @@ import pytest
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import abstract, trace_loss
-from jvpipe.trace.stacks import Stacks, find_stacks, trace_slices
+from jvpipe.trace.stacks import Stacks, find_stacks
 from tests.sequential import Sequential
 from tests.zoo import B, Case, D, in_bfloat16, mean_square, quick_key, recurrent, regression_batch, scanned
 
@@ -22,7 +22,8 @@ def stacks_of(case: Case) -> Stacks:
 
 
 def taken_apart(case: Case) -> tuple[Stacks, Traced]:
-    loss, stacks = trace_slices(case.loss_fn, case.params, case.batch, case.rng)
+    stacks = stacks_of(case)
+    loss = trace_loss(stacks.of_slices(case.loss_fn), stacks.split(case.params), case.batch, case.rng)
     return stacks, build_graph(loss)
 
 
