@@ -69,7 +69,7 @@ class Pipeline:
     >>> state = pipe.init(params, batch, jax.random.key(0))
     >>> state, metrics = pipe.step(state, batch)
     >>> round(float(metrics["loss"]), 4)
-    0.0487
+    0.0128
     """
 
     def __init__(
