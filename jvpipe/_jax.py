@@ -100,7 +100,14 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
         return lambda x: jax.device_put(x, device)
     copy, always = _copy_array, [_jaxlib.ArrayCopySemantics.ALWAYS_COPY]
     devices, shardings = [_jaxlib.DeviceList((device,))], [SingleDeviceSharding(device)]
-    return lambda x: copy([x], devices, shardings, always)[0]
+
+    def run(x: jax.Array) -> jax.Array:
+        try:
+            return copy([x], devices, shardings, always)[0]
+        except TypeError:  # an array of typed keys only wraps one that can be copied
+            return jax.device_put(x, device)
+
+    return run
 
 
 def feeder(device: Device) -> Callable[[np.ndarray], jax.Array]:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.ir.task import Task, TaskLists, text
+from jvpipe.schedules import Schedule
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.order import dispatch_order
@@ -46,9 +47,9 @@ def test_stages_on_one_device_take_turns() -> None:
     stages=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=5),
 )
 def test_keeps_the_lists_and_what_they_wait_for(
-    schedule: object, microbatches: int, stages: list[tuple[int, int]]
+    schedule: Schedule, microbatches: int, stages: list[tuple[int, int]]
 ) -> None:
-    lists = schedule(len(stages), microbatches)  # type: ignore[operator]
+    lists = schedule(len(stages), microbatches)
     order = straight(lists, [s for s, _ in stages], [d for _, d in stages])
     place = {task: i for i, task in enumerate(order)}
     assert len(order) == len(place) == sum(map(len, lists))
