@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
@@ -65,6 +64,3 @@ def check_limit(peaks: Sequence[Peak], devices: Sequence[Device], limit: int | N
         f"A limit of {worst.bytes:,} bytes would do; so may more stages or more micro-batches",
         worst.bytes,
     )
-
-
-Registers = list[Any]
