@@ -23,7 +23,7 @@ from jvpipe.report.explain import explain
 from jvpipe.runtime import skeleton
 from jvpipe.runtime.build import Build, backward_program, forward_program, layer_programs
 from jvpipe.runtime.checkpoint import check_paths, load_checkpoint, load_meta, save_checkpoint
-from jvpipe.runtime.controller import Controller, Feeds, StageError
+from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.monitor import Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
@@ -87,7 +87,8 @@ class Pipeline:
         has_state: bool = False,
         grad_norm: bool = False,
     ) -> None:
-        find_schedule(schedule)
+        if not find_schedule(schedule).synchronous:
+            raise ValueError(f"schedule '{schedule}' can be planned, but not run yet: use 'gpipe' or '1f1b'")
         check_planner(planner)
         count = len(stages.stages) if isinstance(stages, Plan) else stages
         for name, value in (("stages", count), ("microbatches", microbatches)):
@@ -313,8 +314,6 @@ class Pipeline:
         found = self._placing(self._first).values(state.arrays)
         try:
             return [_to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
-        except StageError:
-            raise
         except Exception as error:
             raise self._controller.failure(error) from error
 

@@ -160,29 +160,6 @@ class Head(nnx.Module):
         return embedding.attend(y).astype(jnp.float32) + self.bias[...][None, None]
 
 
-class Bert(nnx.Module):
-    """Embeddings, blocks, head.
-
-    Dropout keys come from `key` by position in the model, not from a stream that counts calls: a mask depends on
-    nothing but the key and the block, and blocks are alike but for a number.
-    """
-
-    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        self.embeddings = Embeddings(config, rngs=rngs)
-        self.blocks = nnx.Dict({f"{i:03}": Block(config, rngs=rngs) for i in range(config.blocks)})
-        self.head = Head(config, rngs=rngs)
-
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B K"], key: jax.Array | None = None
-    ) -> Float[Array, "B K V"]:
-        """The logits at `positions`; without a key there is no dropout."""
-        x = self.embeddings(tokens, _fold_in(key, 0))
-        for i, block in enumerate(self.blocks.values()):
-            x = block(x, _fold_in(key, i + 1))
-        x = jnp.take_along_axis(x, positions[:, :, None], axis=1)
-        return self.head(x, self.embeddings.tokens)
-
-
 def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
     """The loss of masked tokens, `loss_fn(params, batch, rng)`.
 
@@ -191,16 +168,27 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
     """
 
     @cache
-    def structure() -> tuple[Any, Any]:
-        graph, _, rest = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
-        return graph, rest
+    def structure() -> dict[str, Any]:
+        parts = {name: _abstract(part) for name, part in _parts(config).items()}
+        return {name: nnx.split(part, nnx.Param, ...) for name, part in parts.items()}
+
+    def part(name: str, params: Any) -> Any:
+        graph, _, rest = structure()[name]
+        return nnx.merge(graph, params, rest, copy=True)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B K V"]:
+        """Dropout keys are derived by position in the model, so blocks are alike but for a number."""
+        embeddings = part("embeddings", params["embeddings"])
+        x = embeddings(batch["tokens"], _fold_in(key, 0))
+        for i in range(config.blocks):
+            x = part("block", params["blocks"][_block_name(i)])(x, _fold_in(key, i + 1))
+        x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
+        return part("head", params["head"])(x, embeddings.tokens)
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
-        graph, rest = structure()
-        model = nnx.merge(graph, params, rest, copy=True)
         batch = jax.tree.map(jnp.asarray, batch)
-        logits = model(batch["tokens"], batch["positions"], rng if config.dropout > 0 else None)
-        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][:, :, None], axis=2)
+        scores = jax.nn.log_softmax(logits(params, batch, rng if config.dropout > 0 else None))
+        scores = jnp.take_along_axis(scores, batch["targets"][:, :, None], axis=2)
         weights = batch["weights"]
         return Weighted(-jnp.sum(jnp.squeeze(scores, 2) * weights), jnp.sum(weights))
 
@@ -208,8 +196,16 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
 
 
 def init(config: BertConfig, key: jax.Array) -> dict[str, Any]:
-    """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
-    return nnx.to_pure_dict(nnx.state(Bert(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+    """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`.
+
+    A block is traced once for all: Flax takes seconds to build 48 of them.
+    """
+    make = {name: jax.jit(partial(_fresh, part)) for name, part in _parts(config).items()}
+    return {
+        "embeddings": make["embeddings"](jax.random.fold_in(key, 0)),
+        "blocks": {_block_name(i): make["block"](jax.random.fold_in(key, i + 1)) for i in range(config.blocks)},
+        "head": make["head"](jax.random.fold_in(key, config.blocks + 1)),
+    }
 
 
 def abstract_batch(config: BertConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -264,6 +260,24 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         batch_size=32 if mini else 64,
         steps=800 if mini else 100_000,
     )
+
+
+def _parts(config: BertConfig) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
+    """How the parts of the model are built."""
+    kinds = {"embeddings": Embeddings, "block": Block, "head": Head}
+    return {name: lambda rngs, kind=kind: kind(config, rngs=rngs) for name, kind in kinds.items()}
+
+
+def _abstract(build: Callable[[nnx.Rngs], nnx.Module]) -> Any:
+    return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+
+
+def _fresh(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Any:
+    return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
+
+
+def _block_name(i: int) -> str:
+    return f"{i:03}"
 
 
 def _linear(config: BertConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:

@@ -7,6 +7,7 @@ global norm say, runs in a global program between two rounds of the layers' own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -47,10 +48,16 @@ class OptimizerCut:
     state_tree: TreeDef
     cross_layer: tuple[str, ...]
 
+    @cached_property
+    def holders(self) -> frozenset[tuple[int, int | None]]:
+        """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
+        pieces = (*self.init, *self.update)
+        slots = ((piece.layer, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
+        return frozenset((slot.index, layer) for layer, slot in slots if slot.kind == "state")
+
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """The leaves of the state that a layer, or the global program (None), has: its own and its copies."""
-        written = {slot.index for piece in self.init if piece.layer == layer for slot in piece.writes}
-        return tuple(i for i in range(len(self.state)) if i in written)
+        """The leaves of the state that a layer, or the global program, has."""
+        return tuple(sorted(i for i, holder in self.holders if holder == layer))
 
 
 def cut_optimizer(

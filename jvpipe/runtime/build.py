@@ -60,7 +60,7 @@ class Build:
     def __post_init__(self) -> None:
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
         self.programs = layer_programs(self.store, self.traced)
-        lists = find_schedule(self.plan.schedule)(len(self.plan.stages), self.microbatches)
+        lists = find_schedule(self.plan.schedule).lists(len(self.plan.stages), self.microbatches)
         signatures = [p.signature for p in self.programs]
         self.lowered = lower_step(self.traced.graph, signatures, self.plan, lists, self.optimizer, self.layer_s)
         self.step = self._bound(self.lowered)

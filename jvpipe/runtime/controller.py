@@ -68,6 +68,7 @@ def bind(
 ) -> Bound:
     """Binds rows to executables and copies; rows that call the host can fail and are watched."""
     buffers = lowered.buffers
+    temporary_bytes: dict[int, int] = {}  # by executable
     bound = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target = buffers[row.writes[0]].device if row.kind == "SEND" else row.device
@@ -80,7 +81,9 @@ def bind(
                 feed, run = (str(kind), int(str(index))), _jax.feeder(devices[target])
             case _:
                 run = executable_of(row)
-                temporary = run.memory_analysis().temp_size_in_bytes
+                if id(run) not in temporary_bytes:
+                    temporary_bytes[id(run)] = run.memory_analysis().temp_size_in_bytes
+                temporary = temporary_bytes[id(run)]
         born_bytes, dead_bytes = (sum(buffers[b].bytes for b in found) for found in (born, dead))
         bound.append(
             Instruction(

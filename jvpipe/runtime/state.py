@@ -101,14 +101,15 @@ class Placing:
     def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
         """Every persistent array from the leaves of each name; optimizer state without leaves is made anew."""
         table: dict[Key, jax.Array] = {}
-        for buffer in sorted(self.buffers, key=self._copies_last):
+        first: dict[Name, Key] = {}  # the first array of a name; a parameter's others are copies of it
+        for buffer in self.buffers:
             name = name_of(buffer)
             if name in leaves:
                 ledger.hold(buffer.device, buffer.bytes)
-                owner = self._owner(buffer)
                 device = self.devices[buffer.device]
-                copied = owner in table and owner != buffer.key
-                table[buffer.key] = jax.device_put(table[owner], device) if copied else leaves[name](device)
+                copied = buffer.owner == "parameter" and name in first
+                table[buffer.key] = jax.device_put(table[first[name]], device) if copied else leaves[name](device)
+                first.setdefault(name, buffer.key)
         fresh = [buffer for buffer in self.buffers if buffer.key not in table]
         for buffer in fresh:
             ledger.hold(buffer.device, buffer.bytes)
@@ -122,14 +123,6 @@ class Placing:
         for buffer, array in zip(self.buffers, arrays, strict=True):
             found.setdefault(name_of(buffer), array)
         return found
-
-    def _owner(self, buffer: Buffer) -> Key:
-        """The key of the array that a parameter's copies are copies of."""
-        first = next(b for b in self.buffers if name_of(b) == name_of(buffer))
-        return first.key if buffer.owner == "parameter" else buffer.key
-
-    def _copies_last(self, buffer: Buffer) -> bool:
-        return self._owner(buffer) != buffer.key
 
     def _initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Runs the pieces that make optimizer state from parameters, each where its layer lies."""

@@ -82,7 +82,7 @@ def persistent_buffers(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -
         reading = dict.fromkeys(device[layer] for layer in parameter.readers)
         found += [Buffer(("parameter", p, d), "parameter", parameter.array.bytes, d) for d in reading]
     places = device | {GLOBAL: home(graph, device)}
-    for j, holder in state_holders(optimizer):
+    for j, holder in sorted((j, GLOBAL if layer is None else layer) for j, layer in optimizer.holders):
         found.append(Buffer(("optimizer", j, holder), "optimizer", optimizer.state[j].array.bytes, places[holder]))
     for k, array in enumerate(graph.state):
         reading = [layer.id for layer in graph.layers if k in layer.reading("state")]
@@ -94,18 +94,6 @@ def persistent_buffers(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -
         found += [Buffer(("constant", c, d), "constant", array.bytes, d) for d in using]
     assert all(buffer.owner in PERSISTENT for buffer in found)
     return tuple(found)
-
-
-def state_holders(optimizer: OptimizerCut) -> list[tuple[int, int]]:
-    """Pairs (leaf of the optimizer's state, layer that holds it); `GLOBAL` stands for the global program."""
-    return sorted(
-        {
-            (slot.index, GLOBAL if piece.layer is None else piece.layer)
-            for piece in (*optimizer.init, *optimizer.update)
-            for slot in (*piece.reads, *piece.writes)
-            if slot.kind == "state"
-        }
-    )
 
 
 def home(graph: LayerGraph, device: dict[int, int]) -> int:

@@ -11,6 +11,7 @@ other schedule. M micro-batches are in flight on every stage.
 """
 
 from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.schedule import Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> TaskLists:
@@ -22,3 +23,6 @@ def gpipe(stages: int, microbatches: int) -> TaskLists:
     """
     order = [(kind, m) for kind in "FB" for m in range(microbatches)]
     return tuple(tuple(Task(s, kind, m) for kind, m in order) for s in range(stages))
+
+
+GPIPE = Schedule("gpipe", gpipe)

@@ -10,6 +10,7 @@ min(S - s, M) micro-batches are in flight on stage s.
 """
 
 from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.schedule import Schedule
 
 
 def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
@@ -27,3 +28,6 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
     backwards = [Task(s, "B", m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
     return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
+
+
+ONE_F_ONE_B = Schedule("1f1b", one_f_one_b)

@@ -13,6 +13,7 @@ from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
 from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
+from jvpipe.trace.keys import derives_key
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
 from jvpipe.trace.sums import settle_sums
@@ -70,6 +71,9 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None) -> Traced:
     return _Assembly(loss, floating, runs, tuple(cuts), last).traced()
 
 
+_DERIVATIONS = 6  # a key further from the seed is sent: each link of a long chain would be a layer of its own kind
+
+
 @dataclass(frozen=True)
 class _Sorted:
     """Equations by place: `floating` ones are computed wherever they are needed, `main` ones once, in order."""
@@ -85,9 +89,12 @@ class _Sorted:
         parametric = {v for v, kind in source.items() if kind == "parameter"}
         constants = {v for v, kind in source.items() if kind == "constant"}
         floating, main, weighted, reading = [], [], [], []
+        derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))
-            cheap = is_cheap(eqn) and not eqn.effects
+            steps = max((derivations.get(v, 0) for v in read), default=0) + derives_key(eqn)
+            derivations |= dict.fromkeys(eqn.outvars, steps)
+            cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
             if cheap and read <= free:
                 free.update(eqn.outvars)
                 constants.update(eqn.outvars if read <= constants else ())

@@ -152,11 +152,14 @@ def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence
     """
     numbers: dict[Var, int] = {}
 
-    def number(var: Var) -> tuple[Any, ...]:
-        return (numbers.setdefault(var, len(numbers)), str(var.aval), getattr(var.aval, "weak_type", False))
+    def number(var: Var) -> Hashable:  # the number says which variable, its first appearance also what it is
+        if var in numbers:
+            return numbers[var]
+        numbers[var] = len(numbers)
+        return numbers[var], _kind(var)
 
     def atom(a: Atom) -> Any:
-        return ("literal", str(a.aval), comparable(a.val)) if isinstance(a, Literal) else number(a)
+        return ("literal", _kind(a), comparable(a.val)) if isinstance(a, Literal) else number(a)
 
     head = tuple(number(v) for v in inputs)
     body = tuple(
@@ -169,6 +172,12 @@ def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence
         for eqn in eqns
     )
     return Structure((head, body, tuple(atom(a) for a in outputs)))
+
+
+def _kind(atom: Atom) -> Hashable:
+    aval = atom.aval
+    known = getattr(aval, "shape", None), getattr(aval, "dtype", None), getattr(aval, "weak_type", False)
+    return str(aval) if None in known else known
 
 
 def _comparable_params(eqn: JaxprEqn) -> Hashable:

@@ -22,6 +22,11 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+def derives_key(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes keys from a key."""
+    return eqn.primitive.name in ("random_split", "random_fold_in")
+
+
 def holds_keys(atom: _jax.Atom) -> bool:
     """Whether a value is an array of many keys; it may be of old ones, two or four words each."""
     aval = _jax.aval(atom)

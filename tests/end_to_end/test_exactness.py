@@ -115,7 +115,7 @@ def test_bit_identical_in_bfloat16(name: str) -> None:
     assert_same_bits(trained(m, 3, "1f1b"), trained(m, 1, "gpipe"))
 
 
-@pytest.mark.parametrize("name", ["mlp", "three-readers", "integers", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", "three-readers", "integers", "resnet", "chained-keys"])
 def test_bit_identical_on_several_devices(name: str) -> None:
     m = CASES[name]()
     one = trained(m, 1, "gpipe")

@@ -34,7 +34,7 @@ def lowered(name: str, stages: int, schedule: str, micro: int = 4) -> tuple[Laye
     each, more = divmod(len(graph.layers), stages)
     plan = Plan.from_cuts([each + (s < more) for s in range(stages)])
     signatures = [p.signature for p in layer_programs(shared_store(), traced)]
-    lists = SCHEDULES[schedule](stages, micro)
+    lists = SCHEDULES[schedule].lists(stages, micro)
     return graph, plan, lower_step(graph, signatures, plan, lists, optimizer)
 
 

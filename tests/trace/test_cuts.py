@@ -113,6 +113,15 @@ def test_keys_make_no_difference(how: str, rng: jax.Array) -> None:
     assert kinds(dropped(how, rng, depth=7)) == "aaaaaab"
 
 
+@pytest.mark.parametrize("rng", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["new", "old"])
+def test_keys_at_the_end_of_a_chain_are_sent(rng: jax.Array) -> None:
+    case = dropped("chain", rng, depth=12)
+    assert kinds(case) == "abcdeeeeeeef"
+    skips = list(traced(case).graph.skips())
+    assert [(t.producer, t.readers) for t in skips] == [(0, (i,)) for i in range(4, 12)]
+    assert not any(t.differentiable for t in skips)
+
+
 def test_a_change_far_away_leaves_a_layer_as_it_was() -> None:
     def structures(case: Case) -> list[Any]:
         return [jaxprs.structure(b.eqns, b.inputs, b.outputs) for b in traced(case).bodies]

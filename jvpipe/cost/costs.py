@@ -1,0 +1,84 @@
+"""What a model costs, layer by layer: the numbers that planners and the simulator read.
+
+Everything is for one micro-batch on one device. Where the numbers come from is another matter: measured, estimated
+from the jaxpr, or read from a profile that others took.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to treat what a layer's forward leaves for its backward: a point of the layer's frontier.
+
+    `kept_bytes` stay on the device and `swapped_bytes` go to the host, both per micro-batch in flight; the backward
+    takes `extra_s` longer and `extra_bytes` more while it runs, for what it computes again. `fates` names what is
+    not kept (tensor name to "swap" or "recompute"). `swaps_input` says that the layer's inputs are among the swapped.
+    """
+
+    kept_bytes: int
+    swapped_bytes: int = 0
+    extra_s: float = 0.0
+    extra_bytes: int = 0
+    fates: Mapping[str, str] = field(default_factory=dict)
+    swaps_input: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """A layer's seconds and bytes; `options[0]` keeps everything that may be kept.
+
+    `input_bytes` are inputs that this layer's backward reads and no other's; they are held per micro-batch in flight.
+    `parameter_bytes` are those of one version. `temporary_bytes` is what the forward or the backward needs for itself
+    while it runs, gradients of inputs and outputs included.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    options: tuple[Option, ...]
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    input_bytes: int = 0
+    temporary_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that one layer makes and others read; on another stage it is sent, its cotangent comes back."""
+
+    producer: int
+    readers: tuple[int, ...]
+    bytes: int
+    name: str = ""
+    differentiable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Bytes that a stage holds once if any of `layers` is in it: a tensor of several readers, or a tied parameter.
+
+    A tensor counts per micro-batch in flight, a tied parameter per version. Its owner's `parameter_bytes` do not
+    count a tied parameter again.
+    """
+
+    layers: tuple[int, ...]
+    bytes: int
+    per_version: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A model as planners see it: layers in the order of the forward, edges between them.
+
+    `together` are groups of layers that must share a stage. `ids` are what the layers are called outside: the nodes
+    of a graph file, or the ids of a layer graph.
+    """
+
+    layers: tuple[LayerCost, ...]
+    edges: tuple[Edge, ...] = ()
+    shared: tuple[Shared, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+    ids: tuple[int, ...] = ()

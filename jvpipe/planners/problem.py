@@ -1,0 +1,79 @@
+"""What a planner is asked, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import INFINITE, Cluster, Link
+from jvpipe.ir.plan import Plan, Stage
+from jvpipe.schedules.schedule import Schedule
+
+RERUN = -1
+"""The layer's forward runs again before its backward, from its input, which is kept."""
+RERUN_ON = -2
+"""The same, but its input is dropped too: the layer before it, run again as well, makes it again."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model to be spread over `stages` devices.
+
+    `host`, `peer` are the links of a device to its host and to the next stage's device; `peer_uses_host` says that
+    they are one. Limits are per device, and for all devices of a host together; None is no limit.
+    """
+
+    costs: Costs
+    stages: int
+    schedule: Schedule
+    microbatches: int
+    memory_limit_bytes: int | None = None
+    host_limit_bytes: int | None = None
+    host: Link = INFINITE
+    peer: Link = INFINITE
+    peer_uses_host: bool = True
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        layers = len(self.costs.layers)
+        if not 1 <= self.stages <= layers:
+            raise ValueError(f"{self.stages} stages: there can be 1 to {layers}, as many as the model has layers")
+        if self.microbatches < 1:
+            raise ValueError(f"{self.microbatches} micro-batches: there must be at least one")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where layers go and how what they leave is treated.
+
+    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options, or
+    `RERUN` or `RERUN_ON`. `replicas[s]` devices hold stage s (empty: one each).
+    """
+
+    bounds: tuple[int, ...]
+    choices: tuple[int, ...]
+    replicas: tuple[int, ...] = ()
+
+    @staticmethod
+    def keeping_all(bounds: Sequence[int], replicas: Sequence[int] = ()) -> "Decision":
+        """These cuts, everything kept."""
+        return Decision(tuple(bounds), (0,) * bounds[-1], tuple(replicas))
+
+    def plan(self, costs: Costs, schedule: str, planner: str, devices: Sequence[int] | None = None) -> Plan:
+        """The decision as a plan; stage s runs on `devices[s]`."""
+        layer_ids = costs.ids or tuple(range(len(costs.layers)))
+        stages = []
+        for s, (i, j) in enumerate(pairwise(self.bounds)):
+            where = (s,) if devices is None else (devices[s],)
+            fates = {k: v for layer in range(i, j) for k, v in self._fates(costs, layer).items()}
+            stages.append(Stage(layer_ids[i:j], where, fates))
+        return Plan(tuple(stages), schedule, planner)
+
+    def _fates(self, costs: Costs, layer: int) -> Mapping[str, str]:
+        choice, options = self.choices[layer], costs.layers[layer].options
+        if choice >= 0:
+            return options[choice].fates
+        found = dict.fromkeys(options[-1].fates, "recompute")
+        if choice == RERUN_ON:
+            found |= {e.name: "recompute" for e in costs.edges if e.producer == layer - 1 and layer in e.readers}
+        return found
