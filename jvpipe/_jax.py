@@ -19,6 +19,10 @@ if TYPE_CHECKING:
         id: int
         platform: str
 
+        def memory_stats(self) -> dict[str, int] | None: ...
+        def addressable_memories(self) -> list[Any]: ...
+        def default_memory(self) -> Any: ...
+
     TreeDef = Any
 else:
     Device = jax.Device
@@ -108,6 +112,14 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
             return jax.device_put(x, device)
 
     return run
+
+
+def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
+    """A function that copies an array of this device to one of its memory spaces: "pinned_host" or "device"."""
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    kind = space if space in kinds else device.default_memory().kind
+    sharding = SingleDeviceSharding(device, memory_kind=kind)
+    return lambda x: jax.device_put(x, sharding, may_alias=False)
 
 
 def feeder(device: Device) -> Callable[[np.ndarray], jax.Array]:

@@ -28,6 +28,13 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
     return used, tuple(used.index(d) for d in given[:stages])
 
 
+def reported_limit(devices: Sequence[Device]) -> int | None:
+    """The memory that the smallest of the devices reports; None if they do not (CPUs)."""
+    stats = [device.memory_stats() for device in devices]
+    limits = [found["bytes_limit"] for found in stats if found and "bytes_limit" in found]
+    return min(limits, default=None)
+
+
 def batch_shapes(batch: Tree) -> Any:
     """What tells one traced batch from another."""
     leaves, tree = jax.tree.flatten(batch)

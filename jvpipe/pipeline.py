@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
-from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages
+from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages, reported_limit
 from jvpipe.cost.measure import LayerSeconds, measure_layers
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
@@ -48,7 +48,8 @@ class Pipeline:
         microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
         schedule: "gpipe" or "1f1b".
         planner: "even", "torchgpipe" (balances measured seconds) or "torchgpipe-size" (bytes of parameters).
-        memory_limit: per device, bytes or a text such as "16GiB".
+        memory_limit: per device, bytes or a text such as "16GiB"; by default what the devices report, if they do.
+        host_memory_limit: for swapped values of all devices together.
         devices: one per stage, by default the first of `jax.devices()`; name one twice to share it.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
@@ -81,6 +82,7 @@ class Pipeline:
         schedule: str = "1f1b",
         planner: str = "torchgpipe",
         memory_limit: int | str | None = None,
+        host_memory_limit: int | str | None = None,
         devices: Sequence[Device] | None = None,
         *,
         has_aux: bool = False,
@@ -97,10 +99,11 @@ class Pipeline:
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._wanted, self._microbatches = stages, microbatches
         self._schedule, self._planner = schedule, planner
-        self._limit = parse_bytes(memory_limit)
+        self._host_limit = parse_bytes(host_memory_limit)
         self._options = {"has_aux": has_aux, "has_state": has_state}
         self._grad_norm = grad_norm
         self._devices, self._places = place_stages(stages, devices)
+        self._limit = parse_bytes(memory_limit) or reported_limit(self._devices)
         self._store = shared_store()
         self._builds: dict[Any, Build] = {}
         self.ledger = Ledger(self._devices)
@@ -133,7 +136,7 @@ class Pipeline:
         return self._place(build, named, None if rng is None else key_words(rng), 0)
 
     def _place(self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int) -> State:
-        check_limit(build.peaks, self._devices, self._limit)
+        check_limit(build.peaks, self._devices, self._limit, self._host_limit)
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         arrays = self._placing(build).place(self.ledger, leaves, self._store)
@@ -207,7 +210,9 @@ class Pipeline:
         """The metrics of a batch, forward only; nothing changes."""
         build = self._build_for(batch)
         state.check(build.lowered.persistent)
-        _, values = self._controller.run(build.evaluation(), state.arrays, self._feeds(batch, state))
+        evaluation = build.evaluation()
+        check_limit(build.peaks_of(evaluation), self._devices, self._limit, self._host_limit)
+        _, values = self._controller.run(evaluation, state.arrays, self._feeds(batch, state))
         return self._metrics(build, values)
 
     def wait(self, state: State) -> State:

@@ -10,11 +10,16 @@ from jvpipe.ir.task import Row
 
 Owner = Literal["parameter", "optimizer", "state", "constant", "gradient", "residual", "edge", "batch", "metric"]
 PERSISTENT = ("parameter", "optimizer", "state", "constant")
+HOST = -1
+"""Stands for the host where a device's number would; tables by device have a last row for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array of a step. `key` names it: its kind and what distinguishes it from others of its kind."""
+    """An array of a step. `key` names it: its kind and what distinguishes it from others of its kind.
+
+    `device` is where it lies, `HOST` if it has been swapped out.
+    """
 
     key: tuple[Hashable, ...]
     owner: Owner
@@ -61,11 +66,11 @@ class Peak:
 
 
 def peaks(lowered: Lowered, devices: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
-    """Each device's peak: buffers, and the temporaries of the program that runs (bytes per row)."""
-    live = np.zeros(devices, int)
+    """Each device's peak, and last the host's: buffers, and temporaries of the program that runs (bytes per row)."""
+    live = np.zeros(devices + 1, int)
     for buffer in lowered.buffers[: lowered.persistent]:
         live[buffer.device] += buffer.bytes
-    best, at = live.copy(), [-1] * devices
+    best, at = live.copy(), [-1] * len(live)
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
         for b in born:
             live[lowered.buffers[b].device] += lowered.buffers[b].bytes
@@ -77,7 +82,7 @@ def peaks(lowered: Lowered, devices: int, temporary: Sequence[int] = ()) -> tupl
             live[lowered.buffers[b].device] -= lowered.buffers[b].bytes
     return tuple(
         Peak(int(best[d]), lowered.rows[at[d]] if at[d] >= 0 else None, _holders(lowered, d, at[d]))
-        for d in range(devices)
+        for d in (*range(devices), HOST)
     )
 
 

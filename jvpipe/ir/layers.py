@@ -94,6 +94,10 @@ class Layer:
     candidates: tuple[Array, ...] = ()
     flops: int = 0
 
+    def candidate_name(self, candidate: Array) -> str:
+        """The name by which a plan knows one of the layer's candidates; names of layers need not be unique."""
+        return f"{self.name}/{candidate.name}@{self.id}"
+
     def reading(self, kind: Kind) -> tuple[int, ...]:
         """The indices of the values of one kind that the layer reads."""
         return tuple(ref.index for ref in self.reads if ref.kind == kind)

@@ -50,16 +50,21 @@ def read_csv(path: str | Path) -> TaskLists:
         return tuple(tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file))
 
 
-RowKind = Literal["FEED", "F", "E", "ZERO", "B", "SEND", "LOSS", "U"]
+RowKind = Literal["FEED", "F", "R", "E", "ZERO", "B", "SEND", "OUT", "FREE", "IN", "LOSS", "U"]
+
+
+COPIES = frozenset({"FEED", "SEND", "OUT", "FREE", "IN"})
+"""Kinds of rows that run no program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A lowered task: what the controller dispatches, one program or one copy.
 
-    FEED brings a batch leaf from the host, F and B are a layer's forward and backward, E a forward without
-    residuals, ZERO makes a layer's gradient accumulators, SEND copies to another device, LOSS sums the losses,
-    U is a piece of the update. `reads`, `writes` and `frees` are ids in the buffer table; a buffer both read and
+    FEED brings a batch leaf from the host, F and B are a layer's forward and backward, R a forward that runs again,
+    E one without residuals, ZERO makes a device's gradient accumulators, SEND copies to another device, OUT to the
+    host, IN back from it, FREE waits until an OUT is done and ends its source, LOSS sums the losses, U is a piece of
+    the update. `reads`, `writes` and `frees` are ids in the buffer table; a buffer both read and
     written is updated in place. `program` says which program of which layer (or piece) runs.
     """
 

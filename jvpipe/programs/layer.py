@@ -63,12 +63,24 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
     jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
+    names = _candidate_names(jaxpr.eqns)
     signature = replace(
         signature,
-        residuals=tuple(array_of(v, f"residual{i}") for i, v in enumerate(used)),
+        residuals=tuple(array_of(v, names.get(v, f"residual{i}")) for i, v in enumerate(used)),
         sources=tuple(renumber.get(s, s) for s in signature.sources),
     )
     return LayerPrograms(ClosedJaxpr(jaxpr, closed.consts), backward, signature)
+
+
+def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
+    """The candidate that each value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
+    found: dict[_jax.Atom, str] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "name":
+            found[eqn.outvars[0]] = str(eqn.params["name"])
+        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in found:
+            found[eqn.outvars[0]] = found[eqn.invars[0]]
+    return found
 
 
 def inference(body: Body) -> ClosedJaxpr:

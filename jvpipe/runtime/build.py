@@ -7,9 +7,10 @@ import jax
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered, Peak, peaks
+from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import Row, RowKind
+from jvpipe.ir.task import COPIES, Row, RowKind
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.optimizer import OptimizerCut
@@ -22,12 +23,13 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
 
 
-def layer_programs(store: ProgramStore, traced: Traced) -> tuple[LayerPrograms, ...]:
-    """Forward and backward of every layer, with all candidates kept."""
+def layer_programs(store: ProgramStore, traced: Traced, fates: Fates | None = None) -> tuple[LayerPrograms, ...]:
+    """Forward and backward of every layer; without fates all candidates are kept."""
     found = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
-        found.append(store.layer(body, [c.name for c in layer.candidates], later))
+        kept = [c.name for c in layer.candidates] if fates is None else sorted(fates.kept[layer.id])
+        found.append(store.layer(body, kept, later))
     return tuple(found)
 
 
@@ -59,12 +61,16 @@ class Build:
 
     def __post_init__(self) -> None:
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
-        self.programs = layer_programs(self.store, self.traced)
+        self.programs = layer_programs(self.store, self.traced, Fates.of(self.traced.graph, self.plan))
         lists = find_schedule(self.plan.schedule).lists(len(self.plan.stages), self.microbatches)
         signatures = [p.signature for p in self.programs]
         self.lowered = lower_step(self.traced.graph, signatures, self.plan, lists, self.optimizer, self.layer_s)
         self.step = self._bound(self.lowered)
-        self.peaks: tuple[Peak, ...] = peaks(self.lowered, len(self.devices), self.step.temporary_bytes)
+        self.peaks = self.peaks_of(self.step)
+
+    def peaks_of(self, bound: Bound) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, while a bound step runs."""
+        return peaks(bound.lowered, len(self.devices), bound.temporary_bytes)
 
     def evaluation(self) -> Bound:
         """The forward alone, compiled when first asked for."""
@@ -74,19 +80,19 @@ class Build:
         return self._evaluation
 
     def _bound(self, lowered: Lowered) -> Bound:
-        tasks = {_task(row): row for row in lowered.rows if row.kind not in ("FEED", "SEND")}
+        tasks = {_task(row): row for row in lowered.rows if row.kind not in COPIES}
         wanted = [(self._program(lowered, row), self.devices[row.device]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device) for program, device in wanted}
         return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
 
     def _calls_host(self, row: Row) -> bool:
-        return row.kind in ("F", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
+        return row.kind in ("F", "R", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
 
     def _program(self, lowered: Lowered, row: Row) -> Program:
         graph, layer = self.traced.graph, row.layer
         match row.kind:
-            case "F":
+            case "F" | "R":
                 return forward_program(self.programs[layer])
             case "B":
                 return backward_program(self.programs[layer])
@@ -106,7 +112,8 @@ class Build:
 
 def _task(row: Row) -> tuple[RowKind, int, int, int]:
     """What distinguishes executables: rows that differ in the micro-batch alone share one."""
-    return row.kind, row.layer, row.program, row.device
+    kind = "F" if row.kind == "R" else row.kind
+    return kind, row.layer, row.program, row.device
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:

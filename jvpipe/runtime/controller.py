@@ -13,7 +13,7 @@ import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.task import Row
 from jvpipe.runtime.monitor import Monitor
 from jvpipe.runtime.tensors import Ledger
@@ -71,11 +71,17 @@ def bind(
     temporary_bytes: dict[int, int] = {}  # by executable
     bound = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
-        target = buffers[row.writes[0]].device if row.kind == "SEND" else row.device
+        target, source = (_place(buffers, found) if found else row.device for found in (born, dead))
         feed, temporary = None, 0
         match row.kind:
             case "SEND":
                 run = _in_list(_jax.copier(devices[target]))
+            case "OUT":
+                run = _in_list(_jax.swapper(devices[row.device], "pinned_host"))
+            case "IN":
+                run = _in_list(_jax.swapper(devices[row.device], "device"))
+            case "FREE":
+                run = _wait
             case "FEED":
                 kind, index, *_ = buffers[row.writes[0]].key
                 feed, run = (str(kind), int(str(index))), _jax.feeder(devices[target])
@@ -95,13 +101,25 @@ def bind(
                 target=target,
                 born_bytes=born_bytes,
                 temporary_bytes=temporary,
-                source=row.device,
+                source=source,
                 freed_bytes=dead_bytes,
                 watched=can_fail(row),
                 row=row,
             )
         )
     return Bound(lowered, tuple(bound))
+
+
+def _place(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
+    """Where some buffers lie; those that are born or die together do so in one place."""
+    (place,) = {buffers[b].device for b in ids}
+    return place
+
+
+def _wait(source: jax.Array, copy: jax.Array) -> tuple[()]:
+    """Returns once the copy is there."""
+    copy.block_until_ready()
+    return ()
 
 
 def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
@@ -150,7 +168,7 @@ class Controller:
                 if watched:
                     self.marks.append((row, out[-1]))
                 if monitor is not None and len(out) > len(writes):
-                    monitor.dispatched(index, source, out[-1])
+                    monitor.dispatched(index, row.device, out[-1])
             for b in frees:
                 table[b] = None
             live[source] -= freed

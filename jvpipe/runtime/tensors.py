@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Peak
+from jvpipe.ir.buffers import HOST, Peak
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -17,15 +17,15 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 
 @dataclass
 class Ledger:
-    """Bytes held per device, now and at most, since the pipeline was initialised."""
+    """Bytes held per device, now and at most, since the pipeline was initialised; the last number is the host's."""
 
     devices: tuple[Device, ...]
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.live = [0] * len(self.devices)
-        self.peak = [0] * len(self.devices)
+        self.live = [0] * (len(self.devices) + 1)
+        self.peak = [0] * (len(self.devices) + 1)
 
     def hold(self, device: int, size: int, temporary: int = 0) -> None:
         """Counts bytes that a device holds from now on, and some that it holds for a moment."""
@@ -46,21 +46,37 @@ class Ledger:
         """The most bytes held at once, per device."""
         return _by_device(self.devices, self.peak)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of swapped values on the host now."""
+        return self.live[HOST]
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes of swapped values on the host at once."""
+        return self.peak[HOST]
+
 
 def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
-    return dict(zip(devices, values, strict=True))
+    return dict(zip(devices, values, strict=False))
 
 
-def check_limit(peaks: Sequence[Peak], devices: Sequence[Device], limit: int | None) -> None:
-    """Raises `MemoryLimitExceeded` if a step would hold more than `limit` bytes on a device."""
-    worst = max(peaks, key=lambda peak: peak.bytes)
-    if limit is None or worst.bytes <= limit:
-        return
-    device = devices[peaks.index(worst)]
-    holders = ", ".join(f"{owner} {size:,}" for owner, size in worst.holders[:4])
-    task = f"at task {worst.row}" if worst.row else "between steps"
-    raise MemoryLimitExceeded(
-        f"{device} would hold {worst.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
-        f"A limit of {worst.bytes:,} bytes would do; so may more stages or more micro-batches",
-        worst.bytes,
+def check_limit(
+    peaks: Sequence[Peak], devices: Sequence[Device], limit: int | None, host_limit: int | None = None
+) -> None:
+    """Raises `MemoryLimitExceeded` if a step would hold more bytes than the limit of a device, or of the host."""
+    worst = max(peaks[:HOST], key=lambda peak: peak.bytes)
+    if limit is not None and worst.bytes > limit:
+        raise _exceeded(str(devices[peaks.index(worst)]), worst, limit)
+    if host_limit is not None and peaks[HOST].bytes > host_limit:
+        raise _exceeded("the host", peaks[HOST], host_limit)
+
+
+def _exceeded(place: str, peak: Peak, limit: int) -> MemoryLimitExceeded:
+    holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
+    task = f"at task {peak.row}" if peak.row else "between steps"
+    return MemoryLimitExceeded(
+        f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
+        f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",
+        peak.bytes,
     )

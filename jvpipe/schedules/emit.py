@@ -23,6 +23,8 @@ class Emitter:
         self.rows: list[Row] = []
         self.buffers: list[Buffer] = []
         self.ids: dict[Key, int] = {}
+        self.reruns: set[tuple[int, int]] = set()  # layers and micro-batches whose forward ran again
+        self.moved: dict[Key, Key] = {}  # where a backward finds what a forward left elsewhere
         self.successor: dict[int, int] = {}  # of a persistent buffer: the one that takes its place after the step
         for buffer in persistent_buffers(graph, plan, optimizer):
             self.new(buffer.key, buffer.owner, buffer.bytes, buffer.device)

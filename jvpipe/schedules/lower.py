@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 
 from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home
 from jvpipe.schedules.order import dispatch_order
+from jvpipe.schedules.swaps import Swaps
 from jvpipe.schedules.update import lower_update
 
 
@@ -25,16 +27,21 @@ def lower_step(
     `layer_s` are the layers' seconds, if known: they order the dispatch between devices.
     """
     pen = Emitter(graph, plan, optimizer)
+    fates = Fates.of(graph, plan)
     micro = 1 + max(task.microbatch for task in lists[0])
+    swaps = Swaps(pen, lists, lambda task: _swapped(pen, fates, signatures, task))
     for task in _order(graph, plan, lists, layer_s):
         layers = plan.stages[task.stage].layers
+        swaps.before(task)
         if task.kind == "F":
             for layer in layers:
-                _forward(pen, graph.layers[layer], task.microbatch, signatures[layer])
+                _forward(pen, graph.layers[layer], task.microbatch, signatures[layer], again=layer in fates.rerun)
                 _loss(pen, graph.layers[layer], task.microbatch, micro)
         else:
             for layer in reversed(layers):
+                _rerun(pen, fates, signatures, graph.layers[layer], task.microbatch)
                 _backward(pen, graph.layers[layer], task.microbatch, signatures[layer])
+        swaps.after(task)
     for k, d in [(b.key[1], b.key[3]) for b in pen.buffers[: pen.persistent] if b.key[0] == "state"]:
         pen.successor[pen.ids["state", k, -1, d]] = pen.ids.get(("state", k, micro - 1, d), pen.ids["state", k, -1, d])
     metrics = _metrics(graph)
@@ -117,8 +124,11 @@ def _write(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
             return pen.new(key, "metric", pen.graph.loss_bytes, d)
 
 
-def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None) -> None:
-    """A layer's forward, and the copies of what it makes straight to the devices that read it."""
+def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None, *, again: bool = False) -> None:
+    """A layer's forward, and the copies of what it makes straight to the devices that read it.
+
+    What a forward that will run `again` leaves for the backward is not kept.
+    """
     graph, d = pen.graph, pen.device[layer.id]
     reads = [_read(pen, layer, ref, m) for ref in layer.reads]
     if signature is None:
@@ -131,9 +141,9 @@ def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None) ->
         pen.emit("E", layer.id, m, reads, writes)
     else:
         writes = [_write(pen, layer, ref, m) for ref in layer.writes]
+        name = "unused" if again else "residual"
         writes += [
-            pen.new(("residual", layer.id, i, m), "residual", array.bytes, d)
-            for i, array in enumerate(signature.residuals)
+            pen.new((name, layer.id, i, m), "residual", array.bytes, d) for i, array in enumerate(signature.residuals)
         ]
         pen.emit("F", layer.id, m, reads, writes)
     for ref in layer.writes:
@@ -148,6 +158,77 @@ def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None) ->
                 places = []
         for place in places:
             pen.send(_key(pen, layer, ref, m), (ref.kind, ref.index, m, place), place, layer.id, m)
+
+
+def _swapped(pen: Emitter, fates: Fates, signatures: Sequence[Signature], task: Task) -> list[Key]:
+    """What goes to the host after a forward: swapped residuals, and swapped edges that a backward here reads."""
+    s, _, m = task
+    graph = pen.graph
+    layers = [graph.layers[i] for i, stage in pen.stage.items() if stage == s]
+    found: list[Key] = [
+        ("residual", layer.id, i, m)
+        for layer in layers
+        for i, array in enumerate(signatures[layer.id].residuals)
+        if array.name in fates.swapped[layer.id]
+    ]
+    wanted = {
+        (layer.reads if kind == "input" else layer.writes)[i]
+        for layer in layers
+        for kind, i in signatures[layer.id].sources
+        if kind != "residual"
+    }
+    edges = (t for (stage, t), fate in fates.edges.items() if stage == s and fate == "swap")
+    return found + [("tensor", t, m, pen.device[layers[0].id]) for t in edges if Ref("tensor", t) in wanted]
+
+
+def _rerun(pen: Emitter, fates: Fates, signatures: Sequence[Signature], layer: Layer, m: int) -> None:
+    """Forwards that run again, so that a layer's backward finds what it reads."""
+    found = signatures[layer.id].sources
+    for ref in [layer.reads[i] for kind, i in found if kind == "input"]:
+        _ensure(pen, fates, signatures, layer, ref, m)
+    if layer.id in fates.rerun:
+        _again(pen, fates, signatures, layer, m)
+
+
+def _ensure(pen: Emitter, fates: Fates, signatures: Sequence[Signature], reader: Layer, ref: Ref, m: int) -> None:
+    """Makes an edge again if its stage dropped it."""
+    if ref.kind != "tensor" or fates.edges.get((pen.stage[reader.id], ref.index)) != "recompute":
+        return
+    _again(pen, fates, signatures, pen.graph.layers[pen.graph.tensors[ref.index].producer], m)
+
+
+def _again(pen: Emitter, fates: Fates, signatures: Sequence[Signature], layer: Layer, m: int) -> None:
+    """A layer's forward once more, unless it has been; it leaves what backwards read."""
+    if (layer.id, m) in pen.reruns:
+        return
+    pen.reruns.add((layer.id, m))
+    for ref in layer.reads:
+        _ensure(pen, fates, signatures, layer, ref, m)
+    d = pen.device[layer.id]
+    reads = [_left(pen, layer, ref, m) for ref in layer.reads]
+    writes = []
+    for ref in layer.writes:
+        key = _key(pen, layer, ref, m)
+        source = pen.buffers[pen.ids[key]]
+        dropped = ref.kind == "tensor" and fates.edges.get((pen.stage[layer.id], ref.index)) == "recompute"
+        if dropped:
+            pen.moved[key] = ("again", *key)
+        writes.append(pen.new(("again", *key), source.owner, source.bytes, d))
+    writes += [
+        pen.new(("residual", layer.id, i, m), "residual", array.bytes, d)
+        for i, array in enumerate(signatures[layer.id].residuals)
+    ]
+    pen.emit("R", layer.id, m, reads, writes)
+
+
+def _moved(pen: Emitter, key: Key) -> int:
+    return pen.ids[pen.moved.get(key, key)]
+
+
+def _left(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
+    """The buffer in which a backward finds what a forward read or wrote."""
+    key = _key(pen, layer, ref, m)
+    return _moved(pen, key) if key in pen.moved else _read(pen, layer, ref, m)
 
 
 def _zeros(pen: Emitter, d: int) -> None:
@@ -194,9 +275,9 @@ def _backward(pen: Emitter, layer: Layer, m: int, signature: Signature) -> None:
     if sums and sums[0][0] not in pen.ids:
         _zeros(pen, d)
     sources = {
-        "input": lambda i: _read(pen, layer, layer.reads[i], m),
-        "output": lambda i: pen.ids[_key(pen, layer, layer.writes[i], m)],
-        "residual": lambda i: pen.ids["residual", layer.id, i, m],
+        "input": lambda i: _left(pen, layer, layer.reads[i], m),
+        "output": lambda i: _moved(pen, _key(pen, layer, layer.writes[i], m)),
+        "residual": lambda i: _moved(pen, ("residual", layer.id, i, m)),
     }
     reads = [sources[kind](i) for kind, i in signature.sources]
     reads += [pen.ids["cotangent", layer.writes[i].index, m, d] for i in signature.cotangents]

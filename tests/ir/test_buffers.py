@@ -33,17 +33,19 @@ def test_buffers_are_born_once_and_die() -> None:
 
 
 def test_peaks_say_when_and_who() -> None:
-    first, second = peaks(STEP, 2)
+    first, second, host = peaks(STEP, 2)
     assert (first.bytes, first.row) == (150, ROWS[0])
     assert first.holders == (("parameter", 100), ("edge", 30), ("residual", 20))
     assert (second.bytes, second.row) == (60, ROWS[2])
     assert second.holders == (("edge", 60),)
+    assert host.bytes == 0
 
 
 def test_temporaries_count_on_the_device_that_runs() -> None:
-    first, second = peaks(STEP, 2, [0, 0, 7, 0, 500])
+    first, second, host = peaks(STEP, 2, [0, 0, 7, 0, 500])
     assert (first.bytes, first.row) == (650, ROWS[4])
     assert (second.bytes, second.row) == (67, ROWS[2])
+    assert host.bytes == 0
 
 
 def test_an_idle_device_holds_nothing() -> None:

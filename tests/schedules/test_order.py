@@ -1,13 +1,12 @@
 """One order of dispatch for all stages."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.ir.task import Task, TaskLists, text
-from jvpipe.schedules import Schedule
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.order import dispatch_order
@@ -47,7 +46,7 @@ def test_stages_on_one_device_take_turns() -> None:
     stages=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=5),
 )
 def test_keeps_the_lists_and_what_they_wait_for(
-    schedule: Schedule, microbatches: int, stages: list[tuple[int, int]]
+    schedule: Callable[[int, int], TaskLists], microbatches: int, stages: list[tuple[int, int]]
 ) -> None:
     lists = schedule(len(stages), microbatches)
     order = straight(lists, [s for s, _ in stages], [d for _, d in stages])

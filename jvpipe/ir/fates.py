@@ -1,0 +1,65 @@
+"""What becomes of the values that a forward leaves for its backward, resolved from a plan's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """The fate of every candidate of every layer, and of every edge that a stage holds.
+
+    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
+    host in between. `rerun` are layers whose forward runs again before the backward of what reads their outputs.
+    `edges[stage, tensor]` is "swap" or "recompute"; all others are kept.
+    """
+
+    kept: tuple[frozenset[str], ...]
+    swapped: tuple[frozenset[str], ...]
+    rerun: frozenset[int]
+    edges: Mapping[tuple[int, int], str]
+
+    @staticmethod
+    def of(graph: LayerGraph, plan: Plan) -> "Fates":
+        """Resolves a plan's fates.
+
+        Raises:
+            ValueError: a fate for a name that the stage does not know, or a tensor to recompute that its stage
+                does not make.
+        """
+        kept = [frozenset(c.name for c in layer.candidates) for layer in graph.layers]
+        swapped: list[frozenset[str]] = [frozenset()] * len(kept)
+        edges: dict[tuple[int, int], str] = {}
+        for s, stage in enumerate(plan.stages):
+            inside = set(stage.layers)
+            candidates = {
+                layer.candidate_name(c): (layer.id, c.name)
+                for layer in (graph.layers[i] for i in stage.layers)
+                for c in layer.candidates
+            }
+            tensors = {t.array.name: i for i, t in enumerate(graph.tensors) if inside & {t.producer, *t.readers}}
+            for name, fate in stage.fates.items():
+                if name in candidates:
+                    layer, candidate = candidates[name]
+                    if fate == "swap":
+                        swapped[layer] |= {candidate}
+                    elif fate == "recompute":
+                        kept[layer] -= {candidate}
+                elif name in tensors:
+                    producer = graph.tensors[tensors[name]].producer
+                    if fate == "recompute" and producer not in inside:
+                        raise ValueError(
+                            f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
+                        )
+                    if fate != "keep":
+                        edges[s, tensors[name]] = fate
+                else:
+                    raise ValueError(did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors]))
+        rerun = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate == "recompute")
+        for layer in rerun:  # what a layer leaves is made again with its outputs
+            kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)
+            swapped[layer] = frozenset()
+        return Fates(tuple(kept), tuple(swapped), rerun, edges)

@@ -1,0 +1,41 @@
+"""The programs of all layers of a model."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.trace.graph import Traced
+
+Share = Literal["all", "half", "nothing"]
+
+
+def layer_programs(store: ProgramStore, traced: Traced, share: Share = "all") -> tuple[LayerPrograms, ...]:
+    """Forward and backward of every layer, with so much of its candidates kept; half of them is every other one."""
+    found = []
+    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
+        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
+        found.append(store.layer(body, kept_names([c.name for c in layer.candidates], share), later))
+    return tuple(found)
+
+
+def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
+    """Of a layer's candidates those that are kept.
+
+    >>> kept_names(["a", "b", "c"], "half")
+    ['a', 'c']
+    """
+    return {"all": names, "half": names[::2], "nothing": names[:0]}[share]
+
+
+def forward_program(programs: LayerPrograms) -> Program:
+    """A layer's forward as something to compile."""
+    return Program.of(programs.forward, marked=True, key=("F", programs.key))
+
+
+def backward_program(programs: LayerPrograms) -> Program:
+    """A layer's backward; it adds into the sums that it is given."""
+    signature = programs.signature
+    first = len(signature.sources) + len(signature.cotangents)
+    count = len(signature.partial) + len(signature.gradients)
+    return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
