@@ -1,7 +1,7 @@
 """The facade: checks what the user gives and wires the parts. Pytrees end here; below are flat arrays per layer."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,36 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages, reported_limit
-from jvpipe.cost.measure import LayerSeconds, measure_layers
+from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.span import Span
-from jvpipe.planners import check_planner, make_plan
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.planners import find_planner
+from jvpipe.planners.by_hand import checkpointed, with_fates
+from jvpipe.planning import Planned, Request, decide, measure
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.report.explain import explain
+from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime import skeleton
-from jvpipe.runtime.build import Build, backward_program, forward_program, layer_programs
-from jvpipe.runtime.checkpoint import check_paths, load_checkpoint, load_meta, save_checkpoint
+from jvpipe.runtime.build import Build
+from jvpipe.runtime.checkpoint import (
+    check_paths,
+    load_checkpoint,
+    load_meta,
+    savable,
+    savable_dtype,
+    save_checkpoint,
+    to_host,
+)
 from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.monitor import Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.schedules import find_schedule
-from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.loss import KeyKind, abstract, key_words, trace_loss
-from jvpipe.trace.stacks import find_stacks
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.loss import KeyKind, abstract, key_words
+from jvpipe.trace.model import trace_model
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -47,9 +58,14 @@ class Pipeline:
         stages: their number, or a `Plan`.
         microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
         schedule: "gpipe" or "1f1b".
-        planner: "even", "torchgpipe" (balances measured seconds) or "torchgpipe-size" (bytes of parameters).
+        planner: "jvpipe" (cuts and fates chosen jointly, for the step's seconds under the memory limit), "even",
+            "torchgpipe" (balances measured seconds), "torchgpipe-size" (bytes of parameters), or one of "gpipe",
+            "pipedream", "dapple", "vpipe", "dawnpiper", "adapipe", after the papers.
         memory_limit: per device, bytes or a text such as "16GiB"; by default what the devices report, if they do.
         host_memory_limit: for swapped values of all devices together.
+        fates: of tensors by name, such as `{"*/attention/*": "swap"}`: "keep", "swap" or "recompute".
+        checkpoint: torchgpipe's modes, which micro-batches are computed again from their stage's input: "always",
+            "except_last" or "never".
         devices: one per stage, by default the first of `jax.devices()`; name one twice to share it.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
@@ -80,9 +96,11 @@ class Pipeline:
         stages: int | Plan = 2,
         microbatches: int = 4,
         schedule: str = "1f1b",
-        planner: str = "torchgpipe",
+        planner: str = "jvpipe",
         memory_limit: int | str | None = None,
         host_memory_limit: int | str | None = None,
+        fates: Mapping[str, str] | None = None,
+        checkpoint: str | None = None,
         devices: Sequence[Device] | None = None,
         *,
         has_aux: bool = False,
@@ -91,7 +109,7 @@ class Pipeline:
     ) -> None:
         if not find_schedule(schedule).synchronous:
             raise ValueError(f"schedule '{schedule}' can be planned, but not run yet: use 'gpipe' or '1f1b'")
-        check_planner(planner)
+        find_planner(planner)
         count = len(stages.stages) if isinstance(stages, Plan) else stages
         for name, value in (("stages", count), ("microbatches", microbatches)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -100,6 +118,7 @@ class Pipeline:
         self._wanted, self._microbatches = stages, microbatches
         self._schedule, self._planner = schedule, planner
         self._host_limit = parse_bytes(host_memory_limit)
+        self._fates, self._checkpoint = dict(fates or {}), checkpoint
         self._options = {"has_aux": has_aux, "has_state": has_state}
         self._grad_norm = grad_norm
         self._devices, self._places = place_stages(stages, devices)
@@ -109,7 +128,7 @@ class Pipeline:
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._checked = False
-        self._seconds: LayerSeconds | None = None
+        self._planned: Planned | None = None
 
     # Setting up
 
@@ -151,47 +170,64 @@ class Pipeline:
         micro = micro_batch_shapes(batch, self._microbatches)
         self._inputs = (abstract(params), rng, abstract(model_state))
         self._batch = abstract(batch)
-        loss = trace_loss(self._loss_fn, params, micro, rng, model_state, **self._options)
         first = next(iter(self._builds.values()), None)
-        self._stacks = find_stacks(loss, params)
-        if self._stacks:  # layers stacked for a scan become layers of their own
-            params, loss_fn = self._stacks.split(params), self._stacks.of_slices(self._loss_fn)
-            loss = trace_loss(loss_fn, params, micro, rng, model_state, **self._options)
-        traced = build_graph(loss, first.traced.cuts if first else None)
-        graph = traced.graph
+        cuts = first.traced.cuts if first else None
+        model = trace_model(self._loss_fn, params, micro, rng, model_state, cuts, **self._options)
+        self._stacks, traced, graph = model.stacks, model.traced, model.traced.graph
         optimizer = (
             first.optimizer
             if first
             else cut_optimizer(
                 self._optimizer,
-                abstract(params),
+                abstract(model.params),
                 [p.owner for p in graph.parameters],
                 [len(p.readers) for p in graph.parameters],
                 microbatches=None if graph.weighted else self._microbatches,
                 grad_norm=self._grad_norm,
             )
         )
-        plan = first.plan if first else self._make_plan(traced)
-        layer_s = self._seconds.total_s if self._seconds else None
-        build = Build(traced, plan, optimizer, self._microbatches, self._devices, self._store, layer_s)
+        build = self._build(traced, first.plan, optimizer) if first else self._first_build(traced, optimizer)
         self._builds[batch_shapes(batch)] = build
         return build
 
-    def _make_plan(self, traced: Traced) -> Plan:
-        graph = traced.graph
+    def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
+        plan.check(len(traced.graph.layers), len(self._devices))
+        layer_s = self._planned.layer_s if self._planned else None
+        return Build(traced, plan, optimizer, self._microbatches, self._devices, self._store, layer_s)
+
+    def _first_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
+        """Plans, unless the plan is given, and makes the plan ready to run."""
         if isinstance(self._wanted, Plan):
             plan = self._wanted.with_schedule(self._schedule)
-        else:
+            return self._build(traced, self._by_hand(traced, plan), optimizer)
+        layers = len(traced.graph.layers)
+        if self._wanted > layers:
+            raise ValueError(
+                f"{self._wanted} stages need as many layers, the model has {layers}: use at most {layers} stages"
+            )
+        request = Request(
+            self._planner,
+            self._wanted,
+            self._schedule,
+            self._microbatches,
+            self._places,
+            self._limit,
+            self._host_limit,
+        )
+        problem = measure(request, traced, optimizer, self._devices[0], self._store)
 
-            def measure() -> LayerSeconds:
-                programs = layer_programs(self._store, traced)
-                pairs = [(forward_program(p), backward_program(p)) for p in programs]
-                self._seconds = measure_layers(self._store, pairs, self._devices[0])
-                return self._seconds
+        def peak_bytes_of(plan: Plan) -> int:
+            build = self._build(traced, self._by_hand(traced, plan), optimizer)
+            return max(peak.bytes for peak in build.peaks[:HOST])
 
-            plan = make_plan(self._planner, graph, self._wanted, self._schedule, self._places, measure)
-        plan.check(len(graph.layers), len(self._devices))
-        return plan
+        self._planned = decide(request, problem, peak_bytes_of)
+        return self._build(traced, self._by_hand(traced, self._planned.plan), optimizer)
+
+    def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
+        """A plan with the fates that the user gave."""
+        if self._checkpoint is not None:
+            plan = checkpointed(traced.graph, plan, self._checkpoint)
+        return with_fates(traced.graph, plan, self._fates)
 
     # Running
 
@@ -298,7 +334,8 @@ class Pipeline:
     def explain(self) -> str:
         """A text that says what runs where, what it costs and why."""
         build = self._first
-        return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices)
+        reasons = cut_reasons(self._planned.problem, self._planned.decision) if self._planned else ()
+        return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices, reasons)
 
     def params(self, state: State) -> Tree:
         """The parameters as the caller gave them, as numpy arrays."""
@@ -318,7 +355,7 @@ class Pipeline:
         state.check(self._first.lowered.persistent)
         found = self._placing(self._first).values(state.arrays)
         try:
-            return [_to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
+            return [to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
         except Exception as error:
             raise self._controller.failure(error) from error
 
@@ -337,7 +374,7 @@ class Pipeline:
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint, keyed by parameter path: any cut can restore it. `extra` is kept with it (JSON)."""
         arrays = {
-            kind: dict(zip(names, map(_savable, self._host_values(state, kind)), strict=True))
+            kind: dict(zip(names, map(savable, self._host_values(state, kind)), strict=True))
             for kind, names in self._names().items()
         }
         words = None if state.words is None else state.words.tolist()
@@ -400,26 +437,9 @@ class Pipeline:
             "optimizer": [leaf.array for leaf in optimizer.state],
             "state": graph.state,
         }
-        return [(tuple(a.shape), _savable_dtype(str(a.dtype))) for a in arrays[kind]]
+        return [(tuple(a.shape), savable_dtype(str(a.dtype))) for a in arrays[kind]]
 
 
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     """What `Pipeline.save` was given as `extra`."""
     return load_meta(path)["extra"]
-
-
-def _to_host(array: jax.Array) -> Any:
-    """A copy on the host that no later step can overwrite."""
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
-    return np.array(array)
-
-
-def _savable(value: Any) -> np.ndarray:
-    """Arrays that a checkpoint can hold: keys as their words."""
-    return np.asarray(jax.random.key_data(value)) if _savable_dtype(str(value.dtype)) != str(value.dtype) else value
-
-
-def _savable_dtype(dtype: str) -> str:
-    return "uint32" if dtype.startswith("key<") else dtype

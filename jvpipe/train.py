@@ -42,10 +42,14 @@ class Options:
     """Into how many parts a batch is split."""
     schedule: str = "1f1b"
     """In which order the micro-batches run: gpipe, 1f1b."""
-    planner: str = "torchgpipe"
-    """How layers are spread over stages: even, torchgpipe."""
+    planner: str = "jvpipe"
+    """How layers are spread over stages: jvpipe, even, torchgpipe, vpipe, dawnpiper, ..."""
     memory_limit: str | None = None
     """What each device may hold, such as 2GiB."""
+    host_memory_limit: str | None = None
+    """What values swapped to the host may take there, of all devices together."""
+    checkpoint: str | None = None
+    """Which micro-batches are computed again from their stage's input: always, except_last, never."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     steps: int | None = None
@@ -135,6 +139,8 @@ def prepare(options: Options) -> tuple[Job, Any]:
         schedule=options.schedule,
         planner=options.planner,
         memory_limit=options.memory_limit,
+        host_memory_limit=options.host_memory_limit,
+        checkpoint=options.checkpoint,
         grad_norm=True,
     )
     run.path.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -11,50 +12,108 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe._jax import Device
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.frontier import Calibration, layer_options, recomputes
+from jvpipe.cost.model import Work, costs_of, own_inputs
+from jvpipe.cost.presets import accelerator_like
+from jvpipe.cost.recompute import Recompute
+from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
+from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.trace.graph import Traced
 
 _RUNS = 5
+_ENOUGH_S = 1.0  # slow programs are run less often
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSeconds:
-    """Seconds of each layer's forward and backward on one micro-batch."""
+class Run:
+    """What a program took: seconds, and the bytes beside its inputs and results."""
 
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-
-    @property
-    def total_s(self) -> list[float]:
-        """Forward and backward together."""
-        return [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
+    seconds: float
+    temporary_bytes: int
 
 
-def measure_layers(store: ProgramStore, programs: Sequence[tuple[Program, Program]], device: Device) -> LayerSeconds:
-    """Times each layer's forward and backward; layers that share a program are timed once."""
-    store.compile([(program, device) for pair in programs for program in pair])
-    known: dict[Hashable, float] = {}
-    for pair in programs:
-        for program in pair:
-            if program.key not in known:
-                known[program.key] = _seconds(store.compile([(program, device)])[0], program, device)
-    return LayerSeconds(
-        tuple(known[forward.key] for forward, _ in programs), tuple(known[backward.key] for _, backward in programs)
-    )
+def measure_programs(store: ProgramStore, programs: Sequence[Program], device: Device) -> dict[Hashable, Run]:
+    """Compiles programs side by side, and runs and times each distinct one."""
+    distinct = {program.key: program for program in programs}
+    executables = store.compile([(program, device) for program in distinct.values()])
+    return {
+        key: Run(_seconds(executable, program, device), executable.memory_analysis().temp_size_in_bytes)
+        for (key, program), executable in zip(distinct.items(), executables, strict=True)
+    }
+
+
+def measured_costs(
+    traced: Traced,
+    device: Device,
+    store: ProgramStore,
+    optimizer: OptimizerCut | None = None,
+    microbatches: int = 1,
+    *,
+    fates: bool = True,
+) -> Costs:
+    """The costs of a model on a device at hand; layers alike are measured once.
+
+    Args:
+        traced: the model.
+        device: where its layers run.
+        store: where their programs are kept; those with everything kept are those of a run.
+        optimizer: counts its state.
+        microbatches: in a step.
+        fates: whether layers have options other than keeping everything. Then their backwards are also measured with
+            half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree.
+    """
+    shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
+    kept = {share: layer_programs(store, traced, share) for share in shares}
+    forwards = [forward_program(programs) for programs in kept["all"]]
+    backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
+    runs = measure_programs(store, [*forwards, *chain.from_iterable(backwards.values())], device)
+    works = []
+    for forward, backward in zip(forwards, backwards["all"], strict=True):
+        f, b = runs[forward.key], runs[backward.key]
+        works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
+    signatures = [programs.signature for programs in kept["all"]]
+    options = None
+    if fates:
+        recomputed = recomputes(
+            traced, kept["nothing"], accelerator_like(getattr(device, "device_kind", ""), device.platform)
+        )
+        measured = []
+        for layer, recompute in enumerate(recomputed):
+            found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
+            measured.append(_calibration(recompute, found))
+        options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
+    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
+
+
+def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
+    """How much longer a layer's backward took, and how many bytes more, than with everything kept."""
+    least = runs["all"]
+    points = []
+    for share, run in runs.items():
+        if share != "all":
+            kept = kept_names(recompute.candidates, share)
+            modelled = recompute.extra_s(recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1])
+            points.append((modelled, max(run.seconds - least.seconds, 0.0)))
+    return Calibration(tuple(points), runs["nothing"].temporary_bytes - least.temporary_bytes)
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """The median of a few runs after one to warm up; inputs are made anew, for a program may overwrite them."""
-    taken = []
-    for _ in range(_RUNS + 1):
-        inputs = [jax.device_put(_example(a), device, may_alias=False) for a in program.inputs]
-        jax.block_until_ready(inputs)
+    """The median of a few runs after one to warm up; what the program overwrites is put there anew for each."""
+    examples = [_example(a) for a in program.inputs]
+    kept = {i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated}
+    taken: list[float] = []
+    while len(taken) <= _RUNS and (len(taken) < 3 or sum(taken) < _ENOUGH_S):
+        given = [kept[i] if i in kept else jax.device_put(x, device, may_alias=False) for i, x in enumerate(examples)]
+        jax.block_until_ready(given)
         start = time.perf_counter()
-        jax.block_until_ready(executable(*inputs))
+        jax.block_until_ready(executable(*given))
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 
 
-def _example(shape: jax.ShapeDtypeStruct) -> Any:
+def _example(shape: Any) -> Any:
     """Values of no consequence, but no zeros: these are faster than real ones on some devices."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), shape.shape)

@@ -36,7 +36,7 @@ class Fates:
         for s, stage in enumerate(plan.stages):
             inside = set(stage.layers)
             candidates = {
-                layer.candidate_name(c): (layer.id, c.name)
+                f"{graph.label(layer)}/{c.name}": (layer.id, c.name)
                 for layer in (graph.layers[i] for i in stage.layers)
                 for c in layer.candidates
             }

@@ -94,10 +94,6 @@ class Layer:
     candidates: tuple[Array, ...] = ()
     flops: int = 0
 
-    def candidate_name(self, candidate: Array) -> str:
-        """The name by which a plan knows one of the layer's candidates; names of layers need not be unique."""
-        return f"{self.name}/{candidate.name}@{self.id}"
-
     def reading(self, kind: Kind) -> tuple[int, ...]:
         """The indices of the values of one kind that the layer reads."""
         return tuple(ref.index for ref in self.reads if ref.kind == kind)
@@ -122,6 +118,11 @@ class LayerGraph:
     weighted: bool = False
     loss_bytes: int = 4
     seed_bytes: int = 16
+
+    def label(self, layer: Layer) -> str:
+        """What a layer is called in plans: its name, with its id where several layers have that name."""
+        alone = sum(other.name == layer.name for other in self.layers) == 1
+        return layer.name if alone else f"{layer.name}@{layer.id}"
 
     def owned(self, layer: int) -> tuple[int, ...]:
         """The parameters that a layer owns."""

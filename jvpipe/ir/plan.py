@@ -26,6 +26,8 @@ class Stage:
 class Plan:
     """Stages in the order of the forward; `schedule` and `planner` say what it was made for and by.
 
+    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything.
+
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
     """
@@ -33,6 +35,7 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: str = "1f1b"
     planner: str = "given"
+    keep_last: bool = False
 
     @staticmethod
     def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
@@ -59,6 +62,10 @@ class Plan:
     def with_schedule(self, schedule: str) -> "Plan":
         """The same placement for another schedule."""
         return replace(self, schedule=schedule)
+
+    def without_fates(self) -> "Plan":
+        """The same placement with everything kept."""
+        return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
         """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
@@ -90,6 +97,6 @@ class Plan:
                 Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
                 for s in found["stages"]
             )
-            return Plan(stages, str(found["schedule"]), str(found["planner"]))
+            return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan that jvpipe saved: {error!r}") from error

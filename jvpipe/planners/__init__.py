@@ -1,45 +1,46 @@
-"""Where layers go: one file per strategy, and their registry."""
+"""Where layers go, and each tensor's fate: one file per strategy, and their registry."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from jvpipe.cost.measure import LayerSeconds
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.plan import Plan
+from jvpipe.planners.adapipe import adapipe
+from jvpipe.planners.dapple import dapple
+from jvpipe.planners.dawnpiper import dawnpiper
 from jvpipe.planners.even import even
-from jvpipe.planners.torchgpipe import torchgpipe
+from jvpipe.planners.gpipe import gpipe
+from jvpipe.planners.jvpipe import jvpipe
+from jvpipe.planners.pipedream import pipedream
+from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.torchgpipe import torchgpipe, torchgpipe_size
+from jvpipe.planners.vpipe import vpipe
 
-PLANNERS = ("even", "torchgpipe", "torchgpipe-size")
+PLANNERS: dict[str, Callable[[Problem], Decision]] = {
+    "even": even,
+    "torchgpipe": torchgpipe,
+    "torchgpipe-size": torchgpipe_size,
+    "gpipe": gpipe,
+    "pipedream": pipedream,
+    "dapple": dapple,
+    "vpipe": vpipe,
+    "dawnpiper": dawnpiper,
+    "adapipe": adapipe,
+    "jvpipe": jvpipe,
+}
+UNTIMED = frozenset({"even", "torchgpipe-size"})
+"""Planners that ask for no seconds."""
+CHOOSING = frozenset({"vpipe", "dawnpiper", "adapipe", "jvpipe"})
+"""Planners that choose fates under a memory limit."""
 
 
-def check_planner(name: str) -> None:
-    """Raises ValueError for a planner that is not there."""
-    if name not in PLANNERS:
-        raise ValueError(did_you_mean("planner", name, PLANNERS))
+def find_planner(name: str) -> Callable[[Problem], Decision]:
+    """The planner of that name.
 
-
-def make_plan(
-    planner: str,
-    graph: LayerGraph,
-    stages: int,
-    schedule: str,
-    devices: Sequence[int],
-    measure: Callable[[], LayerSeconds],
-) -> Plan:
-    """The plan of a planner; `measure` is called only by those that need seconds.
-
-    `torchgpipe` balances measured seconds of forward and backward, `torchgpipe-size` the bytes of parameters.
+    >>> find_planner("evn")
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown planner 'evn': did you mean 'even'? There are even, torchgpipe, torchgpipe-size, gpipe, \
+pipedream, dapple, vpipe, dawnpiper, adapipe, jvpipe
     """
-    check_planner(planner)
-    layers = len(graph.layers)
-    if stages > layers:
-        raise ValueError(f"{stages} stages need as many layers, the model has {layers}: use at most {layers} stages")
-    match planner:
-        case "even":
-            cuts = even([1.0] * layers, stages)
-        case "torchgpipe":
-            cuts = torchgpipe(measure().total_s, stages)
-        case _:
-            sizes = [float(sum(graph.parameters[p].array.bytes for p in graph.owned(i))) for i in range(layers)]
-            cuts = torchgpipe(sizes, stages)
-    return Plan.from_cuts(cuts, devices, schedule=schedule, planner=planner)
+    if name not in PLANNERS:
+        raise ValueError(did_you_mean("planner", name, list(PLANNERS)))
+    return PLANNERS[name]

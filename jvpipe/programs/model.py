@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from jvpipe.ir.fates import Fates
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
@@ -10,17 +11,19 @@ from jvpipe.trace.graph import Traced
 Share = Literal["all", "half", "nothing"]
 
 
-def layer_programs(store: ProgramStore, traced: Traced, share: Share = "all") -> tuple[LayerPrograms, ...]:
-    """Forward and backward of every layer, with so much of its candidates kept; half of them is every other one."""
+def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "all") -> tuple[LayerPrograms, ...]:
+    """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep."""
     found = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
-        found.append(store.layer(body, kept_names([c.name for c in layer.candidates], share), later))
+        names = [c.name for c in layer.candidates]
+        kept = sorted(share.kept[layer.id]) if isinstance(share, Fates) else kept_names(names, share)
+        found.append(store.layer(body, kept, later))
     return tuple(found)
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Of a layer's candidates those that are kept.
+    """Of a layer's candidates those that are kept; half of them is every other one.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']

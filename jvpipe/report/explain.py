@@ -1,6 +1,6 @@
 """A plan in words: what runs where, what it holds, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
@@ -12,6 +12,13 @@ _WHY = {
     "even": "every stage has the same number of layers, give or take one",
     "torchgpipe": "stages differ by no more than the costliest layer's measured seconds",
     "torchgpipe-size": "stages differ by no more than the largest layer's bytes of parameters",
+    "gpipe": "the stages' seconds vary as little as they can; everything is computed again from the stage's input",
+    "pipedream": "the slowest stage is as fast as it can be with everything kept",
+    "dapple": "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
+    "vpipe": "swaps, then recomputations, then moves of layers, until nothing improves",
+    "dawnpiper": "bisected between the compute-balanced and the memory-balanced cut",
+    "adapipe": "cuts and recomputations by dynamic programming",
+    "jvpipe": "cuts and fates that take the least seconds per step within the limit",
     "given": "the cuts were given",
 }
 
@@ -22,8 +29,9 @@ def explain(
     peaks: Sequence[Peak],
     layer_s: Sequence[float] | None,
     devices: Sequence[Any],
+    reasons: Sequence[str] = (),
 ) -> str:
-    """A text of one line per stage and one per layer, and the reason for the cuts."""
+    """A text of one line per stage and one per layer, with the fates of what is not kept, and the reasons."""
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
         f"{_WHY.get(plan.planner, '')}."
@@ -41,7 +49,9 @@ def explain(
         if peaks[d].row is not None:
             holders = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peaks[d].holders)
             lines.append(f"  peak at {peaks[d].row}: {holders}")
-        lines += [f"  {_layer_line(graph, layer, layer_s)}" for layer in stage.layers]
+        for layer in stage.layers:
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}")
+    lines += ["", *reasons] if reasons else []
     for parameter in graph.tied():
         lines.append(
             f"\nparameter '{parameter.array.name}' is tied: layers {', '.join(map(str, parameter.readers))} read it, "
@@ -57,7 +67,17 @@ def explain(
 
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:
     layer = graph.layers[i]
-    kept = sum(c.bytes for c in layer.candidates)
+    residual = sum(c.bytes for c in layer.candidates)
     held = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
     seconds = f"  {1e3 * layer_s[i]:8.3f} ms" if layer_s else ""
-    return f"layer {i:>3} {layer.name:<36} {format_bytes(held):>11} parameters {format_bytes(kept):>11} kept{seconds}"
+    sizes = f"{format_bytes(held):>11} parameters {format_bytes(residual):>11} candidates"
+    return f"layer {i:>3} {layer.name:<36} {sizes}{seconds}"
+
+
+def _fates(graph: LayerGraph, i: int, fates: Mapping[str, str]) -> str:
+    """What of a layer is swapped or computed again; edges count to the layer that makes them."""
+    layer = graph.layers[i]
+    names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
+    names += [graph.tensors[t].array.name for t in layer.writing("tensor")]
+    found = {fate: [n for n in names if fates.get(n) == fate] for fate in ("swap", "recompute")}
+    return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in found.items() if chosen)

@@ -21,7 +21,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]
     (0.0, 500000.0)
     """
-    rows = {device: row for row, device in enumerate(_in_order(span.device for span in spans))}
+    rows = {device: row for row, device in enumerate(in_order(span.device for span in spans))}
     origin_s = min((span.start_s for span in spans), default=0.0)
     events = [_metadata("process_name", 0, name="jvpipe")]
     for device, row in rows.items():
@@ -72,7 +72,7 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": row, "name": event, "args": args}
 
 
-def _in_order(devices: Iterable[str]) -> list[str]:
+def in_order(devices: Iterable[str]) -> list[str]:
     """Each device once, numbers in their order: `cpu:2` before `cpu:10`."""
     parts = {name: re.split(r"(\d+)", name) for name in devices}
     return sorted(parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]])

@@ -11,8 +11,9 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import COPIES, Row, RowKind
-from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.layer import inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
+from jvpipe.programs.model import backward_program, forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
@@ -21,29 +22,6 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.lower import lower_evaluation, lower_step
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
-
-
-def layer_programs(store: ProgramStore, traced: Traced, fates: Fates | None = None) -> tuple[LayerPrograms, ...]:
-    """Forward and backward of every layer; without fates all candidates are kept."""
-    found = []
-    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
-        kept = [c.name for c in layer.candidates] if fates is None else sorted(fates.kept[layer.id])
-        found.append(store.layer(body, kept, later))
-    return tuple(found)
-
-
-def forward_program(programs: LayerPrograms) -> Program:
-    """A layer's forward as something to compile."""
-    return Program.of(programs.forward, marked=True, key=("F", programs.key))
-
-
-def backward_program(programs: LayerPrograms) -> Program:
-    """A layer's backward; it adds into the sums that it is given."""
-    signature = programs.signature
-    first = len(signature.sources) + len(signature.cotangents)
-    count = len(signature.partial) + len(signature.gradients)
-    return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
 
 
 @dataclass
@@ -61,10 +39,13 @@ class Build:
 
     def __post_init__(self) -> None:
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
-        self.programs = layer_programs(self.store, self.traced, Fates.of(self.traced.graph, self.plan))
+        graph = self.traced.graph
+        self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
+        if self.plan.keep_last:
+            self.programs.append(layer_programs(self.store, self.traced))
         lists = find_schedule(self.plan.schedule).lists(len(self.plan.stages), self.microbatches)
-        signatures = [p.signature for p in self.programs]
-        self.lowered = lower_step(self.traced.graph, signatures, self.plan, lists, self.optimizer, self.layer_s)
+        signatures, *last = [[p.signature for p in programs] for programs in self.programs]
+        self.lowered = lower_step(graph, signatures, self.plan, lists, self.optimizer, self.layer_s, *last)
         self.step = self._bound(self.lowered)
         self.peaks = self.peaks_of(self.step)
 
@@ -93,9 +74,9 @@ class Build:
         graph, layer = self.traced.graph, row.layer
         match row.kind:
             case "F" | "R":
-                return forward_program(self.programs[layer])
+                return forward_program(self.programs[row.program][layer])
             case "B":
-                return backward_program(self.programs[layer])
+                return backward_program(self.programs[row.program][layer])
             case "E":
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -62,3 +63,21 @@ def check_paths(saved: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tupl
             )
     if extra := sorted(set(saved) - set(wanted)):
         raise ValueError(f"{where} is of another model: this one has no parameter '{extra[0]}'")
+
+
+def to_host(array: jax.Array) -> Any:
+    """A copy on the host that no later step can overwrite."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+    return np.array(array)
+
+
+def savable(value: Any) -> np.ndarray:
+    """Arrays that a checkpoint can hold: keys as their words."""
+    return np.asarray(jax.random.key_data(value)) if savable_dtype(str(value.dtype)) != str(value.dtype) else value
+
+
+def savable_dtype(dtype: str) -> str:
+    """The type under which a checkpoint holds arrays of a type."""
+    return "uint32" if dtype.startswith("key<") else dtype

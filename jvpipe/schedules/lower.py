@@ -1,6 +1,7 @@
 """From a schedule's task lists to the rows that the controller dispatches, and the table of their buffers."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.fates import Fates
@@ -14,6 +15,17 @@ from jvpipe.schedules.swaps import Swaps
 from jvpipe.schedules.update import lower_update
 
 
+class Form(NamedTuple):
+    """How a micro-batch runs: the fates of what it leaves, and with them the programs of each layer.
+
+    `program` tells the forms of one step apart.
+    """
+
+    program: int
+    fates: Fates
+    signatures: Sequence[Signature]
+
+
 def lower_step(
     graph: LayerGraph,
     signatures: Sequence[Signature],
@@ -21,26 +33,38 @@ def lower_step(
     lists: TaskLists,
     optimizer: OptimizerCut,
     layer_s: Sequence[float] | None = None,
+    last: Sequence[Signature] | None = None,
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
-    `layer_s` are the layers' seconds, if known: they order the dispatch between devices.
+    Args:
+        graph: the layers.
+        signatures: of each layer's programs, under the plan's fates.
+        plan: where layers run, and the fates.
+        lists: the tasks of each stage.
+        optimizer: the update.
+        layer_s: the layers' seconds, if known: they order the dispatch between devices.
+        last: the signatures for the last micro-batch, if that keeps everything (`plan.keep_last`).
     """
     pen = Emitter(graph, plan, optimizer)
-    fates = Fates.of(graph, plan)
     micro = 1 + max(task.microbatch for task in lists[0])
-    swaps = Swaps(pen, lists, lambda task: _swapped(pen, fates, signatures, task))
+    usual = Form(0, Fates.of(graph, plan), signatures)
+    forms = [usual] * micro
+    if last is not None:
+        forms[-1] = Form(1, Fates.of(graph, plan.without_fates()), last)
+    swaps = Swaps(pen, lists, lambda task: _swapped(pen, forms[task.microbatch], task))
     for task in _order(graph, plan, lists, layer_s):
-        layers = plan.stages[task.stage].layers
+        layers = [graph.layers[i] for i in plan.stages[task.stage].layers]
+        m, form = task.microbatch, forms[task.microbatch]
         swaps.before(task)
         if task.kind == "F":
             for layer in layers:
-                _forward(pen, graph.layers[layer], task.microbatch, signatures[layer], again=layer in fates.rerun)
-                _loss(pen, graph.layers[layer], task.microbatch, micro)
+                _forward(pen, layer, m, form)
+                _loss(pen, layer, m, micro)
         else:
             for layer in reversed(layers):
-                _rerun(pen, fates, signatures, graph.layers[layer], task.microbatch)
-                _backward(pen, graph.layers[layer], task.microbatch, signatures[layer])
+                _rerun(pen, form, layer, m)
+                _backward(pen, layer, m, form)
         swaps.after(task)
     for k, d in [(b.key[1], b.key[3]) for b in pen.buffers[: pen.persistent] if b.key[0] == "state"]:
         pen.successor[pen.ids["state", k, -1, d]] = pen.ids.get(("state", k, micro - 1, d), pen.ids["state", k, -1, d])
@@ -124,14 +148,14 @@ def _write(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
             return pen.new(key, "metric", pen.graph.loss_bytes, d)
 
 
-def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None, *, again: bool = False) -> None:
+def _forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
     """A layer's forward, and the copies of what it makes straight to the devices that read it.
 
-    What a forward that will run `again` leaves for the backward is not kept.
+    Without a form it leaves nothing for a backward; nor does one that will run again.
     """
     graph, d = pen.graph, pen.device[layer.id]
     reads = [_read(pen, layer, ref, m) for ref in layer.reads]
-    if signature is None:
+    if form is None:
         writes = [
             pen.new(("unused", ref.index, m, d), "state", graph.state[ref.index].bytes, d)
             if ref.kind == "state"
@@ -141,16 +165,15 @@ def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None, *,
         pen.emit("E", layer.id, m, reads, writes)
     else:
         writes = [_write(pen, layer, ref, m) for ref in layer.writes]
-        name = "unused" if again else "residual"
-        writes += [
-            pen.new((name, layer.id, i, m), "residual", array.bytes, d) for i, array in enumerate(signature.residuals)
-        ]
-        pen.emit("F", layer.id, m, reads, writes)
+        name = "unused" if layer.id in form.fates.rerun else "residual"
+        residuals = form.signatures[layer.id].residuals
+        writes += [pen.new((name, layer.id, i, m), "residual", array.bytes, d) for i, array in enumerate(residuals)]
+        pen.emit("F", layer.id, m, reads, writes, program=form.program)
     for ref in layer.writes:
         match ref.kind:
             case "tensor":
                 places = [pen.device[reader] for reader in graph.tensors[ref.index].readers]
-            case "state" if signature is not None:
+            case "state" if form is not None:
                 places = [b.device for b in pen.buffers[: pen.persistent] if b.key[:2] == ("state", ref.index)]
             case "aux":
                 places = [home(graph, pen.device)]
@@ -160,9 +183,9 @@ def _forward(pen: Emitter, layer: Layer, m: int, signature: Signature | None, *,
             pen.send(_key(pen, layer, ref, m), (ref.kind, ref.index, m, place), place, layer.id, m)
 
 
-def _swapped(pen: Emitter, fates: Fates, signatures: Sequence[Signature], task: Task) -> list[Key]:
+def _swapped(pen: Emitter, form: Form, task: Task) -> list[Key]:
     """What goes to the host after a forward: swapped residuals, and swapped edges that a backward here reads."""
-    s, _, m = task
+    (s, _, m), (_, fates, signatures) = task, form
     graph = pen.graph
     layers = [graph.layers[i] for i, stage in pen.stage.items() if stage == s]
     found: list[Key] = [
@@ -181,44 +204,46 @@ def _swapped(pen: Emitter, fates: Fates, signatures: Sequence[Signature], task: 
     return found + [("tensor", t, m, pen.device[layers[0].id]) for t in edges if Ref("tensor", t) in wanted]
 
 
-def _rerun(pen: Emitter, fates: Fates, signatures: Sequence[Signature], layer: Layer, m: int) -> None:
+def _rerun(pen: Emitter, form: Form, layer: Layer, m: int) -> None:
     """Forwards that run again, so that a layer's backward finds what it reads."""
-    found = signatures[layer.id].sources
-    for ref in [layer.reads[i] for kind, i in found if kind == "input"]:
-        _ensure(pen, fates, signatures, layer, ref, m)
-    if layer.id in fates.rerun:
-        _again(pen, fates, signatures, layer, m)
+    for kind, i in form.signatures[layer.id].sources:
+        if kind == "input":
+            _ensure(pen, form, layer, layer.reads[i], m)
+    if layer.id in form.fates.rerun:
+        _again(pen, form, layer, m)
 
 
-def _ensure(pen: Emitter, fates: Fates, signatures: Sequence[Signature], reader: Layer, ref: Ref, m: int) -> None:
+def _ensure(pen: Emitter, form: Form, reader: Layer, ref: Ref, m: int) -> None:
     """Makes an edge again if its stage dropped it."""
-    if ref.kind != "tensor" or fates.edges.get((pen.stage[reader.id], ref.index)) != "recompute":
-        return
-    _again(pen, fates, signatures, pen.graph.layers[pen.graph.tensors[ref.index].producer], m)
+    if _is_dropped(pen, form, reader, ref):
+        _again(pen, form, pen.graph.layers[pen.graph.tensors[ref.index].producer], m)
 
 
-def _again(pen: Emitter, fates: Fates, signatures: Sequence[Signature], layer: Layer, m: int) -> None:
+def _is_dropped(pen: Emitter, form: Form, layer: Layer, ref: Ref) -> bool:
+    return ref.kind == "tensor" and form.fates.edges.get((pen.stage[layer.id], ref.index)) == "recompute"
+
+
+def _again(pen: Emitter, form: Form, layer: Layer, m: int) -> None:
     """A layer's forward once more, unless it has been; it leaves what backwards read."""
     if (layer.id, m) in pen.reruns:
         return
     pen.reruns.add((layer.id, m))
     for ref in layer.reads:
-        _ensure(pen, fates, signatures, layer, ref, m)
+        _ensure(pen, form, layer, ref, m)
     d = pen.device[layer.id]
     reads = [_left(pen, layer, ref, m) for ref in layer.reads]
     writes = []
     for ref in layer.writes:
         key = _key(pen, layer, ref, m)
         source = pen.buffers[pen.ids[key]]
-        dropped = ref.kind == "tensor" and fates.edges.get((pen.stage[layer.id], ref.index)) == "recompute"
-        if dropped:
+        if _is_dropped(pen, form, layer, ref):
             pen.moved[key] = ("again", *key)
         writes.append(pen.new(("again", *key), source.owner, source.bytes, d))
     writes += [
         pen.new(("residual", layer.id, i, m), "residual", array.bytes, d)
-        for i, array in enumerate(signatures[layer.id].residuals)
+        for i, array in enumerate(form.signatures[layer.id].residuals)
     ]
-    pen.emit("R", layer.id, m, reads, writes)
+    pen.emit("R", layer.id, m, reads, writes, program=form.program)
 
 
 def _moved(pen: Emitter, key: Key) -> int:
@@ -265,9 +290,9 @@ def _metrics(graph: LayerGraph) -> list[Key]:
     return [("metric", "loss"), *(("metric", f"aux{group}") for group in range(len(graph.aux_groups)))]
 
 
-def _backward(pen: Emitter, layer: Layer, m: int, signature: Signature) -> None:
+def _backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     """A layer's backward, and the cotangents that it sends on: to the next earlier reader, last to the producer."""
-    graph, d = pen.graph, pen.device[layer.id]
+    graph, d, signature = pen.graph, pen.device[layer.id], form.signatures[layer.id]
     sums = [
         (("gradient", layer.reads[i].index, layer.id, d), graph.parameters[layer.reads[i].index].array.bytes)
         for i in signature.gradients
@@ -286,7 +311,7 @@ def _backward(pen: Emitter, layer: Layer, m: int, signature: Signature) -> None:
     tensors = [layer.reads[i].index for i in signature.returned]
     writes = [pen.ids[key] for key, _ in sums]
     writes += [pen.new(("cotangent", t, m, d), "edge", graph.tensors[t].array.bytes, d) for t in tensors]
-    pen.emit("B", layer.id, m, reads, writes)
+    pen.emit("B", layer.id, m, reads, writes, program=form.program)
     for t in tensors:
         earlier = [r for r in graph.tensors[t].readers if r < layer.id]
         there = pen.device[earlier[-1] if earlier else graph.tensors[t].producer]

@@ -1,7 +1,8 @@
 """One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jvpipe.ir.task import Task, TaskLists
 
@@ -52,7 +53,15 @@ def dispatch_order(
             (waiting.discard if len(ready) > before else waiting.add)(s)
     stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
     if stuck:
-        missing = {task: " ".join(str(t) for t in waits_for(task) if t not in done) for task in stuck}
-        why = "; ".join(f"{task} waits for {others}" for task, others in missing.items())
-        raise ValueError(f"the schedule cannot progress: {why}")
+        raise cannot_progress({task: [t for t in waits_for(task) if t not in done] for task in stuck})
     return order
+
+
+def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
+    """The error for tasks that wait for what never comes.
+
+    >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
+    the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0
+    """
+    why = "; ".join(f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items())
+    return ValueError(f"the schedule cannot progress: {why}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from jvpipe.ir.task import TaskLists
@@ -33,6 +34,10 @@ class Schedule:
         >>> find_schedule("1f1b").in_flight(3, 8), find_schedule("gpipe").in_flight(3, 8)
         ((3, 2, 1), (8, 8, 8))
         """
-        lists = self.lists(stages, microbatches if self.synchronous else max(microbatches, 2 * stages))
-        steps = {"F": 1, "B": -1}
-        return tuple(max(accumulate(steps.get(task.kind, 0) for task in tasks)) for tasks in lists)
+        return _in_flight(self.lists, stages, microbatches if self.synchronous else max(microbatches, 2 * stages))
+
+
+@lru_cache(maxsize=256)
+def _in_flight(lists: Callable[[int, int], TaskLists], stages: int, microbatches: int) -> tuple[int, ...]:
+    steps = {"F": 1, "B": -1}
+    return tuple(max(accumulate(steps.get(task.kind, 0) for task in tasks)) for tasks in lists(stages, microbatches))

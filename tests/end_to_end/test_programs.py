@@ -6,8 +6,8 @@ import optax
 
 import jvpipe
 from jvpipe.models import load
+from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.build import layer_programs
 
 
 def test_bert_of_48_blocks_compiles_its_distinct_layers_only() -> None:

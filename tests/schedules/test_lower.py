@@ -8,9 +8,9 @@ import pytest
 from jvpipe.ir.buffers import Lowered, peaks
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
+from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.build import layer_programs
 from jvpipe.schedules import SCHEDULES
 from jvpipe.schedules.lower import lower_evaluation, lower_step
 from jvpipe.trace.graph import build_graph

@@ -1,0 +1,141 @@
+"""Every planner on real profiles and on our own models: python -m experiments.planners.tables
+
+The profiles lie beside the checkout in shared/profiles; without them their tables are left out.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.graph_file import read_graph
+from jvpipe.cost.graph_split import expert_split, split_loads_s
+from jvpipe.plan import Answer, Options, answer, model_costs, on_cluster
+from jvpipe.planners import PLANNERS
+from jvpipe.planners.forecast import simulated_step_s
+from jvpipe.planners.memory import evaluate
+from jvpipe.planners.problem import Problem
+from jvpipe.schedules import find_schedule
+
+PROFILES = Path(__file__).parents[2].parent / "shared" / "profiles"
+FILES = ("resnet50", "vgg16", "gnmt")
+STAGES = (2, 4, 8)
+
+
+def exact_bottleneck_s(costs: Costs, stages: int) -> float:
+    """The least slowest stage of all contiguous cuts, by a plain dynamic program that no planner shares."""
+    total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs.layers])])
+    best = total.copy()
+    for _ in range(stages - 1):
+        best = np.array(
+            [min((max(best[i], total[j] - total[i]) for i in range(j)), default=0.0) for j in range(len(total))]
+        )
+    return float(best[-1])
+
+
+def bottlenecks() -> None:
+    print("## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream (planning seconds)\n")
+    print(f"| planner | {' | '.join(f'{f} {s}' for f in FILES for s in STAGES)} |\n|---|{'---|' * 9}")
+    problems = []
+    for name in FILES:
+        costs = read_graph(PROFILES / f"pipedream_{name}.graph.txt").costs
+        for stages in STAGES:
+            exact_s = exact_bottleneck_s(costs, stages)
+            problems.append((Problem(costs, stages, find_schedule("pipedream"), 4 * stages), exact_s))
+    for planner in PLANNERS:
+        cells = []
+        for problem, exact_s in problems:
+            found = answer(problem, planner)
+            assert found.evaluation is not None
+            cells.append(f"{found.evaluation.bottleneck_s / exact_s:.3f} ({found.planning_s:.2f})")
+        print(f"| {planner} | {' | '.join(cells)} |", flush=True)
+
+
+def expert() -> None:
+    file = PROFILES / "dnn_partitioning_bert24_training.json"
+    graph = read_graph(file)
+    assert graph.devices is not None
+    loads = split_loads_s(graph, expert_split(file.with_name(f"{file.stem}_expert.json")))
+    problem = Problem(
+        graph.costs, graph.devices, find_schedule("pipedream"), 24, graph.memory_limit_bytes, peer=graph.link
+    )
+    found = answer(problem, "jvpipe")
+    assert found.evaluation is not None
+    print(f"\n## BERT-24 of dnn-partitioning on {graph.devices} accelerators\n")
+    print(
+        f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's {1e3 * found.evaluation.bottleneck_s:.2f} ms;"
+    )
+    print(f"most bytes on a device {found.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}")
+
+
+def under_limits() -> None:
+    print("\n## Simulated step over jvpipe's, under a limit (share of what keeping everything takes); M = 4 S\n")
+    cases = [(f, read_graph(PROFILES / f"pipedream_{f}.graph.txt").costs) for f in FILES] if PROFILES.exists() else []
+    cluster = find_cluster("a100-40gb")
+    for size in ("base", "large"):
+        costs = model_costs(Options(model="bert", size=size, batch_size=64, microbatches=16), cluster)
+        cases.append((f"bert {size}", costs))
+    columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
+    planners = [p for p in PLANNERS if p not in ("even", "torchgpipe-size")]
+    print(f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} |\n|---|{'---|' * len(columns)}")
+    for name, costs in cases:
+        rows: dict[str, list[str]] = {planner: [] for planner in planners}
+        for schedule, share in columns:
+            problem = on_cluster(Problem(costs, 4, find_schedule(schedule), 16), cluster)
+            keeping = answer(problem, "torchgpipe").evaluation
+            assert keeping is not None
+            problem = replace(problem, memory_limit_bytes=int(share * keeping.peak_bytes))
+            ours_s = _step_s(problem, answer(problem, "jvpipe"))
+            for planner in planners:
+                step_s = _step_s(problem, answer(problem, planner))
+                worse = "no plan" if step_s is None else "" if ours_s is None else f"{step_s / ours_s:.3f}"
+                rows[planner].append(worse)
+        for planner, cells in rows.items():
+            print(f"| {name}, {planner} | {' | '.join(cells)} |", flush=True)
+
+
+def _step_s(problem: Problem, found: Answer) -> float | None:
+    """The simulated step, if there is a plan and it fits."""
+    if found.evaluation is None:
+        return None
+    limit = problem.memory_limit_bytes
+    fits = limit is None or found.evaluation.peak_bytes <= limit
+    return simulated_step_s(problem, found.evaluation.stages) if fits else None
+
+
+def noise(draws: int = 20) -> None:
+    print("\n## Plans made on costs that are off by 10%: true step over that of a plan made on true costs\n")
+    print("| planner | mean | worst |\n|---|---|---|")
+    cluster = find_cluster("a100-40gb")
+    costs = model_costs(Options(model="bert", size="large", batch_size=64, microbatches=16), cluster)
+    problem = on_cluster(Problem(costs, 8, find_schedule("1f1b"), 16), cluster)
+    for planner in ("torchgpipe", "pipedream", "vpipe", "dawnpiper", "adapipe", "jvpipe"):
+        true = answer(problem, planner)
+        true_s, random_numbers, ratios = _step_s(problem, true), random.Random(0), []
+        assert true_s is not None
+        for _ in range(draws):
+            layers = []
+            for layer in costs.layers:
+                f, b = (random_numbers.gauss(1, 0.1) for _ in range(2))
+                layers.append(
+                    replace(layer, forward_s=layer.forward_s * max(f, 0.5), backward_s=layer.backward_s * max(b, 0.5))
+                )
+            found = answer(replace(problem, costs=replace(costs, layers=tuple(layers))), planner)
+            assert found.decision is not None
+            ratios.append(simulated_step_s(problem, evaluate(problem, found.decision).stages) / true_s)
+        print(f"| {planner} | {np.mean(ratios):.3f} | {max(ratios):.3f} |", flush=True)
+
+
+def main() -> None:
+    if PROFILES.exists():
+        bottlenecks()
+        expert()
+    under_limits()
+    noise()
+
+
+if __name__ == "__main__":
+    main()

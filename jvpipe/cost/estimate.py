@@ -1,0 +1,66 @@
+"""What a model costs on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
+
+from jvpipe.cost import roofline
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.frontier import layer_options, recomputes
+from jvpipe.cost.hardware import Accelerator, Cluster
+from jvpipe.cost.model import Work, costs_of, own_inputs
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.model import layer_programs
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import ProgramStore, shared_store
+from jvpipe.trace.graph import Traced
+
+
+def estimate(
+    traced: Traced,
+    cluster: Cluster,
+    optimizer: OptimizerCut | None = None,
+    microbatches: int = 1,
+    *,
+    fates: bool = True,
+    store: ProgramStore | None = None,
+) -> Costs:
+    """The costs of a model on a device of a cluster, by the roofline; layers alike are looked at once.
+
+    Args:
+        traced: the model; its arrays may be shapes alone.
+        cluster: the hardware.
+        optimizer: counts its state.
+        microbatches: in a step.
+        fates: whether layers have options other than keeping everything.
+        store: where programs are kept.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jvpipe.cost.cluster_file import find_cluster
+    >>> from jvpipe.trace.graph import build_graph
+    >>> from jvpipe.trace.loss import trace_loss
+    >>> def loss_fn(params, x, rng):
+    ...     for w in params:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x**2)
+    >>> weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 3
+    >>> traced = build_graph(trace_loss(loss_fn, weights, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), None))
+    >>> costs = estimate(traced, find_cluster("v100-a"))
+    >>> [round(1e3 * layer.forward_s) for layer in costs.layers]
+    [15, 15, 15]
+    """
+    store = store or shared_store()
+    everything = layer_programs(store, traced)
+    signatures = [programs.signature for programs in everything]
+    distinct = {id(programs): programs for programs in everything}
+    works = {key: _work(programs, cluster.device) for key, programs in distinct.items()}
+    options = None
+    if fates:
+        recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
+        options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
+    return costs_of(traced.graph, signatures, [works[id(p)] for p in everything], options, optimizer, microbatches)
+
+
+def _work(programs: LayerPrograms, device: Accelerator) -> Work:
+    return Work(
+        roofline.seconds(programs.forward, device),
+        roofline.seconds(programs.backward, device),
+        roofline.temporary_bytes(programs.forward),
+        roofline.temporary_bytes(programs.backward),
+    )

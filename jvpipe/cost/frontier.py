@@ -1,0 +1,188 @@
+"""What a layer can do with its residuals: options of (bytes kept, bytes swapped, seconds more, bytes more).
+
+A candidate is kept, swapped to the host and back, or computed again in the backward. Of all choices those remain that
+no other one beats in every respect, the non-convex ones included; where they are many, those that some prices of
+bytes and link time pick, and the ones farthest from them. Elementwise values are always computed again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
+
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe.cost.costs import Option
+from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.recompute import Recompute, recompute_of
+from jvpipe.cost.roofline import equation_seconds
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.trace.graph import Traced
+
+OPTIONS = 24  # of a layer, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measured points of a layer: pairs (modelled, measured) of seconds that its backward takes longer, and the bytes
+    that it takes more when it computes everything again.
+    """
+
+    extra_s: tuple[tuple[float, float], ...]
+    extra_bytes: int
+
+
+def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator) -> list[Recompute]:
+    """What dropping candidates costs each layer, by the roofline; equal layers get the same object.
+
+    Args:
+        traced: the model.
+        nothing: the programs of its layers with no candidate kept.
+        device: the hardware.
+    """
+    known: dict[tuple[int, tuple[str, ...]], Recompute] = {}
+    found = []
+    for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
+        key = id(programs), tuple(c.name for c in layer.candidates)
+        if key not in known:
+            results = [body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)]
+            sizes = {c.name: c.bytes for c in layer.candidates}
+            known[key] = recompute_of(programs, sizes, results, partial(equation_seconds, device=device))
+        found.append(known[key])
+    return found
+
+
+def layer_options(
+    traced: Traced,
+    inputs: Sequence[Sequence[int]],
+    recomputed: Sequence[Recompute],
+    measured: Sequence[Calibration] | None = None,
+) -> list[tuple[Option, ...]]:
+    """The options of every layer; equal layers differ in names alone.
+
+    Args:
+        traced: the model.
+        inputs: the tensors that each layer holds alone.
+        recomputed: what dropping candidates costs each layer.
+        measured: what it was measured to cost each layer, if it was.
+    """
+    known: dict[tuple[int, int], tuple[Option, ...]] = {}
+    found = []
+    for layer in traced.graph.layers:
+        arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
+        recompute, input_bytes = recomputed[layer.id], sum(array.bytes for array in arrays)
+        key = id(recompute), input_bytes
+        if key not in known:
+            options = options_of(recompute, input_bytes)
+            known[key] = calibrated(options, measured[layer.id]) if measured else options
+        found.append(named(known[key], traced.graph.label(layer), [array.name for array in arrays]))
+    return found
+
+
+def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) -> tuple[Option, ...]:
+    """A layer's options: the first keeps everything, the last computes everything again.
+
+    Args:
+        recompute: what dropping the layer's candidates costs.
+        input_bytes: inputs that the layer alone holds; some options swap them too.
+        most: how many options there are at most.
+
+    Fates are named as the candidates are; `named` gives them the layer's name.
+    """
+    everything, nothing = (_option(recompute, kept) for kept in (recompute.choices, frozenset()))
+    found = [option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)]
+    others = [option for option in found if option not in (everything, nothing)]
+    points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
+    chosen = [others[i - 2] for i in _thinned(points, most) if i >= 2]
+    chosen.sort(
+        key=lambda option: (option.swapped_bytes + option.swaps_input > 0, option.extra_s, option.swapped_bytes)
+    )
+    return (everything,) if nothing == everything and not chosen else (everything, *chosen, nothing)
+
+
+def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
+    """Options whose seconds and bytes agree with what was measured; in between they are interpolated."""
+    modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
+    measured_s = np.maximum.accumulate(measured_s)  # noise must not make it cheaper to compute more again
+    most = options[-1].extra_bytes
+    scale = max(measured.extra_bytes, 0) / most if most else 0.0
+    return tuple(
+        replace(
+            option,
+            extra_s=float(np.interp(option.extra_s, modelled_s, measured_s)),
+            extra_bytes=int(option.extra_bytes * scale),
+        )
+        for option in options
+    )
+
+
+def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple[Option, ...]:
+    """The options of one of several equal layers: fates bear its name, swapped inputs their own."""
+    return tuple(
+        replace(
+            option,
+            fates={f"{layer}/{name}": fate for name, fate in option.fates.items()}
+            | (dict.fromkeys(inputs, "swap") if option.swaps_input else {}),
+        )
+        for option in options
+    )
+
+
+def _option(
+    recompute: Recompute, kept: Iterable[int], swapped: Iterable[int] = (), swaps_input: bool = False
+) -> Option:
+    used, again = recompute.dropping(frozenset(kept))
+    swapped = used.intersection(swapped)
+    everything = recompute.choices == frozenset(kept)
+    dropped = frozenset() if everything else recompute.choices - used
+    fates = {recompute.names[c]: "recompute" for c in sorted(dropped)}
+    return Option(
+        kept_bytes=recompute.kept_bytes(used - swapped),
+        swapped_bytes=recompute.kept_bytes(swapped),
+        extra_s=recompute.extra_s(again),
+        extra_bytes=sum(recompute.bytes[c] for c in again),
+        fates=fates | {recompute.names[c]: "swap" for c in sorted(swapped)},
+        swaps_input=swaps_input,
+    )
+
+
+def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> Iterable[Option]:
+    """A choice of what is kept, with more and more of it swapped: from the largest on, and from the smallest on."""
+    order = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
+    growing = [list(accumulate(([c] for c in by), initial=[])) for by in (order, order[::-1])]
+    swaps = {frozenset(swapped) for found in growing for swapped in found}
+    for swapped, with_input in product(swaps, (False, True) if input_bytes else (False,)):
+        yield _option(recompute, kept, swapped, with_input)
+
+
+def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
+    swapped = input_bytes if option.swaps_input else 0
+    kept = option.kept_bytes + input_bytes - swapped
+    return kept, option.swapped_bytes + swapped, option.extra_s, option.extra_bytes
+
+
+def _thinned(points: np.ndarray, most: int) -> list[int]:
+    """The first two points, and of the others the Pareto set, thinned."""
+    efficient = [i for i in range(2, len(points)) if not _beaten(points, i)]
+    if len(efficient) + 2 <= most:
+        return [0, 1, *efficient]
+    span = points.max(0)
+    scaled = points / np.where(span > 0, span, 1)
+    ids = np.array([0, 1, *efficient])
+    byte, link, more = (prices.ravel() for prices in np.meshgrid(*[np.geomspace(1e-3, 1e3, 13)] * 2, [0.0, 0.5]))
+    price = np.stack([byte, link, np.ones_like(byte), more * byte])
+    picked, often = np.unique((scaled[ids] @ price).argmin(0), return_counts=True)
+    chosen = list(dict.fromkeys([0, 1, *picked[np.argsort(-often, kind="stable")].tolist()]))[: max(most, 2)]
+    distance = np.abs(scaled[ids][:, None] - scaled[ids][None, chosen]).sum(2).min(1)
+    while len(chosen) < most:
+        chosen.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.abs(scaled[ids] - scaled[ids[chosen[-1]]]).sum(1))
+    return ids[chosen].tolist()
+
+
+def _beaten(points: np.ndarray, i: int) -> bool:
+    """Whether another point is as good everywhere and better somewhere, or the same and earlier."""
+    as_good = (points <= points[i]).all(1)
+    same = (points == points[i]).all(1)
+    return bool((as_good & ~same).any() or same[:i].any())

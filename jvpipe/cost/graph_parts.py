@@ -1,0 +1,79 @@
+"""What every format of graph file shares: what is read from one, the order of its nodes, its errors."""
+
+import heapq
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import INFINITE, Link
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFile:
+    """What a graph file says: costs always, the machine it was made for where the format tells.
+
+    `devices` accelerators of `memory_limit_bytes` each are joined by `link`; `costs.ids` are the file's node ids.
+    """
+
+    costs: Costs
+    memory_limit_bytes: int | None = None
+    devices: int | None = None
+    link: Link = INFINITE
+
+
+def wrong(file: str, line: int, what: str) -> ValueError:
+    """The error that says where a file is wrong.
+
+    >>> wrong("a.txt", 3, "activation_size is missing")
+    ValueError('a.txt, line 3: activation_size is missing')
+    """
+    return ValueError(f"{file}, line {line}: {what}")
+
+
+def is_amount(number: int | float) -> bool:
+    """Whether a number can be a time or a size: finite and not negative.
+
+    >>> [is_amount(x) for x in (0.0, 2.5, -1.0, float("nan"), float("inf"))]
+    [True, True, False, False, False]
+    """
+    return 0 <= number <= sys.float_info.max
+
+
+def topological_order(nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str) -> list[int]:
+    """Nodes such that every edge runs forward; of those that are ready, the one of the lowest id comes first.
+
+    `edges` maps each to the line where it stands. A cycle is a ValueError that names it.
+
+    >>> topological_order([3, 1, 2], {(3, 2): 8}, "a.txt")
+    [1, 3, 2]
+    """
+    readers: dict[int, list[int]] = {node: [] for node in nodes}
+    waits_for = dict.fromkeys(readers, 0)
+    for source, target in edges:
+        readers[source].append(target)
+        waits_for[target] += 1
+    ready = [node for node, count in waits_for.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for reader in readers[node]:
+            waits_for[reader] -= 1
+            if not waits_for[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) < len(readers):
+        cycle = _cycle({node for node, count in waits_for.items() if count}, edges)
+        text = " -> ".join(map(str, cycle))
+        raise wrong(file, edges[cycle[0], cycle[1]], f"the edges of nodes {text} run in a cycle: remove one of them")
+    return order
+
+
+def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
+    """A cycle among the nodes that never got ready: each of them has a source that did not either."""
+    source_of = {target: source for source, target in edges if source in left and target in left}
+    path = [min(left)]
+    while path.count(path[-1]) < 2:
+        path.append(source_of[path[-1]])
+    return path[path.index(path[-1]) :][::-1]

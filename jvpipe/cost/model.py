@@ -1,0 +1,173 @@
+"""A traced model as planners see it: seconds and bytes of its layers, and the values between them.
+
+The bytes follow the buffer table of a lowered step, so that what a stage is said to need covers what it will hold.
+A value is held if a backward reads it: from its making until then, per micro-batch in flight. All others pass: they
+are alive while a few layers run, and count among the temporaries of these.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
+from jvpipe.ir.layers import Kind, Layer, LayerGraph, Ref, Signature
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a layer's programs take on one micro-batch, with all candidates kept.
+
+    Temporaries are what a program needs beside its inputs and results; those of the update are the optimizer's.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_temporary_bytes: int = 0
+    backward_temporary_bytes: int = 0
+    update_temporary_bytes: int = 0
+
+
+def costs_of(
+    graph: LayerGraph,
+    signatures: Sequence[Signature],
+    works: Sequence[Work],
+    options: Sequence[Sequence[Option]] | None = None,
+    optimizer: OptimizerCut | None = None,
+    microbatches: int = 1,
+) -> Costs:
+    """The costs of a model.
+
+    Args:
+        graph: its layers, tensors and parameters.
+        signatures: of each layer's programs with all candidates kept.
+        works: seconds and temporaries of each layer.
+        options: of each layer, the first of which keeps everything; by default there is no other.
+        optimizer: its state and what its update needs; None: neither is counted.
+        microbatches: in a step; their losses and aux values are held until its end.
+    """
+    model = _Model(graph, signatures)
+    layers = []
+    for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
+        everything = (Option(sum(a.bytes for a in signature.residuals)),)
+        layers.append(
+            LayerCost(
+                name=layer.name,
+                forward_s=work.forward_s,
+                backward_s=work.backward_s,
+                options=everything if options is None else tuple(options[layer.id]),
+                parameter_bytes=sum(p.array.bytes for p in graph.parameters if p.readers == (layer.id,)),
+                gradient_bytes=_summed_bytes(graph, layer, microbatches),
+                optimizer_bytes=model.lasting_bytes(layer.id) + _state_bytes(graph, layer.id, optimizer),
+                input_bytes=sum(graph.tensors[t].array.bytes for t in model.own_inputs(layer)),
+                temporary_bytes=max(
+                    work.forward_temporary_bytes + model.passing_forward_bytes(layer),
+                    work.backward_temporary_bytes + model.passing_backward_bytes(layer),
+                    work.update_temporary_bytes + _update_bytes(graph, layer.id, optimizer),
+                    _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0,
+                ),
+            )
+        )
+    edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)
+    return Costs(tuple(layers), edges, tuple(model.shared()), ids=tuple(layer.id for layer in graph.layers))
+
+
+def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[int]]:
+    """The tensors that each layer's backward reads and no other's."""
+    model = _Model(graph, signatures)
+    return [model.own_inputs(layer) for layer in graph.layers]
+
+
+class _Model:
+    """Who holds what: `holders[ref]` are the layers whose backward reads a value that a forward read or made."""
+
+    def __init__(self, graph: LayerGraph, signatures: Sequence[Signature]) -> None:
+        self.graph = graph
+        self.holders: dict[Ref, tuple[int, ...]] = {}
+        self.touching: dict[Ref, tuple[int, ...]] = {}  # the layers whose forward reads or makes a value
+        for layer, signature in zip(graph.layers, signatures, strict=True):
+            values = {"input": layer.reads, "output": layer.writes}
+            held = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
+            for known, refs in ((self.holders, held), (self.touching, {*layer.reads, *layer.writes})):
+                known.update((ref, (*known.get(ref, ()), layer.id)) for ref in refs)
+        arrays: dict[Kind, list[int]] = {
+            "tensor": [t.array.bytes for t in graph.tensors],
+            "batch": [a.bytes for a in graph.batch],
+            "seed": [graph.seed_bytes],
+            "state": [a.bytes for a in graph.state],
+            "constant": [a.bytes for a in graph.constants],
+        }
+        self.bytes = {Ref(kind, i): size for kind, sizes in arrays.items() for i, size in enumerate(sizes)}
+
+    def own_inputs(self, layer: Layer) -> list[int]:
+        return [t for t in layer.reading("tensor") if self.holders.get(Ref("tensor", t)) == (layer.id,)]
+
+    def shared(self) -> Iterator[Shared]:
+        """What a stage holds once, however many of its layers read it."""
+        for ref, size in self.bytes.items():
+            holders, touching = self.holders.get(ref, ()), self.touching.get(ref, (0,))
+            if ref.kind in ("state", "constant") and len(touching) > 1:
+                yield Shared(touching, size, per_version=True)
+            if ref.kind == "constant" or not holders:
+                continue
+            if len(holders) > 1 or ref.kind != "tensor" or holders == (self.graph.tensors[ref.index].producer,):
+                yield Shared(holders, size)
+        for parameter in self.graph.tied():
+            yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
+
+    def lasting_bytes(self, layer: int) -> int:
+        """Model state and captured arrays that no other layer touches."""
+        lasting = (ref for ref in self.bytes if ref.kind in ("state", "constant"))
+        return sum(self.bytes[ref] for ref in lasting if self.touching.get(ref, (0,)) == (layer,))
+
+    def passing_forward_bytes(self, layer: Layer) -> int:
+        """Values that pass while a layer's forward runs: nobody's backward reads them, or none on this stage."""
+        total = sum(self.graph.aux[i].bytes for i in layer.writing("aux"))
+        for ref, layers in self.touching.items():
+            if ref.kind in ("batch", "seed", "state", "tensor") and layers[0] <= layer.id <= layers[-1]:
+                holders = self.holders.get(ref, ())
+                held = bool(holders) if ref.kind == "tensor" else layer.id in holders
+                total += 0 if held else self.bytes[ref]
+        return total
+
+    def passing_backward_bytes(self, layer: Layer) -> int:
+        """Cotangents alive while a layer's backward runs."""
+        flowing = (t for t in self.graph.tensors if t.differentiable)
+        return sum(t.array.bytes for t in flowing if t.producer <= layer.id <= t.readers[-1])
+
+
+def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
+    """What a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
+    total = sum(graph.parameters[p].array.bytes for p in layer.reading("parameter"))
+    if layer.id == graph.loss_layer:
+        total += microbatches * ((1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux))
+    return total
+
+
+def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
+    """The results of a step: loss, weight, norm of the gradient; aux values, averaged or one per micro-batch."""
+    groups = [(graph.aux[found[0]].bytes, graph.aux_reduced(i)) for i, found in enumerate(graph.aux_groups)]
+    return 3 * graph.loss_bytes + sum(size * (1 if reduced else microbatches) for size, reduced in groups)
+
+
+def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
+    """The optimizer's state beside a layer; that of the global program lies with the loss."""
+    if optimizer is None:
+        return 0
+    holders = (layer, None) if layer == graph.loss_layer else (layer,)
+    return sum(optimizer.state[i].array.bytes for holder in holders for i in optimizer.held_by(holder))
+
+
+def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
+    """What the update needs beside gradients, parameters and state: the gradients of other layers that read a tied
+    parameter, and the values that pieces exchange.
+    """
+    if optimizer is None:
+        return 0
+    total = sum((len(p.readers) - 1) * p.array.bytes for p in graph.tied() if p.owner == layer)
+    holders = (layer, None) if layer == graph.loss_layer else (layer,)
+    sizes: dict[Slot, int] = {}
+    for piece in (piece for piece in optimizer.update if piece.layer in holders):
+        avals = [*piece.program.in_avals, *piece.program.out_avals]
+        sizes |= {slot: a.size * a.dtype.itemsize for slot, a in zip((*piece.reads, *piece.writes), avals, strict=True)}
+    return total + sum(size for slot, size in sizes.items() if slot.kind in ("weight", "kept", "partial", "global"))

@@ -1,0 +1,168 @@
+"""Seconds and bytes of equations on a device, from their shapes alone.
+
+XLA fuses elementwise operations into what reads them, so few values reach memory: results of products and the like,
+reductions, operands of products, and what a program yields. Each of these is a kernel here; it takes
+
+    launch + max(flops / flops per second, elementwise operations / per second, bytes read and written / per second)
+
+and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jvpipe.cost.hardware import Accelerator
+from jvpipe.trace import jaxprs
+from jvpipe.trace.primitives import flops, is_heavy, is_random
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Other names of their operand: no kernel.
+_ALIASES = _words(
+    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier name stop_gradient copy copy_p "
+    "reduce_precision sharding_constraint transpose"
+)
+# Results of these are written even where all readers are elementwise.
+_REDUCTIONS = _words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
+# Of their operand these read, or write, no more than a part: that of their result, of the update.
+_PARTIAL = _words("slice dynamic_slice gather")
+_UPDATES = _words("dynamic_update_slice scatter scatter-add scatter-mul")
+# What an equation counts as, in elementwise operations per value; 1 if it is not listed.
+_OPERATIONS: dict[str, float] = dict.fromkeys(
+    _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
+)
+_OPERATIONS |= dict.fromkeys(_words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0)
+_OPERATIONS |= dict.fromkeys(_words("erf erfc erf_inv lgamma digamma tan atan2"), 20.0)
+_RANDOM_OPERATIONS = 50.0  # of threefry, per word
+
+
+def nbytes(atom: Atom) -> int:
+    """The bytes of a variable; those of a literal are nothing."""
+    if isinstance(atom, _jax.Literal):
+        return 0
+    aval = _jax.aval(atom)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
+    """How long a program takes."""
+    return sum(equation_seconds(closed.jaxpr.eqns, closed.jaxpr.outvars, device))
+
+
+def temporary_bytes(closed: ClosedJaxpr) -> int:
+    """The most that a program holds in memory beside its inputs and results, run in the order of its equations."""
+    jaxpr = closed.jaxpr
+    kernels = _Kernels(jaxpr.eqns, jaxpr.outvars)
+    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    last = {v: i for i, kernel in kernels.of.items() for v in kernel.reads}
+    alive = most = 0
+    ending: dict[int, int] = {}
+    for i in kernels.of:
+        for v in (v for v in jaxpr.eqns[i].outvars if v in kernels.written and v not in results):
+            alive += nbytes(v)
+            ending[last.get(v, i)] = ending.get(last.get(v, i), 0) + nbytes(v)
+        most = max(most, alive)
+        alive -= ending.pop(i, 0)
+    return most
+
+
+def equation_seconds(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator) -> list[float]:
+    """How long the kernel of each equation takes; nothing where an equation is part of another's kernel."""
+    kernels = _Kernels(eqns, outputs)
+    return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What a kernel reads (bytes per value in memory), its elementwise operations and the bytes that it writes."""
+
+    reads: dict[Var, int]
+    operations: float
+    written: int
+
+
+class _Kernels:
+    """Equations as kernels: `of` those of equations that have one, `written` the values that reach memory."""
+
+    def __init__(self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> None:
+        self.root: dict[Var, Var] = {}
+        for eqn in eqns:
+            self.root |= {v: self.root.get(v, v) for v in [*jaxprs.variables(eqn.invars), *eqn.outvars]}
+            source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
+            if isinstance(source, Var) and len(eqn.outvars) == 1:
+                self.root[eqn.outvars[0]] = self.root[source]
+        self.written = self._written(eqns, outputs)
+        self.of: dict[int, _Kernel] = {}
+        self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
+        for i, eqn in enumerate(eqns):
+            reads, operations = self._traced(i, eqn)
+            kernel = not self.written.isdisjoint(eqn.outvars)
+            if kernel:
+                size = nbytes(eqn.invars[-1]) if eqn.primitive.name in _UPDATES else sum(map(nbytes, eqn.outvars))
+                self.of[i] = _Kernel(reads, sum(operations.values()), size)
+            for v in eqn.outvars:
+                self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
+
+    def _written(self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> set[Var]:
+        wanted = list(jaxprs.variables(outputs))
+        for eqn in eqns:
+            if is_heavy(eqn) or is_random(eqn):
+                wanted += [*eqn.outvars, *jaxprs.variables(eqn.invars)]
+            elif eqn.primitive.name in _REDUCTIONS:
+                wanted += eqn.outvars
+        return {self.root.get(v, v) for v in wanted}
+
+    def _traced(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
+        """The values in memory that an equation is made of, and the operations since then."""
+        reads: dict[Var, int] = {}
+        operations = {i: _operations(eqn)}
+        for v in jaxprs.variables(eqn.invars):
+            found, since = self.fused.get(v, ({v: nbytes(v)}, {}))
+            reads |= {u: max(size, reads.get(u, 0)) for u, size in found.items()}
+            operations |= since
+        if eqn.primitive.name in _PARTIAL:
+            limit = sum(map(nbytes, eqn.outvars))
+            reads = {u: min(size, limit) for u, size in reads.items()}
+        return reads, operations
+
+
+def _operations(eqn: JaxprEqn) -> float:
+    """The elementwise operations of an equation."""
+    if eqn.primitive.name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
+        return 0.0
+    reduced = eqn.primitive.name in _REDUCTIONS or eqn.primitive.name == "sort"
+    size = max([math.prod(_jax.aval(v).shape) for v in (eqn.invars if reduced else eqn.outvars)], default=0)
+    if is_random(eqn) or eqn.primitive.name == "threefry2x32":
+        return _RANDOM_OPERATIONS * size
+    if eqn.primitive.name == "sort":
+        return size * math.log2(max(size, 2))
+    return _OPERATIONS.get(eqn.primitive.name, 1.0) * size
+
+
+def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
+    if kernel is None:
+        return 0.0
+    if bodies := _jax.inner_jaxprs(eqn):
+        return device.launch_s + _loop_seconds(eqn, bodies, device)
+    work = flops(eqn)
+    dtype = str(_jax.aval(eqn.invars[0]).dtype) if eqn.invars else "float32"
+    moved = sum(kernel.reads.values()) + kernel.written
+    return device.launch_s + max(
+        work / device.products_per_s(dtype) if work else 0.0,
+        kernel.operations / device.elementwise_per_s,
+        moved / device.memory_bytes_per_s,
+    )
+
+
+def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
+    """Equations with bodies of their own: a scan's as often as it runs, a while's once, of branches the longest."""
+    each = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
+    if eqn.primitive.name == "cond":
+        return max(each)
+    return sum(each) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

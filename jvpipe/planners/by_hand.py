@@ -1,0 +1,80 @@
+"""Fates that a user gives: torchgpipe's modes, or names of tensors by pattern."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.plan import FATES, Plan, Stage
+
+MODES = ("always", "except_last", "never")
+_log = logging.getLogger("jvpipe")
+
+
+def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
+    """A plan under one of torchgpipe's modes: which micro-batches keep their stage's input alone.
+
+    `always` all of them, `except_last` all but the last one of a step, `never` none.
+    """
+    if mode not in MODES:
+        raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
+    if mode == "never":
+        return plan.without_fates()
+    stages = tuple(replace(stage, fates=_all_again(graph, stage)) for stage in plan.stages)
+    return replace(plan, stages=stages, keep_last=mode == "except_last")
+
+
+def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
+    """A plan with the fates of tensors changed by name: `{"*/attention/*": "swap"}`; later patterns win.
+
+    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern that names
+    a layer or another of its values takes the layer's candidates that the value is computed from, and says so.
+
+    Raises:
+        ValueError: an unknown fate, or a pattern that matches nothing.
+    """
+    if unknown := set(patterns.values()) - set(FATES):
+        raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
+    stages = [dict(stage.fates) for stage in plan.stages]
+    for pattern, fate in patterns.items():
+        names = [_names(graph, stage, fate) for stage in plan.stages]
+        found = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
+        if not any(found):
+            found = [_nearest(graph, stage, pattern) for stage in plan.stages]
+            if not any(found):
+                raise ValueError(did_you_mean("tensor", pattern, [name for known in names for name in known][:40]))
+            taken = ", ".join(name for names in found for name in names)
+            _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
+        for fates, matched in zip(stages, found, strict=True):
+            fates.update(dict.fromkeys(matched, fate))
+    return replace(plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True)))
+
+
+def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, str]:
+    """Everything computed again from the stage's input: its layers run once more before their backwards."""
+    return dict.fromkeys(_names(graph, stage, "recompute"), "recompute")
+
+
+def _names(graph: LayerGraph, stage: Stage, fate: str) -> list[str]:
+    """What can have a fate on a stage: candidates of its layers, and edges; only those it makes can be made again."""
+    inside = set(stage.layers)
+    layers = [graph.layers[i] for i in stage.layers]
+    names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
+    for tensor in graph.tensors:
+        read, made = not inside.isdisjoint(tensor.readers), tensor.producer in inside
+        if (read and made) or (read and fate != "recompute"):
+            names.append(tensor.array.name)
+    return names
+
+
+def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
+    """The candidates of the layers that a pattern points into: each shorter form of it is tried against their names."""
+    parts = pattern.split("/")
+    for length in range(len(parts) - 1, 0, -1):
+        start = "/".join(parts[:length])
+        layers = [graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)]
+        if found := [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]:
+            return found
+    return []

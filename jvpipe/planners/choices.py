@@ -1,0 +1,83 @@
+"""Every layer's choices as arrays: rows are layers, columns its options, then `RERUN_ON`, then `RERUN`: -2 and -1.
+
+Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
+and needs `working_bytes` while it runs. In a run of layers computed again (one `RERUN`, then `RERUN_ON`s) the working
+bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jvpipe.planners.problem import RERUN, RERUN_ON, Problem
+
+PerChoice = Float[np.ndarray, "N C"]
+PerLayer = Float[np.ndarray, "N"]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """All layers' choices; `allowed` says which columns a layer has."""
+
+    allowed: Bool[np.ndarray, "N C"]
+    kept_bytes: PerChoice
+    swapped_bytes: PerChoice
+    extra_s: PerChoice
+    working_bytes: PerChoice  # of RERUN_ON: of this layer alone
+    residual_bytes: PerLayer
+    input_bytes: PerLayer
+    temporary_bytes: PerLayer
+
+    @staticmethod
+    def of(problem: Problem, swaps: bool = True) -> "Choices":
+        """The choices of a problem's layers; without `swaps`, those that swap nothing."""
+        layers = problem.costs.layers
+        n, options = len(layers), max(len(layer.options) for layer in layers)
+        allowed = np.zeros((n, options + 2), dtype=bool)
+        kept, swapped, extra, working = (np.zeros((n, options + 2)) for _ in range(4))
+        for row, layer in enumerate(layers):
+            for c, option in enumerate(layer.options):
+                given = layer.input_bytes
+                kept[row, c] = option.kept_bytes + (0 if option.swaps_input else given)
+                swapped[row, c] = option.swapped_bytes + (given if option.swaps_input else 0)
+                extra[row, c] = option.extra_s
+                working[row, c] = option.extra_bytes + layer.temporary_bytes
+                allowed[row, c] = swaps or swapped[row, c] == 0
+        given = np.array([float(layer.input_bytes) for layer in layers])
+        residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
+        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
+        kept[:, RERUN] = given
+        allowed[:, -2:] = True
+        extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
+        working[:, -2:] = (residual + temporary)[:, None]
+        return Choices(allowed, kept, swapped, extra, working, residual, given, temporary)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+        return self.allowed.shape[1]
+
+    @cached_property
+    def run_bytes(self) -> PerLayer:
+        """What a layer adds to the working bytes of a run, but for the first layer's input."""
+        return self.residual_bytes + self.input_bytes
+
+    @cached_property
+    def least_working_bytes(self) -> PerLayer:
+        """The least that a layer needs while it runs."""
+        return np.where(self.allowed, self.working_bytes, np.inf).min(1)
+
+    def held_bytes(self, k: int, layers: slice) -> PerChoice:
+        """What choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
+        return k * self.kept_bytes[layers] + min(k, 2) * self.swapped_bytes[layers]
+
+    def swapped(self, chosen: Sequence[int]) -> PerLayer:
+        """The bytes per micro-batch that layers' choices swap."""
+        return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
+
+    def choice(self, column: int) -> int:
+        """What a decision calls a column."""
+        return column if column < self.columns + RERUN_ON else column - self.columns

@@ -1,0 +1,43 @@
+"""What a heuristic planner says when it finds nothing: a limit under which it does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.memory import evaluate
+from jvpipe.planners.problem import Decision, Problem
+
+RESOLUTION = 0.02
+"""How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
+
+
+def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]) -> Decision:
+    """What `attempt` finds, which answers None if nothing that it looks at fits.
+
+    Raises `Infeasible` then, with a limit at which it was seen to answer, found by bisection from above.
+    """
+    found = attempt(problem)
+    if found is not None:
+        return found
+    limit = problem.memory_limit_bytes
+    assert limit is not None, "without a limit everything may be kept"
+    unlimited = attempt(replace(problem, memory_limit_bytes=None))
+    assert unlimited is not None, "without a limit everything may be kept"
+    below, enough = limit, evaluate(problem, unlimited)
+    while enough.peak_bytes - below > max(1, RESOLUTION * enough.peak_bytes):
+        middle = (below + enough.peak_bytes) // 2
+        nearer = attempt(replace(problem, memory_limit_bytes=middle))
+        if nearer is None:
+            below = middle
+        else:
+            enough = evaluate(problem, nearer)
+    peaks = [stage.peak_bytes for stage in enough.stages]
+    stage, excess = peaks.index(max(peaks)), max(peaks) - limit
+    raise Infeasible(
+        f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "
+        f"is {max(peaks)} bytes, where stage {stage} takes {excess} bytes more than this limit; "
+        f"raise the limit, add stages, or use smaller micro-batches",
+        stage=stage,
+        excess_bytes=excess,
+        smallest_limit_bytes=max(peaks),
+    )

@@ -1,0 +1,95 @@
+"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.planners.cuts import least_max, least_sum
+from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.prices import Pricing
+from jvpipe.planners.segments import Cuts
+from jvpipe.planners.thrift import Thrift
+from jvpipe.planners.tiers import spread_max, tiers
+from jvpipe.planners.windows import Reach, all_cuts, area, bounded
+
+EXACT = 128
+"""For models of more layers the limit is one that would do, near the smallest: after so many `ROUNDS`."""
+ROUNDS = 3
+STEP = 1e-3
+
+
+@dataclass(frozen=True)
+class Thriftiest:
+    """Bounds and choices whose fullest stage is as empty as can be."""
+
+    bounds: tuple[int, ...]
+    choices: tuple[int, ...]
+    stage: int
+    peak_bytes: int
+
+
+def thriftiest(pricing: Pricing) -> Thriftiest:
+    """The plan of the smallest limit, whatever its seconds."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, 2.0**52))
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf))
+    segments = pricing.segments
+    cuts = all_cuts(segments)
+    if area(cuts) <= 1_000_000:
+        return _thriftiest(pricing, cuts)
+    low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.k) + 1)
+    while high - low > STEP * high:  # the least limit under which the end can be reached
+        middle = (low + high) / 2
+        reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
+        low, high = (low, middle) if reach.left(np.inf)[-1] == segments.n else (middle, high)
+    found = None
+    for slack in (1.02, 1.2, 3.0):
+        reach = Reach(replace(pricing, limit_bytes=high * slack), ((),) * segments.problem.stages)
+        found = _thriftiest(pricing, bounded(reach.windows(np.inf)))
+        if found.peak_bytes <= high * slack:
+            break
+    assert found is not None
+    return found
+
+
+def _thriftiest(pricing: Pricing, cuts: list[Cuts]) -> Thriftiest:
+    """Between these cuts: lower bounds at first, and the truth where the best path asks for it."""
+    segments = pricing.segments
+    stages = len(cuts) - 1
+    blocks = [segments.block(s, cuts[s], cuts[s + 1]) for s in range(stages)]
+    least = [spread_max(pricing.choices.least_working_bytes, block) for block in blocks]
+    peaks = [np.where(b.inside, pricing.least_bytes(b, x), np.inf) for b, x in zip(blocks, least, strict=True)]
+    exact, rounds, best = segments.n <= EXACT, 0, None
+    known: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    while True:
+        most, rounds = least_max(peaks), rounds + 1
+        _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks])
+        assert places is not None, "there are as many cuts as stages need"
+        cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
+        for s, a, b in cells:
+            if (s, a, b) not in known:
+                thrift = Thrift(pricing.choices, segments.k[s], int(cuts[s][a]), int(cuts[s + 1][b]))
+                held, known[s, a, b] = thrift.fewest(0.0 if exact else STEP)
+                peaks[s][a, b] = blocks[s].fixed_bytes[a, b] + held
+        taken = [float(peaks[s][a, b]) for s, a, b in cells]
+        if best is None or max(taken) < best.peak_bytes:
+            bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
+            choices = tuple(choice for cell in cells for choice in known[cell])
+            best = Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
+        if best.peak_bytes <= most * (1 if exact else 1 + STEP) or (rounds > ROUNDS and not exact):
+            return best
+
+
+def nothing_fits(pricing: Pricing) -> Infeasible:
+    """What to say: where the thriftiest plan is over the limit, and by how much."""
+    found, limit = thriftiest(pricing), int(pricing.limit_bytes)
+    i, j = found.bounds[found.stage], found.bounds[found.stage + 1]
+    over = found.peak_bytes - limit
+    return Infeasible(
+        f"no plan keeps the limit of {limit} bytes per device: at best, stage {found.stage} (layers {i} to {j - 1}) "
+        f"takes {over} bytes more. The smallest limit that would do is {found.peak_bytes} bytes; raise the limit, add "
+        "stages, or use smaller micro-batches",
+        stage=found.stage,
+        excess_bytes=over,
+        smallest_limit_bytes=found.peak_bytes,
+    )

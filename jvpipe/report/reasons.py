@@ -1,0 +1,42 @@
+"""Why each cut is where it is: what would happen one layer further."""
+
+from itertools import pairwise
+
+from jvpipe.ir.sizes import format_bytes
+from jvpipe.planners.memory import StageCost, stage_cost
+from jvpipe.planners.problem import Decision, Problem
+
+
+def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
+    """A line for each cut, from the first to the last: why its layer is on this side."""
+    bounds = decision.bounds
+    stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(bounds))]
+    return [_reason(problem, decision, stages, s) for s in range(1, len(stages))]
+
+
+def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: int) -> str:
+    """Why the first layer of stage `s` is not the last of the stage before."""
+    (i, j, k), costs = decision.bounds[s - 1 : s + 2], problem.costs
+    layer = costs.ids[j] if costs.ids else j
+    head = f"layer {layer} ({costs.layers[j].name}) goes to stage {s} because "
+    if any(min(group) <= j <= max(group) and max(group) > j for group in costs.together):
+        return head + "it must share a stage with later layers"
+    if k - j == 1:
+        return head + f"stage {s} needs a layer"
+    slowest_s = max(c.seconds for c in stages)
+    choices = [c if n != j or c >= 0 else 0 for n, c in enumerate(decision.choices)]
+    before = stage_cost(problem, s - 1, i, j + 1, choices)
+    limit = problem.memory_limit_bytes
+    if limit is not None and before.peak_bytes > limit:
+        return head + (
+            f"stage {s - 1} would hold {format_bytes(before.peak_bytes)} with it, the limit is {format_bytes(limit)}"
+        )
+    if before.seconds > slowest_s:
+        return head + (
+            f"stage {s - 1} would take {1e3 * before.seconds:.2f} ms with it, more than the slowest stage's "
+            f"{1e3 * slowest_s:.2f} ms"
+        )
+    here, ours = stages[s].seconds, stages[s - 1].seconds
+    if before.seconds > max(here, ours):
+        return head + f"the larger of stages {s - 1} and {s} would grow to {1e3 * before.seconds:.2f} ms"
+    return head + "the step would not be faster with it on the stage before"

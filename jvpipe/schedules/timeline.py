@@ -1,0 +1,93 @@
+"""A simulated timeline: when each task ran on what, and who held how many bytes meanwhile."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jvpipe.ir.span import Span
+from jvpipe.ir.task import Row, Task
+
+Space = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes over time: `bytes[i]` from `t_s[i]` on, on a device or on the host."""
+
+    place: str
+    space: Space
+    t_s: Float[np.ndarray, " changes"]
+    bytes: Int[np.ndarray, " changes"]
+
+    @staticmethod
+    def of(place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0) -> "Curve":
+        """From changes (when, bytes more or less) in any order; what ends at an instant makes room for what begins.
+
+        >>> curve = Curve.of("stage 0", "device", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
+        >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
+        ([0.0, 1.0], [13, 15], 15)
+        """
+        if not changes:
+            return Curve(place, space, np.zeros(1), np.array([base_bytes]))
+        t_s, more = np.array([t for t, _ in changes]), np.array([n for _, n in changes])
+        times, group = np.unique(t_s, return_inverse=True)
+        sums = np.zeros(len(times), int)
+        np.add.at(sums, group, more)
+        if times[0] > 0:
+            times, sums = np.append(0.0, times), np.append(0, sums)
+        return Curve(place, space, times, base_bytes + sums.cumsum())
+
+    @property
+    def most_bytes(self) -> int:
+        """The most at any time."""
+        return int(self.bytes.max())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the simulator found.
+
+    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the first `devices` of
+    these are devices, the others links. `curves` are of each device, and last of the host, by time. `peak_bytes` are
+    their peaks; those of rows as the ledger counts them, in the order of dispatch.
+    """
+
+    tasks: Sequence[Task | Row]
+    starts_s: Float[np.ndarray, " tasks"]
+    ends_s: Float[np.ndarray, " tasks"]
+    occupies: Sequence[tuple[int, ...]]
+    resources: tuple[str, ...]
+    devices: int
+    curves: tuple[Curve, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """From the first start to the last end."""
+        return float(self.ends_s.max(initial=0.0))
+
+    @cached_property
+    def busy_s(self) -> dict[str, float]:
+        """How long each resource worked."""
+        found = np.zeros(len(self.resources))
+        for r, taken in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
+            for one in r:
+                found[one] += taken
+        return dict(zip(self.resources, map(float, found), strict=True))
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share of the devices."""
+        busy_s = sum(self.busy_s[name] for name in self.resources[: self.devices])
+        return 1.0 - busy_s / (self.devices * self.step_s) if self.step_s else 0.0
+
+    def spans(self) -> Iterator[Span]:
+        """Each task that took time, once for each resource that it occupied."""
+        for task, start_s, end_s, places in zip(self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True):
+            for place in places if end_s > start_s else ():
+                args = {"stage": task.stage, "microbatch": task.microbatch}
+                yield Span(self.resources[place], str(task), float(start_s), float(end_s), task.kind, args)

@@ -1,0 +1,51 @@
+"""Measuring: each distinct program once, and a table like that of the estimate."""
+
+import jax
+import pytest
+
+from jvpipe.cost.estimate import estimate
+from jvpipe.cost.measure import measure_programs, measured_costs
+from jvpipe.cost.presets import PRESETS
+from jvpipe.programs.model import backward_program, forward_program, kept_names
+from jvpipe.programs.store import ProgramStore, shared_store
+from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
+
+
+def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(forward_program(made), backward_program(made)) for made in programs("mlp")]
+    compiled = []
+    compile_all = ProgramStore.compile
+
+    def counted(self: ProgramStore, wanted: list) -> list:
+        compiled.extend(program.key for program, _ in wanted)
+        return compile_all(self, wanted)
+
+    monkeypatch.setattr(ProgramStore, "compile", counted)
+    runs = measure_programs(shared_store(), [program for pair in pairs for program in pair], jax.devices()[0])
+    assert len(compiled) == len(set(compiled)) == len(runs) < 2 * len(pairs)
+    assert all(run.seconds > 0 and run.temporary_bytes >= 0 for run in runs.values())
+
+
+def test_measured_costs_are_estimates_with_other_seconds() -> None:
+    model, store = traced("pre-norm"), shared_store()
+    measured = measured_costs(model, jax.devices()[0], store, optimizer("pre-norm"), MICROBATCHES)
+    guessed = estimate(model, PRESETS["cpu"], optimizer("pre-norm"), MICROBATCHES)
+    assert measured.edges == guessed.edges
+    assert measured.shared == guessed.shared
+    for a, b in zip(measured.layers, guessed.layers, strict=True):
+        assert (a.parameter_bytes, a.gradient_bytes, a.optimizer_bytes, a.input_bytes) == (
+            b.parameter_bytes,
+            b.gradient_bytes,
+            b.optimizer_bytes,
+            b.input_bytes,
+        )
+        assert a.forward_s > 0
+        assert a.options[0] == b.options[0]
+        assert [o.fates for o in a.options] == [o.fates for o in b.options]
+        assert [o.kept_bytes for o in a.options] == [o.kept_bytes for o in b.options]
+        assert all(0 <= o.extra_s <= a.options[-1].extra_s for o in a.options)
+
+
+def test_half_of_the_candidates_is_every_other_one() -> None:
+    assert kept_names("abcde", "half") == "ace"
+    assert not kept_names(["a"], "nothing")

@@ -1,0 +1,181 @@
+"""Small random problems, and the best there is for them, by trying everything."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
+from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.memory import StageCost, evaluate, stage_cost
+from jvpipe.planners.problem import RERUN, Decision, Problem
+from jvpipe.schedules import find_schedule
+
+SCHEDULES = ("gpipe", "1f1b", "pipedream", "2bw")
+
+
+@st.composite
+def layers(draw: st.DrawFn, name: str) -> LayerCost:
+    """A layer that may keep, swap or recompute its residuals, or half of them."""
+    kept, forward_s = 2 * draw(st.integers(0, 10)), float(draw(st.integers(1, 6)))
+    options = [
+        Option(kept),
+        Option(kept // 2, swapped_bytes=kept - kept // 2),
+        Option(0, swapped_bytes=kept),
+        Option(kept // 2, extra_s=forward_s / 4, extra_bytes=2),
+        Option(0, extra_s=forward_s * draw(st.sampled_from([0.5, 1.0])), extra_bytes=4),
+    ]
+    few = draw(st.sampled_from([(0,), (0, 2, 4), (0, 1, 3), (0, 3, 4)]))
+    return LayerCost(
+        name,
+        forward_s,
+        draw(st.sampled_from([1.0, 2.0])) * forward_s,
+        tuple(options[o] for o in few),
+        parameter_bytes=draw(st.integers(0, 4)),
+        gradient_bytes=2,
+        optimizer_bytes=2,
+        input_bytes=draw(st.integers(0, 2)),
+        temporary_bytes=draw(st.sampled_from([0, 3])),
+    )
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Checked annotations look at random elements, which hypothesis does not allow inside strategies."""
+    state = random.getstate()
+    yield
+    random.setstate(state)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Problem:
+    """A chain with a skip connection and a shared value, whose limit may or may not bind."""
+    with same_random_state():
+        n = most_layers - draw(st.integers(0, most_layers - 2))
+        size = draw(st.integers(0, 3))
+        edges = [Edge(i, (i + 1,), size) for i in range(n - 1)]
+        edges += [Edge(0, (1, n - 1), 1, differentiable=False)] if n > 2 and draw(st.booleans()) else []
+        shared = (Shared((0, n - 1), 2, per_version=draw(st.booleans())),) if draw(st.booleans()) else ()
+        a = draw(st.integers(0, n - 2))
+        together = ((a, a + 1),) if n > 3 and draw(st.integers(0, 3)) == 0 else ()
+        costs = Costs(tuple(draw(layers(f"layer{i}")) for i in range(n)), tuple(edges), shared, together)
+        stages = min(3, n - len(together)) - draw(st.integers(0, 1))
+        links = st.sampled_from([INFINITE, Link(8.0, 0.1), Link(2.0)])
+        problem = Problem(
+            costs,
+            stages,
+            find_schedule(draw(st.sampled_from(SCHEDULES))),
+            draw(st.integers(1, 6)),
+            host=draw(links),
+            peer=draw(links),
+            peer_uses_host=draw(st.booleans()),
+        )
+        if not tight:
+            return problem
+        bounds = draw(st.sampled_from(cuts(problem)))
+        most = evaluate(problem, Decision.keeping_all(bounds)).peak_bytes
+        least = evaluate(problem, Decision(bounds, (RERUN,) * n)).peak_bytes
+        return limited(problem, round(least + (most - least) * draw(st.floats(-0.1, 1.1))))
+
+
+def limited(problem: Problem, memory_limit_bytes: int | None, host_limit_bytes: int | None = None) -> Problem:
+    """The problem under another limit."""
+    return Problem(**{**vars(problem), "memory_limit_bytes": memory_limit_bytes, "host_limit_bytes": host_limit_bytes})
+
+
+def chain(
+    layers: Sequence[LayerCost], stages: int, microbatches: int = 8, schedule: str = "1f1b", **more: Any
+) -> Problem:
+    """These layers one after the other, with edges of one byte."""
+    edges = tuple(Edge(i, (i + 1,), 1) for i in range(len(layers) - 1))
+    return Problem(Costs(tuple(layers), edges), stages, find_schedule(schedule), microbatches, **more)
+
+
+def cuts(problem: Problem) -> list[tuple[int, ...]]:
+    """All bounds that leave together what must be."""
+    n, groups = len(problem.costs.layers), problem.costs.together
+    inner = combinations(range(1, n), problem.stages - 1)
+    found = [(0, *bounds, n) for bounds in inner]
+    return [b for b in found if not any(min(g) < x <= max(g) for g in groups for x in b)]
+
+
+def best_bottleneck_s(problem: Problem, swap: bool = True) -> float:
+    """The slowest stage's seconds at its best, over all cuts and choices that fit; infinite if none does."""
+
+    @cache
+    def best_s(s: int, i: int, j: int) -> float:
+        return min((c.seconds for c, _ in fitting(problem, s, i, j, swap)), default=float("inf"))
+
+    def comm_s(s: int, i: int, j: int) -> float:
+        return stage_cost(problem, s, i, j, [0] * len(problem.costs.layers)).comm_s
+
+    return min(
+        max(max(best_s(s, i, j), comm_s(s, i, j)) for s, (i, j) in enumerate(pairwise(bounds)))
+        for bounds in cuts(problem)
+    )
+
+
+def fitting(problem: Problem, s: int, i: int, j: int, swap: bool = True) -> list[tuple[StageCost, tuple[int, ...]]]:
+    """Costs and choices of all that fits on stage s with layers [i, j)."""
+    n = len(problem.costs.layers)
+    free = [
+        [c for c in range(RERUN, len(layer.options)) if swap or c == RERUN or not _swaps(layer.options[c])]
+        for layer in problem.costs.layers[i:j]
+    ]
+    found = []
+    for some in product(*free):
+        cost = stage_cost(problem, s, i, j, [*[0] * i, *some, *[0] * (n - j)])
+        if problem.memory_limit_bytes is None or cost.peak_bytes <= problem.memory_limit_bytes:
+            found.append((cost, some))
+    return found
+
+
+def _swaps(option: Option) -> bool:
+    return option.swapped_bytes > 0 or option.swaps_input
+
+
+def large(schedule: str, fraction: float) -> Problem:
+    """200 unlike layers on 8 stages, and a limit of that fraction of what keeping all takes."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for i in range(200):
+        kept, forward_s = int(rng.integers(50, 150)) * 10**6, float(rng.uniform(0.5, 1.5)) * 1e-3
+        some = [int(kept * share) for share in rng.uniform(0, 1, 3)]
+        options = (
+            Option(kept),
+            *(Option(kept - x, swapped_bytes=x) for x in some),
+            *(Option(kept - x, extra_s=0.8 * forward_s * x / kept, extra_bytes=x) for x in some),
+            Option(0, extra_s=forward_s, extra_bytes=kept),
+        )
+        more = dict.fromkeys(("parameter_bytes", "gradient_bytes", "input_bytes", "temporary_bytes"), 8 * 10**6)
+        layers.append(LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more))
+    problem = chain(layers, 8, 32, schedule, host=Link(12e9, 1e-5), peer=Link(12e9, 1e-5))
+    keeps = evaluate(problem, Decision.keeping_all(range(0, 201, 25))).peak_bytes
+    return limited(problem, int(fraction * keeps))
+
+
+def checked_bottleneck_s(planner: Callable[[Problem], Decision], problem: Problem) -> float | None:
+    """The slowest stage's seconds of a decision that fits; None if there is none: then the limit named would do."""
+    limit = problem.memory_limit_bytes
+    assert limit is not None
+    decision = error = None
+    try:
+        decision = planner(problem)
+    except Infeasible as raised:
+        error = raised
+    if error is not None:
+        assert error.excess_bytes == error.smallest_limit_bytes - limit > 0
+        again = limited(problem, error.smallest_limit_bytes)
+        assert evaluate(again, planner(again)).peak_bytes <= error.smallest_limit_bytes
+        assert 0 <= error.stage < problem.stages
+        return None
+    assert decision is not None
+    found = evaluate(problem, decision)
+    assert found.peak_bytes <= limit
+    return found.bottleneck_s
