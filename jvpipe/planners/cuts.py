@@ -46,18 +46,9 @@ def least_max(matrices: Sequence[Matrix]) -> float:
 
 def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
     """For every place of every bound, the least sum of a path through it."""
-    return _through(matrices, np.add, 0.0)
-
-
-def maxima_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
-    """For every place of every bound, the least largest number of a path through it."""
-    return _through(matrices, np.maximum, -np.inf)
-
-
-def _through(matrices: Sequence[Matrix], joined: np.ufunc, nothing: float) -> list[Float[np.ndarray, "_"]]:
-    ahead, behind = [np.full(1, nothing)], [np.full(1, nothing)]
+    ahead, behind = [np.zeros(1)], [np.zeros(1)]
     for matrix in matrices:
-        ahead.append(joined(ahead[-1][:, None], matrix).min(0))
+        ahead.append((ahead[-1][:, None] + matrix).min(0))
     for matrix in reversed(matrices):
-        behind.append(joined(matrix, behind[-1]).min(1))
-    return [joined(a, b) for a, b in zip(ahead, reversed(behind), strict=True)]
+        behind.append((matrix + behind[-1]).min(1))
+    return [a + b for a, b in zip(ahead, reversed(behind), strict=True)]

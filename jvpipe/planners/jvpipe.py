@@ -117,8 +117,11 @@ def _simulated_best(problem: Problem) -> Decision:
         pricings.append(pricing_of(crowded))
         solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
     begin = [x.decision(path) for x in solutions if x.feasible for path in x.found.paths[:PATHS]]
+    steps = min(STEPS, TASKS // (problem.stages * problem.microbatches))
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
+    if steps < len(begin):  # a step has too many tasks
+        return begin[0]
     effort = solutions[0].table.effort
     climb = Climb(
         problem,
@@ -126,7 +129,7 @@ def _simulated_best(problem: Problem) -> Decision:
         tuple(x.table.best_prices() for x in solutions),
         replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
         layers=2 * n if n <= MANY else n // 2,
-        steps=min(STEPS, TASKS // (problem.stages * problem.microbatches)),
+        steps=steps,
     )
     for planner, most in OTHERS.items():
         if n <= most:

@@ -16,13 +16,14 @@ from jvpipe.planners.search import Found, search
 from jvpipe.planners.segments import Cuts, Segments
 from jvpipe.planners.table import Effort, Path, Table
 from jvpipe.planners.tiers import tiers
-from jvpipe.planners.windows import CELLS, Reach, all_cuts, area, bounded
+from jvpipe.planners.windows import Reach, all_cuts, area, bounded
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
 SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
 """By how much the slowest stage may be above the least that is possible: the first that leaves few enough cells."""
-FEW_CELLS = 120_000
+ALL_CELLS, FEW_CELLS = 700_000, 120_000
+"""The most cells of all cuts for these to be looked at, and of those that matter else."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
         return Solution(search(problem, table), table)
 
-    if area(everything) <= CELLS // 3:
+    if area(everything) <= ALL_CELLS:
         return between(everything)
     reach = Reach.of(pricing)
     least_s = reach.least_cap_s()

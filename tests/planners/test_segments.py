@@ -1,0 +1,92 @@
+"""Tables of segments, and bounds of them, against `stage_cost` of each."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jvpipe.planners.memory import evaluate, stage_cost
+from jvpipe.planners.prices import Auction, Segment
+from jvpipe.planners.problem import Problem
+from jvpipe.planners.segments import Segments
+from jvpipe.planners.solution import pricing_of, solve
+from jvpipe.planners.thrift import Thrift
+from jvpipe.planners.tiers import spread_max
+from jvpipe.planners.windows import Reach, area, bounded
+from tests.planners.small import problems
+from tests.planners.test_search import choices
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(most_layers=6))
+def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
+    segments, n = Segments(problem), len(problem.costs.layers)
+    for s in range(problem.stages):
+        cuts = np.arange(n + 1)
+        block = segments.block(s, cuts[:-1], cuts[1:])
+        for i, j in zip(*np.nonzero(np.triu(np.ones((n, n)))), strict=True):
+            i, j = int(i), int(j) + 1
+            cost, at = stage_cost(problem, s, i, j, [0] * n), (i, j - 1)
+            layers = problem.costs.layers[i:j]
+            kept = cost.in_flight * sum(layer.options[0].kept_bytes + layer.input_bytes for layer in layers)
+            working = max(layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers)
+            assert block.fixed_bytes[at] + kept + working == cost.peak_bytes
+            assert block.compute_s[at] == pytest.approx(cost.compute_s)
+            assert block.forward_s[at] == pytest.approx(cost.forward_s)
+            assert block.comm_s[at] == pytest.approx(cost.comm_s)
+            assert block.traffic_s[at] == pytest.approx(cost.link_s)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(most_layers=4))
+def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
+    pricing, n = pricing_of(problem), len(problem.costs.layers)
+    cuts, limit = np.arange(n + 1), problem.memory_limit_bytes or 0
+    for s in range(problem.stages):
+        block = pricing.segments.block(s, cuts[:-1], cuts[1:])
+        least = spread_max(pricing.choices.least_working_bytes, block)
+        least_bytes = pricing.least_bytes(block, least)
+        for i, j in pairwise(range(n + 1)) if problem.stages == n else [(0, n), (1, n), (0, 2)]:
+            if i >= j:
+                continue
+            at = (i, j - 1)
+            costs = [stage_cost(problem, s, i, j, found) for found in choices(problem, i, j)]
+            assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
+            held, _ = Thrift(pricing.choices, pricing.segments.k[s], i, j).fewest()
+            assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
+            fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
+            bounds = []
+            for tier in pricing.tiers:
+                if np.isinf(pricing.working_bytes(least, tier)[at]):
+                    continue
+                room = limit - float(block.fixed_bytes[at]) - max(float(least[at]), tier.low)
+                segment = Segment(s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at]))
+                prices = Auction(pricing, [segment]).settle()[0]
+                bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))
+            if fits:
+                assert bounds
+                assert min(bounds) <= min(fits) * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(most_layers=6))
+def test_windows_hold_every_plan_that_keeps_the_cap(problem: Problem) -> None:
+    pricing = pricing_of(problem)
+    solution = solve(problem, pricing)
+    if not solution.feasible:
+        return
+    decision = solution.decision()
+    slowest_s = max(stage.seconds for stage in evaluate(problem, decision).stages)
+    reach = Reach.of(pricing)
+    assert reach.least_cap_s() <= slowest_s * (1 + 1e-3)
+    for bound, window in zip(decision.bounds, reach.windows(slowest_s * (1 + 1e-9)), strict=True):
+        assert bound in window
+
+
+def test_windows_are_thinned_to_so_many_cells() -> None:
+    windows = [np.array([0]), np.arange(1, 500), np.arange(200, 900), np.array([1000])]
+    thin = bounded(windows, cells=10_000)
+    assert area(thin) <= 10_000
+    assert [x[0] for x in thin] == [0, 1, 200, 1000]
+    assert [x[-1] for x in thin] == [0, 499, 899, 1000]
