@@ -42,7 +42,7 @@ class Thrift:
                 best = found
             if found[0] > low:
                 heappush(heap, (low + found[1], low, found[0] - 1))
-            if middle < high - 1:
+            if middle < high:
                 held = self._held(high)[-1]
                 heappush(heap, (middle + 1 + held, middle + 1, high))
         return float(best[0] + best[1]), tuple(int(c) for c in best[2])

@@ -47,7 +47,8 @@ def tiers(choices: Choices, limit_bytes: float) -> tuple[Tier, ...]:
     most = min(limit_bytes, float(choices.run_bytes.sum() + choices.temporary_bytes.max()))
     if most > high[-1]:
         high += [float(np.floor(x)) for x in np.geomspace(max(high[-1], most / 1e6, 1.0), most, RUNS + 1)[1:]]
-    return tuple(Tier(_next(choices, values, a), b, *_runs(choices, b)) for a, b in pairwise([-1.0, *high]))
+    found = [Tier(_next(choices, values, a), b, *_runs(choices, b)) for a, b in pairwise([-1.0, *high])]
+    return tuple(tier for tier in found if tier.low <= tier.high) or (found[-1],)
 
 
 def _next(choices: Choices, values: Float[np.ndarray, "V"], above: float) -> float:

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
+from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.jvpipe import jvpipe
 from jvpipe.planners.memory import evaluate, stage_cost
 from jvpipe.planners.problem import RERUN, RERUN_ON, Decision, Problem
 from jvpipe.schedules import find_schedule
+from jvpipe.trace.model import trace_model
+from tests.zoo import CASES
 
 KEEP, SWAP = Option(100), Option(0, swapped_bytes=100)
 AGAIN = Option(0, extra_s=1.0)
@@ -239,3 +243,17 @@ def test_a_stage_alone_is_what_stage_cost_says() -> None:
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 4, 700, host=Link(50.0))
     decision = best(problem)
     assert stage_cost(problem, 0, 0, 3, decision.choices).peak_bytes <= 700
+
+
+def test_random_masks_are_candidates_that_cost_to_draw_again() -> None:
+    m = CASES["chained-keys"]()
+    traced = trace_model(m.loss_fn, m.params, m.batch, m.rng).traced
+    layer = traced.graph.layers[1]
+    (mask,) = (c for c in layer.candidates if c.name.startswith("random_bits"))
+    assert mask.dtype == "bool"  # kept as what is made of the bits, a quarter of their size
+    options = estimate(traced, find_cluster("cpu")).layers[1].options
+    name = f"{traced.graph.label(layer)}/{mask.name}"
+    alone = [option for option in options if option.fates == {name: "recompute"}]
+    assert all(option.extra_s > 0 for option in alone)
+    assert options[-1].fates[name] == "recompute"
+    assert options[0].kept_bytes - options[-1].kept_bytes >= mask.bytes
