@@ -116,7 +116,14 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
 def _example(shape: Any) -> Any:
     """Values of no consequence, but no zeros: these are faster than real ones on some devices."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), shape.shape)
+        return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
         return np.zeros(shape.shape, shape.dtype)
     return np.random.default_rng(0).uniform(-1, 1, shape.shape).astype(shape.dtype)
+
+
+def _keys(shape: Any) -> jax.Array:
+    """Keys of a shape and kind."""
+    impl: list[Any] = []
+    words = jax.eval_shape(lambda keys: [impl.append(jax.random.key_impl(keys)), jax.random.key_data(keys)][1], shape)
+    return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])

@@ -116,7 +116,7 @@ def _fastest_stream(objective: Objective) -> Found:
         if path is None:
             return Found((), np.inf, bound_s, np.inf)
         if found := table.open(path):
-            table.look(found, enough_s=slowest)
+            table.look(found, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest)
         if not table.open(path) and np.isfinite(step_s := objective.step_s(path)):
             known[path] = step_s
         if known and (not found or table.exhausted):

@@ -48,7 +48,7 @@ def enumerated(problem: Problem) -> tuple[float, int]:
     return least_s, smallest
 
 
-@settings(max_examples=40 * 8, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(most_layers=5))
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
@@ -111,7 +111,7 @@ def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
     return cost
 
 
-@settings(max_examples=4 * 8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.35, 0.9))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_twelve_layers_on_three_stages_with_three_fates_equal_enumeration(
@@ -131,7 +131,7 @@ def test_twelve_layers_on_three_stages_with_three_fates_equal_enumeration(
         assert evaluate(problem, jvpipe(problem, refine=False)).step_s == pytest.approx(least_s, rel=1e-9)
 
 
-@settings(max_examples=25 * 8, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(0.01, 100.0), min_size=4, max_size=40), st.integers(2, 4))
 def test_without_a_limit_the_slowest_stage_is_as_fast_as_can_be(seconds: list[float], stages: int) -> None:
     layers = tuple(LayerCost(f"layer{i}", x, 2 * x, (Option(1),)) for i, x in enumerate(seconds))

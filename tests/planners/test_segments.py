@@ -18,7 +18,7 @@ from tests.planners.small import problems
 from tests.planners.test_search import choices
 
 
-@settings(max_examples=25 * 8, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(most_layers=6))
 def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
     segments, n = Segments(problem), len(problem.costs.layers)
@@ -38,7 +38,7 @@ def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
             assert block.traffic_s[at] == pytest.approx(cost.link_s)
 
 
-@settings(max_examples=20 * 8, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(most_layers=4))
 def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
     pricing, n = pricing_of(problem), len(problem.costs.layers)
@@ -69,7 +69,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
                 assert min(bounds) <= min(fits) * (1 + 1e-9)
 
 
-@settings(max_examples=20 * 8, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(most_layers=6))
 def test_windows_hold_every_plan_that_keeps_the_cap(problem: Problem) -> None:
     pricing = pricing_of(problem)
