@@ -153,7 +153,7 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
 def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2% better."""
     problem = limited(chain(96, 8, "1f1b", 16, 0), 0.6)
-    best, bound = milp_s(problem, 15)
+    best, bound = milp_s(problem, 6)
     found = evaluate(problem, jvpipe(problem, refine=False))
     assert bound * (1 - 1e-9) <= found.step_s <= best * (1 + 1e-9)
     assert found.step_s == pytest.approx(842.8946, abs=1e-3)
@@ -161,7 +161,7 @@ def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None:
-    for seed, share, m in itertools.product(range(3), (0.6, 1.5), (1, 4)):
+    for seed, share, m in itertools.product(range(2), (0.6, 1.5), (1, 4)):
         problem = limited(chain(14, 4, schedule, 4 * m, seed), share)
         try:
             ours = evaluate(problem, jvpipe(problem))
