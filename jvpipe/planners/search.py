@@ -98,11 +98,10 @@ def search(problem: Problem, table: Table) -> Found:
         found = _fastest_stream(objective)
     else:  # begin where the slowest stage is fastest: the best step is not far
         found = _Boxes(objective).search(_fastest_stream(objective).paths)
-    bound_s = found.bound_s
-    if not table.proven:
-        bound_s = max(bound_s, objective.bound_s([table.lower_s(stage) for stage in table.stages]))
-    # What is settled may be above its least by as much as was near enough.
-    return replace(found, bound_s=min(found.step_s, bound_s / (1 + table.effort.tolerance)))
+    if table.proven:
+        return found
+    bound_s = objective.bound_s([table.lower_s(stage) for stage in table.stages])
+    return replace(found, bound_s=min(found.step_s, max(found.bound_s, bound_s)))
 
 
 def _fastest_stream(objective: Objective) -> Found:
