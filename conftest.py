@@ -3,21 +3,39 @@
 import functools
 import os
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile much and compute little, so LLVM need not optimise; what they compare is compiled alike.
-for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+# Tests compile much and compute little, so the compiler need not try hard; what they compare is compiled alike. The
+# bits under its usual settings are looked at in tests/end_to_end/test_usual_settings.py.
+flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+for flag in flags:
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 import jax  # noqa: E402
 import optax  # noqa: E402
+from beartype import BeartypeConf  # noqa: E402
+from beartype.claw import beartype_package  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook("jvpipe", "beartype.beartype")
+
+
+def shaped_modules() -> list[str]:
+    """The modules whose annotations tell shapes: checking those costs ten times as much, so only they are."""
+    here = Path(__file__).parent
+    files = (file.relative_to(here) for file in here.glob("jvpipe/*/*.py"))
+    return [".".join(file.with_suffix("").parts) for file in files if "jaxtyping" in (here / file).read_text()]
+
+
+beartype_package("jvpipe", conf=BeartypeConf(claw_is_pep526=False))
+install_import_hook(shaped_modules(), "beartype.beartype")
 
 
 def standard_promotion(function: Callable) -> Callable:

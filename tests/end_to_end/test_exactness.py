@@ -26,16 +26,20 @@ def key_of(m: Case) -> jax.Array:
     return jax.random.key(7) if m.rng is None else m.rng
 
 
-def plain_gradients(m: Case, micro: int) -> tuple[Any, Any, Any]:
-    """Loss, gradients and model state of a batch on one device, without jvpipe; micro-batches are seen in order."""
-    state, sums, total, weight = m.state, None, 0.0, 0.0
+def plain_gradient(m: Case) -> Any:
+    """Loss and gradients of a micro-batch, without jvpipe; compiled once."""
 
     def parts(params: Any, state: Any, part: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
         out = m.loss_fn(params, state, part, rng) if m.has_state else m.loss_fn(params, part, rng)
         loss, new = (out[0] if m.has_state or m.has_aux else out), (out[1] if m.has_state else None)
         return (loss.total, (loss.weight, new)) if isinstance(loss, jvpipe.Weighted) else (loss, (np.float32(1), new))
 
-    grad = jax.jit(jax.value_and_grad(parts, has_aux=True))
+    return jax.jit(jax.value_and_grad(parts, has_aux=True))
+
+
+def plain_gradients(m: Case, grad: Any, micro: int) -> tuple[Any, Any, Any]:
+    """Loss, gradients and model state of a batch on one device, without jvpipe; micro-batches are seen in order."""
+    state, sums, total, weight = m.state, None, 0.0, 0.0
     for i in range(micro):
         part = jax.tree.map(lambda x, i=i: x[i * MICRO_BATCH : (i + 1) * MICRO_BATCH], batch_of(m, micro))
         rng = jax.random.fold_in(jax.random.fold_in(key_of(m), 0), i)
@@ -65,10 +69,9 @@ def start(
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_plain_jax(name: str) -> None:
     m, layers = CASES[name](), 4
-    for stages, micro in ((1, 1), (2, 8), (3, 2), (4, 4)):
-        if stages > layers:
-            continue
-        loss, gradients, new_state = plain_gradients(m, micro)
+    grad = plain_gradient(m)
+    for stages, micro in ((1, 1), (2, 3)):
+        loss, gradients, new_state = plain_gradients(m, grad, micro)
         pipe, state = start(m, stages, micro, "1f1b", optax.sgd(1.0))
         layers = len(pipe.graph.layers)
         before = jax.tree.leaves(pipe.params(state))
@@ -104,7 +107,7 @@ def assert_same_bits(ours: tuple[list[Any], list[float], int], theirs: tuple[lis
 def test_bit_identical_for_every_cut_and_schedule(name: str) -> None:
     m = CASES[name]()
     one = trained(m, 1, "gpipe")
-    for stages, schedule in ((1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (4, "1f1b")):
+    for stages, schedule in ((2, "1f1b"), (4, "1f1b")):
         if stages <= one[2]:
             assert_same_bits(trained(m, stages, schedule), one)
 
@@ -119,6 +122,6 @@ def test_bit_identical_in_bfloat16(name: str) -> None:
 def test_bit_identical_on_several_devices(name: str) -> None:
     m = CASES[name]()
     one = trained(m, 1, "gpipe")
-    for stages, schedule in ((2, "1f1b"), (4, "gpipe")):
+    for stages, schedule in ((3, "1f1b"), (4, "gpipe")):
         if stages <= one[2]:
             assert_same_bits(trained(m, stages, schedule, apart=True), one)

@@ -10,15 +10,15 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
 
 
-def test_bert_of_48_blocks_compiles_its_distinct_layers_only() -> None:
-    workload = load("bert", "48", width=16, heads=2, vocabulary=300, tokens=8)
+def test_a_deep_bert_compiles_its_distinct_layers_only() -> None:
+    workload = load("bert", "48", blocks=12, width=16, heads=2, vocabulary=300, tokens=8)
     shapes = workload.abstract_batch(4)
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     pipe = jvpipe.Pipeline(workload.loss_fn, optax.adamw(1e-3), stages=4, microbatches=2, planner="even")
-    state = pipe.init(workload.init, batch, jax.random.key(0))
+    state = pipe.init(workload.init, batch, jax.random.key(0, impl="unsafe_rbg"))
     state, metrics = pipe.step(state, batch)
     assert np.isfinite(float(metrics["loss"]))
     distinct = len({id(p) for p in layer_programs(shared_store(), pipe._first.traced)})
-    assert len(pipe.graph.layers) > 90
+    assert len(pipe.graph.layers) > 22
     assert distinct <= 6
     assert max(pipe.programs.values()) <= 3 * distinct

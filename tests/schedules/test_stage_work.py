@@ -1,8 +1,6 @@
 """Stages in the simulator: against timelines drawn by hand, textbook numbers, and a clock that ticks."""
 
-import gc
 import re
-import time
 from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
@@ -146,16 +144,3 @@ def test_lists_that_cannot_run_are_refused_with_the_reason() -> None:
     refused(["0F0 0W0"], "task 0W0: lists at the level of stages hold F and B")
     with pytest.raises(ValueError, match="2 task lists need as many stages, 1 are given"):
         simulate_lists(gpipe(2, 1), [StageLoad(1.0, 1.0)])
-
-
-def test_a_hundred_thousand_tasks_take_a_tenth_of_what_a_million_may() -> None:
-    load = StageLoad(1.0, 2.0, recompute_s=0.3, out_s=0.4, in_s=0.4, send_s=0.1, return_s=0.1)
-    lists = one_f_one_b(32, 450)
-    gc.collect()
-    gc.freeze()  # what other tests left is not looked through
-    start = time.process_time()
-    found = simulate_lists(lists, [load] * 32, shared_link=True)
-    taken_s = time.process_time() - start
-    gc.unfreeze()
-    assert len(found.tasks) == 450 * (7 * 32 - 4)  # the last stage swaps nothing, and two sends have no neighbour
-    assert taken_s < 1.0
