@@ -1,8 +1,6 @@
 """A loss that is a mean over a number of items that differs between micro-batches."""
 
-from typing import NamedTuple
-
-import jax
+from typing import Any, NamedTuple
 
 
 class Weighted(NamedTuple):
@@ -16,5 +14,5 @@ class Weighted(NamedTuple):
     3.0
     """
 
-    total: jax.Array
-    weight: jax.Array
+    total: Any  # arrays, or what stands for them while JAX traces
+    weight: Any
