@@ -15,7 +15,6 @@ from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages, rep
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
-from jvpipe.ir.span import Span
 from jvpipe.planners import find_planner
 from jvpipe.planners.by_hand import checkpointed, with_fates
 from jvpipe.planning import Planned, Request, decide, measure
@@ -35,7 +34,7 @@ from jvpipe.runtime.checkpoint import (
     to_host,
 )
 from jvpipe.runtime.controller import Controller, Feeds
-from jvpipe.runtime.monitor import Monitor
+from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.schedules import find_schedule
@@ -158,7 +157,9 @@ class Pipeline:
         check_limit(build.peaks, self._devices, self._limit, self._host_limit)
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
-        arrays = self._placing(build).place(self.ledger, leaves, self._store)
+        placing = self._placing(build)
+        check_limit(placing.peaks(leaves), self._devices, self._limit, idle="while its arrays are made")
+        arrays = placing.place(self.ledger, leaves, self._store)
         return State(arrays, words, step)
 
     def _placing(self, build: Build) -> Placing:
@@ -363,11 +364,16 @@ class Pipeline:
         """Switches on the measuring of every task, or off."""
         self._controller.monitor = Monitor(self._devices) if on else None
 
-    def spans(self) -> list[Span]:
-        """What ran when in the last step that was measured; waits for its end."""
+    def measured(self) -> Measured:
+        """What the last step did that was measured: what ran when, what was swapped; waits for its end."""
         if self._controller.monitor is None:
             raise ValueError("nothing is measured: call pipe.monitor() before the step")
-        return self._controller.monitor.spans()
+        return self._controller.monitor.measured()
+
+    @property
+    def planned(self) -> Planned | None:
+        """What the plan was decided on; None if it was given."""
+        return self._planned
 
     # Keeping
 

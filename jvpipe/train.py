@@ -179,7 +179,7 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
                 save(job, state, step)
             if last:
                 break
-    timeline.write(job.run.timeline, job.pipe.spans())
+    timeline.write(job.run.timeline, job.pipe.measured().spans)
     return state
 
 
@@ -201,7 +201,7 @@ def finish(job: Job, state: Any) -> None:
 
 
 def _measured(job: Job, step: int, metrics: dict[str, jax.Array], learning_rate: float, seconds: float) -> StepMetrics:
-    layers = sum(job.pipe.plan.cuts)
+    layers, measured = sum(job.pipe.plan.cuts), job.pipe.measured()
     return StepMetrics(
         step=step,
         loss=float(metrics["loss"]),
@@ -209,9 +209,13 @@ def _measured(job: Job, step: int, metrics: dict[str, jax.Array], learning_rate:
         grad_norm=float(metrics["grad_norm"]),
         seconds=seconds,
         examples_per_s=job.batch_size / seconds,
-        bubble_fraction=timeline.bubble_fraction(job.pipe.spans()),
+        bubble_fraction=timeline.bubble_fraction(measured.spans),
         peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
         staleness=(0,) * layers,
+        swapped_bytes=measured.swapped_bytes,
+        copy_hidden_s=measured.hidden_s,
+        copy_exposed_s=measured.exposed_s,
+        recomputed_s=measured.rerun_s + (job.pipe.planned.recompute_s if job.pipe.planned else 0.0),
     )
 
 

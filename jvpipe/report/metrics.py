@@ -11,7 +11,11 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step did; steps count from 1, `staleness` is in updates, per layer."""
+    """What one step did; steps count from 1, `staleness` is in updates, per layer.
+
+    `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
+    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept.
+    """
 
     step: int
     loss: float
@@ -22,6 +26,10 @@ class StepMetrics:
     bubble_fraction: float
     peak_bytes: Mapping[str, int]
     staleness: tuple[int, ...]
+    swapped_bytes: int = 0
+    copy_hidden_s: float = 0.0
+    copy_exposed_s: float = 0.0
+    recomputed_s: float = 0.0
 
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""

@@ -6,6 +6,7 @@ names arrays, so its own time per row is what limits small models.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.task import Row
 from jvpipe.runtime.monitor import Monitor
 from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.turns import turns
 
 # feeds[kind, index][m] is what micro-batch m reads from the host
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
@@ -47,12 +49,17 @@ class Instruction(NamedTuple):
     row: Row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bound:
     """A lowered step, ready to run."""
 
     lowered: Lowered
     instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def targets(self) -> list[int]:
+        """Where what each row makes lies."""
+        return [it.target for it in self.instructions]
 
     @property
     def temporary_bytes(self) -> list[int]:
@@ -150,9 +157,10 @@ class Controller:
         table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
         self.marks = []
         if monitor is not None:
-            monitor.begin(lowered.rows)
-        for index, it in enumerate(bound.instructions):
-            run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row = it
+            monitor.begin(lowered)
+        instructions = bound.instructions
+        for index in turns(lowered.rows, bound.targets, table):
+            run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row = instructions[index]
             live[target] += born
             if live[target] + temporary > peak[target]:
                 peak[target] = live[target] + temporary
@@ -167,9 +175,12 @@ class Controller:
                     table[b] = x
                 if watched:
                     self.marks.append((row, out[-1]))
-                if monitor is not None and len(out) > len(writes):
-                    monitor.dispatched(index, row.device, out[-1])
+                if monitor is not None and (len(out) > len(writes) or row.kind in ("OUT", "IN")):
+                    monitor.dispatched(index, row, out[-1])
+                x = out = None  # what nobody reads is gone
             for b in frees:
+                if b < lowered.persistent:  # the state that is consumed still knows it
+                    table[b].delete()
                 table[b] = None
             live[source] -= freed
         for b in lowered.metrics:  # these are the caller's from here on

@@ -10,7 +10,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.buffers import PERSISTENT, Buffer, Peak
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot
@@ -44,7 +44,18 @@ class State:
 
 Key = tuple[Hashable, ...]
 Name = tuple[str, int]
-Leaf = Callable[[Device], jax.Array]  # puts or makes one array on a device
+
+
+def _nothing(device: Device) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Puts or makes one array on a device; `needs` are the bytes that it takes there beside, meanwhile."""
+
+    make: Callable[[Device], jax.Array]
+    needs: Callable[[Device], int] = _nothing
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
@@ -53,7 +64,7 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     def put(value: Any, device: Device) -> jax.Array:
         return jax.device_put(value, device, may_alias=False)
 
-    return [partial(put, value) for value in values]
+    return [Leaf(partial(put, value)) for value in values]
 
 
 def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
@@ -65,9 +76,12 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
 
-    def make(out: _jax.Atom, device: Device) -> jax.Array:
+    def inputs_of(out: _jax.Atom) -> tuple[list[Any], list[Any]]:
         needed = jaxprs.prune(eqns, [out])
-        inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
+        return needed, list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
+
+    def compiled(out: _jax.Atom, device: Device) -> Any:
+        needed, inputs = inputs_of(out)
 
         def run(*values: Any) -> list[Any]:
             env = dict(zip(inputs, values, strict=True))
@@ -75,10 +89,16 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             return jaxprs.read([out], env)
 
         program = Program(("init", jaxprs.structure(needed, inputs, [out])), run, tuple(map(_jax.aval, inputs)))
-        values = [jax.device_put(known[v], device) for v in inputs]
-        return store.compile([(program, device)])[0](*values)[0]
+        return store.compile([(program, device)])[0]
 
-    return [partial(make, out) for out in closed.jaxpr.outvars]
+    def make(out: _jax.Atom, device: Device) -> jax.Array:
+        return compiled(out, device)(*(jax.device_put(known[v], device) for v in inputs_of(out)[1]))[0]
+
+    def needs(out: _jax.Atom, device: Device) -> int:
+        found = compiled(out, device).memory_analysis()
+        return found.temp_size_in_bytes + found.argument_size_in_bytes
+
+    return [Leaf(partial(make, out), partial(needs, out)) for out in closed.jaxpr.outvars]
 
 
 def name_of(buffer: Buffer) -> Name:
@@ -98,6 +118,21 @@ class Placing:
     buffers: tuple[Buffer, ...]
     devices: tuple[Device, ...]
 
+    def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, while the arrays are placed in their order."""
+        live, most = [0] * len(self.devices), [0] * len(self.devices)
+        for buffer in self.buffers:
+            d, leaf = buffer.device, leaves.get(name_of(buffer))
+            live[d] += buffer.bytes
+            most[d] = max(most[d], live[d] + (leaf.needs(self.devices[d]) if leaf else 0))
+        holders = [
+            tuple(
+                (owner, sum(b.bytes for b in self.buffers if (b.owner, b.device) == (owner, d))) for owner in PERSISTENT
+            )
+            for d in range(len(self.devices))
+        ]
+        return (*(Peak(most[d], None, holders[d]) for d in range(len(self.devices))), Peak(0, None, ()))
+
     def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
         """Every persistent array from the leaves of each name; optimizer state without leaves is made anew."""
         table: dict[Key, jax.Array] = {}
@@ -105,10 +140,10 @@ class Placing:
         for buffer in self.buffers:
             name = name_of(buffer)
             if name in leaves:
-                ledger.hold(buffer.device, buffer.bytes)
                 device = self.devices[buffer.device]
+                ledger.hold(buffer.device, buffer.bytes, leaves[name].needs(device))
                 copied = buffer.owner == "parameter" and name in first
-                table[buffer.key] = jax.device_put(table[first[name]], device) if copied else leaves[name](device)
+                table[buffer.key] = jax.device_put(table[first[name]], device) if copied else leaves[name].make(device)
                 first.setdefault(name, buffer.key)
         fresh = [buffer for buffer in self.buffers if buffer.key not in table]
         for buffer in fresh:

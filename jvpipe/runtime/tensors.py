@@ -62,19 +62,26 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
 
 
 def check_limit(
-    peaks: Sequence[Peak], devices: Sequence[Device], limit: int | None, host_limit: int | None = None
+    peaks: Sequence[Peak],
+    devices: Sequence[Device],
+    limit: int | None,
+    host_limit: int | None = None,
+    idle: str = "between steps",
 ) -> None:
-    """Raises `MemoryLimitExceeded` if a step would hold more bytes than the limit of a device, or of the host."""
+    """Raises `MemoryLimitExceeded` if a device, or the host, would hold more bytes than its limit.
+
+    `idle` says when that is if it is at no task.
+    """
     worst = max(peaks[:HOST], key=lambda peak: peak.bytes)
     if limit is not None and worst.bytes > limit:
-        raise _exceeded(str(devices[peaks.index(worst)]), worst, limit)
+        raise _exceeded(str(devices[peaks.index(worst)]), worst, limit, idle)
     if host_limit is not None and peaks[HOST].bytes > host_limit:
-        raise _exceeded("the host", peaks[HOST], host_limit)
+        raise _exceeded("the host", peaks[HOST], host_limit, idle)
 
 
-def _exceeded(place: str, peak: Peak, limit: int) -> MemoryLimitExceeded:
+def _exceeded(place: str, peak: Peak, limit: int, idle: str) -> MemoryLimitExceeded:
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
-    task = f"at task {peak.row}" if peak.row else "between steps"
+    task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(
         f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
         f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",

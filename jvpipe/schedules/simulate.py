@@ -2,8 +2,8 @@
 
 Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A row waits for those
 that wrote what it reads, and, before it overwrites a buffer, for those that still read it. What keeps memory within
-what the ledger counts: FREE holds back the rows of its device that come after it; IN waits for the row before it; a
-FEED is for the row after it, and comes one row early if it takes time.
+what the ledger counts: FREE holds back the rows of its device that come after it, and what is sent there; IN waits for
+the row before it; a FEED is for the row after it, and comes one row early if it takes time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +61,7 @@ def simulate(
         places = links_of(row) if row.kind in COPIES else (f"device {row.device}",)
         occupies.append(tuple(names.setdefault(name, len(names)) for name in places))
         seconds.append(float(seconds_of(row)) if places else 0.0)
-    work = Work(list(_waits(rows, occupies)), occupies, range(devices), lambda i: str(rows[i]))
+    work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
     starts_s = np.array(work.starts_s(seconds))
     ends_s = starts_s + seconds
     found = peaks(lowered, devices, temporary_bytes)
@@ -77,8 +77,9 @@ def simulate(
     )
 
 
-def _waits(rows: Sequence[Row], occupies: Sequence[tuple[int, ...]]) -> Iterator[Sequence[int]]:
+def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Sequence[int]]:
     """The rows that each row waits for."""
+    rows, buffers = lowered.rows, lowered.buffers
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     ran: dict[int, list[int]] = {}  # per device, its programs so far
@@ -87,8 +88,8 @@ def _waits(rows: Sequence[Row], occupies: Sequence[tuple[int, ...]]) -> Iterator
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
         needs.update(r for b in row.writes for r in readers.pop(b, ()))
         mine = ran.setdefault(row.device, [])
-        if row.device in freed:
-            needs.add(freed[row.device])
+        touched = {row.device, *(buffers[b].device for b in row.writes)}
+        needs.update(freed[d] for d in touched if d in freed)
         match row.kind:
             case "FEED" if occupies[i]:
                 needs.update(mine[-2:-1])

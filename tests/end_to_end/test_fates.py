@@ -12,6 +12,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.trace.model import trace_model
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.zoo import CASES, Case, in_bfloat16
 
@@ -98,3 +99,24 @@ def test_checkpoint_modes_and_patterns_give_the_same_bits_and_less_memory() -> N
         peaks[name] = ours[2].ledger.peak[0]
     assert peaks["always"] < peaks["except_last"] < never.ledger.peak[0]
     assert peaks["swapped"] < never.ledger.peak[0]
+
+
+def test_what_was_swapped_and_run_again_is_reported() -> None:
+    m = CASES["pre-norm"]()
+    batch = batch_of(m, MICRO)
+    graph = trace_model(m.loss_fn, m.params, m.batch, m.rng).traced.graph
+    layers = len(graph.layers)
+    plan = drawn(graph, (layers // 2, layers - layers // 2), seed=5)
+    pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(0.1), plan, MICRO)
+    state = pipe.init(m.params, batch, key_of(m))
+    pipe.monitor()
+    state, _ = pipe.step(state, batch)
+    found, step = pipe.measured(), pipe._first.lowered
+    out = [row for row in step.rows if row.kind == "OUT"]
+    assert found.swapped_bytes == sum(step.buffers[row.writes[0]].bytes for row in out) > 0
+    assert found.copy_s > 0
+    assert found.hidden_s + found.exposed_s >= found.copy_s - 1e-9
+    assert found.rerun_s > 0
+    shown = {"F", "R", "B", "U", "OUT", "IN"}
+    assert sorted(s.kind for s in found.spans) == sorted(row.kind for row in step.rows if row.kind in shown)
+    assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe._devices}

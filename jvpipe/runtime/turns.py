@@ -1,0 +1,59 @@
+"""Whose turn it is: rows in the order of the lists, but that a late copy holds up its own device alone.
+
+A FREE waits until its copy has reached the host. Meanwhile its device puts its rows off; so does one that would send
+to it, for what it holds must be what the buffer table says; and one whose inputs are not there. The others go on.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jvpipe import _jax
+from jvpipe.ir.task import Row
+
+_POLL_S = 5e-5
+
+
+def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> Iterator[int]:
+    """The numbers of the rows, each when it may be dispatched.
+
+    Args:
+        rows: of all devices, in the order of their dispatch.
+        targets: where the buffers lie that each row makes.
+        table: the array of each buffer, None before it is made; it fills up as rows are dispatched.
+    """
+    late: dict[int, deque[int]] = {}  # by device, the rows that it has put off
+
+    def may_go(index: int) -> bool:
+        row, target = rows[index], targets[index]
+        if row.kind == "FREE" and (table[row.reads[1]] is None or not _jax.is_ready(table[row.reads[1]])):
+            return False
+        if target in late and late[target][0] < index:
+            return False
+        return all(table[b] is not None for b in row.reads)
+
+    def put_off() -> Iterator[int]:
+        """What may go by now of what had to wait."""
+        for device in sorted(late, key=lambda d: late[d][0]):
+            queue = late[device]
+            while queue and may_go(queue[0]):
+                yield queue[0]
+                queue.popleft()
+            if not queue:
+                del late[device]
+
+    for index, row in enumerate(rows):
+        if late:
+            yield from put_off()
+        if row.device in late:
+            late[row.device].append(index)
+        elif (late or row.kind == "FREE") and not may_go(index):
+            late[row.device] = deque([index])
+        else:
+            yield index
+    while late:
+        before = sum(map(len, late.values()))
+        yield from put_off()
+        if sum(map(len, late.values())) == before:
+            time.sleep(_POLL_S)

@@ -1,0 +1,42 @@
+"""Arrays are placed one after another, and what is needed beside them is counted."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+
+D = 16
+
+
+def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+    x = batch
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def init(key: jax.Array) -> Any:
+    """Each matrix takes more while it is made than it holds."""
+    return [jnp.sort(jax.random.normal(k, (64, D * D)), axis=0)[31].reshape(D, D) for k in jax.random.split(key, 3)]
+
+
+def pipeline(**options: Any) -> jvpipe.Pipeline:
+    return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, 2, planner="even", **options)
+
+
+def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> None:
+    batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
+    pipe = pipeline()
+    pipe.init(init, batch, key)
+    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe._first.peaks)
+    most = max(while_made.values())
+    assert most > step, "the case shows nothing"
+    pipeline(memory_limit=most).init(init, batch, key)
+    with pytest.raises(jvpipe.MemoryLimitExceeded, match="while its arrays are made") as told:
+        pipeline(memory_limit=most - 1).init(init, batch, key)
+    assert told.value.smallest_limit_bytes == most

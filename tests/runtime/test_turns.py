@@ -1,0 +1,71 @@
+"""A late copy holds up its own device, whoever sends to it, and whoever waits for its results; nobody else."""
+
+from typing import Any
+
+import pytest
+
+from jvpipe import _jax
+from jvpipe.ir.buffers import HOST
+from jvpipe.ir.task import Row, RowKind
+from jvpipe.runtime.turns import turns
+
+
+def row(kind: RowKind, device: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Row:
+    return Row(kind, device, device, 0, 0, reads, writes)
+
+
+ROWS = [
+    row("F", 0, (), (0,)),
+    row("OUT", 0, (0,), (1,)),
+    row("FREE", 0, (0, 1), ()),  # waits
+    row("F", 1, (), (2,)),
+    row("F", 0, (), (3,)),
+    row("SEND", 0, (3,), (4,)),
+    row("F", 2, (), (5,)),
+    row("F", 1, (4,), (6,)),  # what the late device sends
+    row("F", 2, (), (7,)),
+    row("SEND", 2, (7,), (8,)),  # to the late device
+    row("F", 2, (), (9,)),
+    row("F", 3, (), (10,)),
+]
+TARGETS = [0, HOST, 0, 1, 0, 1, 2, 1, 2, 0, 2, 3]
+
+
+def order(monkeypatch: pytest.MonkeyPatch, ready_after: int) -> list[int]:
+    """The order of dispatch if the copy is there once so many rows have been dispatched."""
+    table: list[Any] = [None] * 11
+    done: list[int] = []
+    asked: list[Any] = []
+
+    def is_ready(array: Any) -> bool:
+        asked.append(array)
+        return len(done) >= ready_after or len(asked) > 100  # at last it comes, though nothing else happens
+
+    monkeypatch.setattr(_jax, "is_ready", is_ready)
+    for index in turns(ROWS, TARGETS, table):
+        done.append(index)
+        for b in ROWS[index].writes:
+            table[b] = b
+    return done
+
+
+def test_in_order_if_nothing_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert order(monkeypatch, 0) == list(range(len(ROWS)))
+
+
+def test_the_others_go_on_until_they_need_the_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert order(monkeypatch, 99) == [0, 1, 3, 6, 8, 11, 2, 4, 5, 7, 9, 10]
+
+
+def test_a_device_goes_on_as_soon_as_its_copy_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = order(monkeypatch, 4)
+    assert found == [0, 1, 3, 6, 2, 4, 5, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("ready_after", range(8))
+def test_each_device_keeps_its_order(monkeypatch: pytest.MonkeyPatch, ready_after: int) -> None:
+    found = order(monkeypatch, ready_after)
+    assert sorted(found) == list(range(len(ROWS)))
+    for device in range(4):
+        mine = [i for i in found if ROWS[i].device == device]
+        assert mine == sorted(mine)
