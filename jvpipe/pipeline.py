@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import optax
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages, reported_limit
 from jvpipe.ir.buffers import HOST
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.use import Use
 from jvpipe.planners import find_planner
 from jvpipe.planners.by_hand import checkpointed, with_fates
 from jvpipe.planning import Planned, Request, decide, measure
@@ -34,10 +37,12 @@ from jvpipe.runtime.checkpoint import (
     to_host,
 )
 from jvpipe.runtime.controller import Controller, Feeds
+from jvpipe.runtime.flight import names_of, plain_arrays, step_of
 from jvpipe.runtime.monitor import Measured, Monitor
+from jvpipe.runtime.replay import Replay
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
-from jvpipe.schedules import find_schedule
+from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.loss import KeyKind, abstract, key_words
 from jvpipe.trace.model import trace_model
@@ -56,7 +61,8 @@ class Pipeline:
         optimizer: any optax transformation that its jaxpr lets cut.
         stages: their number, or a `Plan`.
         microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
-        schedule: "gpipe" or "1f1b".
+        schedule: "gpipe", "1f1b"; asynchronous "pipedream", "2bw", "pipemare", "xpipe"; or one with options, such as
+            `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe" (cuts and fates chosen jointly, for the step's seconds under the memory limit), "even",
             "torchgpipe" (balances measured seconds), "torchgpipe-size" (bytes of parameters), or one of "gpipe",
             "pipedream", "dapple", "vpipe", "dawnpiper", "adapipe", after the papers.
@@ -94,7 +100,7 @@ class Pipeline:
         optimizer: optax.GradientTransformation,
         stages: int | Plan = 2,
         microbatches: int = 4,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         planner: str = "jvpipe",
         memory_limit: int | str | None = None,
         host_memory_limit: int | str | None = None,
@@ -106,16 +112,16 @@ class Pipeline:
         has_state: bool = False,
         grad_norm: bool = False,
     ) -> None:
-        if not find_schedule(schedule).synchronous:
-            raise ValueError(f"schedule '{schedule}' can be planned, but not run yet: use 'gpipe' or '1f1b'")
+        self._order = find_schedule(schedule)
         find_planner(planner)
         count = len(stages.stages) if isinstance(stages, Plan) else stages
         for name, value in (("stages", count), ("microbatches", microbatches)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        self._order.check(count, microbatches)
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._wanted, self._microbatches = stages, microbatches
-        self._schedule, self._planner = schedule, planner
+        self._schedule, self._planner = self._order.name, planner
         self._host_limit = parse_bytes(host_memory_limit)
         self._fates, self._checkpoint = dict(fates or {}), checkpoint
         self._options = {"has_aux": has_aux, "has_state": has_state}
@@ -124,7 +130,10 @@ class Pipeline:
         self._limit = parse_bytes(memory_limit) or reported_limit(self._devices)
         self._store = shared_store()
         self._builds: dict[Any, Build] = {}
+        self._warm: dict[Any, Build] = {}  # for the synchronous steps before an asynchronous stream
         self.ledger = Ledger(self._devices)
+        if not self._order.synchronous:
+            self.ledger.versions.period = self._order.period(microbatches)
         self._controller = Controller(self.ledger)
         self._checked = False
         self._planned: Planned | None = None
@@ -163,8 +172,7 @@ class Pipeline:
         return State(arrays, words, step)
 
     def _placing(self, build: Build) -> Placing:
-        buffers = build.lowered.buffers[: build.lowered.persistent]
-        return Placing(build.traced.graph, build.optimizer, buffers, self._devices)
+        return Placing(build.traced.graph, build.optimizer, build.persistent, self._devices)
 
     def _trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
         """Traces at the shapes of a batch; the first time this also plans."""
@@ -175,26 +183,38 @@ class Pipeline:
         cuts = first.traced.cuts if first else None
         model = trace_model(self._loss_fn, params, micro, rng, model_state, cuts, **self._options)
         self._stacks, traced, graph = model.stacks, model.traced, model.traced.graph
-        optimizer = (
-            first.optimizer
-            if first
-            else cut_optimizer(
-                self._optimizer,
-                abstract(model.params),
-                [p.owner for p in graph.parameters],
-                [len(p.readers) for p in graph.parameters],
-                microbatches=None if graph.weighted else self._microbatches,
-                grad_norm=self._grad_norm,
-            )
-        )
+        period = self._microbatches if self._order.synchronous else self._order.period(self._microbatches)
+        optimizer = first.optimizer if first else self._cut(graph, model.params, period)
         build = self._build(traced, first.plan, optimizer) if first else self._first_build(traced, optimizer)
+        if self._order.warmup_updates:
+            warm = self._cut(graph, model.params, self._microbatches)
+            self._warm[batch_shapes(batch)] = replace(build, schedule=find_schedule("1f1b"), optimizer=warm)
         self._builds[batch_shapes(batch)] = build
         return build
+
+    def _cut(self, graph: LayerGraph, params: Tree, period: int) -> OptimizerCut:
+        """The optimizer in pieces, for updates from `period` micro-batches."""
+        found = cut_optimizer(
+            self._optimizer,
+            abstract(params),
+            [p.owner for p in graph.parameters],
+            [len(p.readers) for p in graph.parameters],
+            microbatches=None if graph.weighted else period,
+            grad_norm=self._grad_norm,
+        )
+        if not self._order.synchronous and (found.cross_layer or self._grad_norm):
+            name = " and ".join(found.cross_layer) or "grad_norm=True"
+            raise ValueError(
+                f"{name} needs a value of all layers at once, which {self._schedule} does not have: its layers are "
+                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
+                "time, such as optax.adaptive_grad_clip or optax.clip"
+            )
+        return found
 
     def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
         plan.check(len(traced.graph.layers), len(self._devices))
         layer_s = self._planned.layer_s if self._planned else None
-        return Build(traced, plan, optimizer, self._microbatches, self._devices, self._store, layer_s)
+        return Build(traced, plan, self._order, optimizer, self._microbatches, self._devices, self._store, layer_s)
 
     def _first_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
         """Plans, unless the plan is given, and makes the plan ready to run."""
@@ -233,23 +253,48 @@ class Pipeline:
     # Running
 
     def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
-        """One update from one batch. Consumes `state`; returns at once, the devices work on."""
-        build = self._build_for(batch)
-        state.check(build.lowered.persistent)
-        self._controller.check(wait=False)
-        arrays, values = self._controller.run(build.step, state.arrays, self._feeds(batch, state))
-        metrics = self._metrics(build, values)
+        """What one batch teaches. Consumes `state`; returns at once, the devices work on.
+
+        Under an asynchronous schedule nothing is in flight afterwards: `run` keeps the pipeline full.
+        """
+        state, metrics, _ = self._advance(state, batch)
         if not self._checked:
-            self._check_first_loss(metrics["loss"], state.step)
-        return State(arrays, state.words, state.step + 1), metrics
+            self._check_first_loss(metrics["loss"], state.step - 1)
+        return self.drain(state), metrics
+
+    def run(
+        self, state: State, batches: Iterable[Tree], num_steps: int | None = None
+    ) -> Iterator[tuple[State, Metrics]]:
+        """Steps through a stream of batches; a state is valid until the next one is asked for.
+
+        Under an asynchronous schedule the pipeline stays full between the steps: the states are in flight. Such a
+        state can be saved, evaluated or drained; its parameters are each layer's newest.
+        """
+        watched: tuple[State, list[jax.Array]] | None = None
+        for batch in islice(batches, num_steps):
+            state, metrics, losses = self._advance(state, batch)
+            self._check_losses(watched)
+            watched = (state, losses)
+            yield state, metrics
+        self._check_losses(watched)
+
+    def drain(self, state: State) -> State:
+        """Finishes what is in flight."""
+        if not state.flight:
+            return state
+        build = self._flying(state)
+        step, bound = build.drain(state.flight)
+        arrays, _ = self._controller.run(bound, state.arrays, {})
+        self._record(step.uses, state, state.step)
+        self.ledger.versions.drained()
+        return replace(state, arrays=arrays, flight=0)
 
     def evaluate(self, state: State, batch: Tree) -> Metrics:
         """The metrics of a batch, forward only; nothing changes."""
         build = self._build_for(batch)
-        state.check(build.lowered.persistent)
-        evaluation = build.evaluation()
-        check_limit(build.peaks_of(evaluation), self._devices, self._limit, self._host_limit)
-        _, values = self._controller.run(evaluation, state.arrays, self._feeds(batch, state))
+        arrays = self._plain(build, state)
+        check_limit(build.peaks_of(build.evaluation), self._devices, self._limit, self._host_limit)
+        _, values = self._controller.run(build.evaluation, arrays, self._feeds(batch, state))
         return self._metrics(build, values)
 
     def wait(self, state: State) -> State:
@@ -259,13 +304,84 @@ class Pipeline:
         except Exception as error:
             raise self._controller.failure(error) from error
 
-    def run(
-        self, state: State, batches: Iterable[Tree], num_steps: int | None = None
-    ) -> Iterator[tuple[State, Metrics]]:
-        """Steps through a stream of batches; a state is valid until the next one is asked for."""
-        for batch in islice(batches, num_steps):
-            state, metrics = self.step(state, batch)
-            yield state, metrics
+    def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
+        """One step of a run; also the losses of its micro-batches, if they are known apart."""
+        build = self._build_for(batch)
+        self._controller.check(wait=False)
+        warm = not self._order.synchronous and state.updates < self._order.warmup_updates
+        if warm:
+            build = self._warm[batch_shapes(batch)]
+        if warm or self._order.synchronous:
+            bound, uses, updates, flight = build.step, (), 1, 0
+        else:
+            n = step_of(build, state.flight)
+            bound, uses, flight = build.steps[n], build.stream.steps[n].uses, state.flight + 1
+            updates = self._microbatches // self._order.period(self._microbatches)
+        state.check(bound.lowered.persistent)
+        arrays, values = self._controller.run(bound, state.arrays, self._feeds(batch, state))
+        if uses:
+            self._record(uses, state, state.step)
+        losses = values[-self._microbatches :] if flight else []
+        metrics = self._metrics(build, values[: len(values) - len(losses)])
+        return State(arrays, state.words, state.step + 1, flight, state.updates + updates), metrics, losses
+
+    def _record(self, uses: Sequence[Use], state: State, step: int) -> None:
+        self.ledger.versions.record(uses, step * self._microbatches, state.updates)
+
+    def replay(
+        self, params: Tree, batches: Iterable[Tree], rng: jax.Array | None, model_state: Tree = None
+    ) -> tuple[Tree, list[float]]:
+        """What this pipeline's run computed, computed again on one device by its ledger of versions alone.
+
+        Args:
+            params: what the run began with.
+            batches: what it saw, from its first asynchronous step on.
+            rng: the key of the run.
+            model_state: with `has_state`.
+
+        Returns:
+            the parameters, as numpy arrays, and the loss of every micro-batch.
+        """
+        build, ledger = self._first, self.ledger.versions
+        split = self._stacks.split(params)
+        leaves = self._optimizer.init(split)
+        holders = ((j, layer) for j, layer in build.optimizer.holders if layer is not None)
+        initial = jax.tree.leaves(leaves)
+        run = Replay(
+            build,
+            jax.tree.leaves(split),
+            {(j, layer): initial[j] for j, layer in holders},
+            jax.tree.leaves(model_state),
+            build.traced.loss.constants,
+            min((use.version for use in ledger.uses()), default=0),
+        )
+        found = ledger.microbatches()
+        losses = []
+        for batch in batches:
+            feeds = None
+            for m in range(self._microbatches):
+                uses, drained = next(found, (None, False))
+                if uses is None:
+                    break
+                step = uses[0].microbatch // self._microbatches
+                state = State((), None if rng is None else key_words(rng), step)
+                feeds = feeds or self._feeds(batch, state)
+                parts = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
+                losses.append(run.microbatch(uses, parts, feeds["seed", 0][m] if rng is not None else None))
+                if drained:
+                    run.forget()
+        joined = self._stacks.join(jax.tree.unflatten(jax.tree.structure(split), run.parameters))
+        return jax.tree.map(np.asarray, joined), losses
+
+    def _plain(self, build: Build, state: State) -> tuple[jax.Array, ...]:
+        state.check(len(names_of(build, state.flight)) if state.flight else len(build.persistent))
+        return plain_arrays(build, state)
+
+    def _flying(self, state: State) -> Build:
+        """The build whose stream a state is in."""
+        build = self._first
+        state.check(len(names_of(build, state.flight)))
+        return build
 
     def _build_for(self, batch: Tree) -> Build:
         if not self._builds:
@@ -307,6 +423,27 @@ class Pipeline:
                 f"the loss of step {step} is {value}: check the batch, the learning rate and the initial parameters"
             )
         self._checked = True
+
+    def _check_losses(self, watched: tuple[State, list[jax.Array]] | None) -> None:
+        """Raises if a micro-batch of a step that has passed gave a loss that is no number."""
+        for i, loss in enumerate(watched[1] if watched else ()):
+            try:
+                value = float(loss)
+            except Exception as error:
+                raise self._controller.failure(error) from error
+            if not np.isfinite(value):
+                step = watched[0].step - 1 if watched else 0
+                raise ValueError(self._astray(value, step, step * self._microbatches + i))
+
+    def _astray(self, value: float, step: int, m: int) -> str:
+        layer = self.graph.loss_layer
+        stage = next(s for s, found in enumerate(self.plan.stages) if layer in found.layers)
+        read = {self.ledger.versions[found.layers[0], m].forward for found in self.plan.stages}
+        return (
+            f"the loss of micro-batch {m} (step {step}) is {value} at stage {stage}, read with versions {sorted(read)} "
+            "of the weights. The states since are not to be saved; the last checkpoint is whole. A lower learning "
+            "rate, or a schedule with less staleness, may help"
+        )
 
     # Looking
 
@@ -353,8 +490,7 @@ class Pipeline:
         return state.step
 
     def _host_values(self, state: State, kind: str) -> list[Any]:
-        state.check(self._first.lowered.persistent)
-        found = self._placing(self._first).values(state.arrays)
+        found = self._placing(self._first).values(self._plain(self._first, state))
         try:
             return [to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
         except Exception as error:

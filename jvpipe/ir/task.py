@@ -50,10 +50,12 @@ def read_csv(path: str | Path) -> TaskLists:
         return tuple(tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file))
 
 
-RowKind = Literal["FEED", "F", "R", "E", "ZERO", "B", "SEND", "OUT", "FREE", "IN", "LOSS", "U"]
+RowKind = Literal[
+    "FEED", "F", "R", "E", "ZERO", "B", "SEND", "OUT", "FREE", "IN", "LOSS", "U", "WEIGHT", "SHIFT", "SETTLE", "DROP"
+]
 
 
-COPIES = frozenset({"FEED", "SEND", "OUT", "FREE", "IN"})
+COPIES = frozenset({"FEED", "SEND", "OUT", "FREE", "IN", "DROP"})
 """Kinds of rows that run no program."""
 
 
@@ -64,8 +66,10 @@ class Row:
     FEED brings a batch leaf from the host, F and B are a layer's forward and backward, R a forward that runs again,
     E one without residuals, ZERO makes a device's gradient accumulators, SEND copies to another device, OUT to the
     host, IN back from it, FREE waits until an OUT is done and ends its source, LOSS sums the losses, U is a piece of
-    the update. `reads`, `writes` and `frees` are ids in the buffer table; a buffer both read and
-    written is updated in place. `program` says which program of which layer (or piece) runs.
+    the update. In an asynchronous stream WEIGHT sums the weights of an update's micro-batches, SHIFT predicts or
+    corrects weights, SETTLE notes what an update did, DROP ends what nobody will read. `reads`, `writes` and `frees`
+    are ids in the buffer table; a buffer both read and written is updated in place. `program` says which program of
+    which layer (or piece) runs.
     """
 
     kind: RowKind

@@ -24,7 +24,7 @@ from jvpipe.planners.kept import Kept, nothing_fits
 from jvpipe.planners.paths import join
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.segments import Grid, between, seconds
-from jvpipe.schedules.pipedream import PIPEDREAM
+from jvpipe.schedules.pipedream import PipeDream
 
 
 def replicated(problem: Problem) -> Decision:
@@ -33,7 +33,7 @@ def replicated(problem: Problem) -> Decision:
     Its memory is the paper's, whatever the schedule. Raises `Infeasible` if nothing fits, ValueError if the devices
     do not fill the cluster's machines.
     """
-    kept = Kept(replace(problem, schedule=PIPEDREAM))
+    kept = Kept(replace(problem, schedule=PipeDream()))
     found = _Fastest(kept).pipeline()
     if found is None:
         least = _Smallest(kept).pipeline()

@@ -1,16 +1,18 @@
 """A traced loss and a plan, made ready to run: programs compiled, rows bound."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered, Peak, peaks
 from jvpipe.ir.fates import Fates
-from jvpipe.ir.layers import Array
+from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import COPIES, Row, RowKind
+from jvpipe.programs import weights
 from jvpipe.programs.layer import inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.model import backward_program, forward_program, layer_programs
@@ -18,47 +20,98 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
-from jvpipe.schedules import find_schedule
+from jvpipe.schedules.emit import persistent_buffers
 from jvpipe.schedules.lower import lower_evaluation, lower_step
+from jvpipe.schedules.lower_stream import Step, StreamLowering
+from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
 
 
 @dataclass
 class Build:
-    """Everything that a step of one batch shape needs."""
+    """Everything that a step of one batch shape needs; what is not asked for is not compiled."""
 
     traced: Traced
     plan: Plan
+    schedule: Schedule
     optimizer: OptimizerCut
     microbatches: int
     devices: tuple[Device, ...]
     store: ProgramStore
     layer_s: Sequence[float] | None = None
-    _evaluation: Bound | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.plan.keep_last and not self.schedule.synchronous:
+            raise ValueError(
+                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
+            )
+        self.schedule.check(len(self.plan.stages), self.microbatches)
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
+        self.drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
+        self.persistent = persistent_buffers(graph, self.plan, self.optimizer)
         self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
         if self.plan.keep_last:
             self.programs.append(layer_programs(self.store, self.traced))
-        lists = find_schedule(self.plan.schedule).lists(len(self.plan.stages), self.microbatches)
-        signatures, *last = [[p.signature for p in programs] for programs in self.programs]
-        self.lowered = lower_step(graph, signatures, self.plan, lists, self.optimizer, self.layer_s, *last)
-        self.step = self._bound(self.lowered)
-        self.peaks = self.peaks_of(self.step)
 
-    def peaks_of(self, bound: Bound) -> tuple[Peak, ...]:
-        """The most bytes on each device, and last on the host, while a bound step runs."""
-        return peaks(bound.lowered, len(self.devices), bound.temporary_bytes)
+    @property
+    def _signatures(self) -> list[list[Signature]]:
+        return [[p.signature for p in programs] for programs in self.programs]
 
+    @cached_property
+    def step(self) -> Bound:
+        """A synchronous step."""
+        signatures, *last = self._signatures
+        lists = self.schedule.lists(len(self.plan.stages), self.microbatches)
+        graph = self.traced.graph
+        return self._bound(lower_step(graph, signatures, self.plan, lists, self.optimizer, self.layer_s, *last))
+
+    @property
+    def lowered(self) -> Lowered:
+        """The rows of a synchronous step."""
+        return self.step.lowered
+
+    @cached_property
+    def stream(self) -> StreamLowering:
+        """The steps of an asynchronous stream, lowered."""
+        (signatures,) = self._signatures
+        graph = self.traced.graph
+        return StreamLowering(
+            graph, signatures, self.plan, self.schedule, self.microbatches, self.optimizer, self.layer_s
+        )
+
+    @cached_property
+    def steps(self) -> tuple[Bound, ...]:
+        """The steps of a stream that differ; all later ones are like the last."""
+        return tuple(self._bound(step.lowered) for step in self.stream.steps)
+
+    def drain(self, steps: int) -> tuple[Step, Bound]:
+        """What is left to do of a stream after so many steps."""
+        n = min(steps, len(self.steps))
+        if n not in self.drains:
+            step = self.stream.drain(n)
+            assert step.before == self.stream.steps[n - 1].after
+            self.drains[n] = step, self._bound(step.lowered)
+        return self.drains[n]
+
+    @cached_property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, in any step."""
+        if self.schedule.synchronous:
+            return self.peaks_of(self.step)
+        ends = [self.drain(n + 1)[1] for n in range(len(self.steps))]
+        return self.peaks_of(*self.steps, *ends)
+
+    def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, while one of these runs."""
+        found = [peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds]
+        return tuple(max(column, key=lambda peak: peak.bytes) for column in zip(*found, strict=True))
+
+    @cached_property
     def evaluation(self) -> Bound:
-        """The forward alone, compiled when first asked for."""
-        if self._evaluation is None:
-            lowered = lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches)
-            self._evaluation = self._bound(lowered)
-        return self._evaluation
+        """The forward alone."""
+        return self._bound(lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches))
 
     def _bound(self, lowered: Lowered) -> Bound:
         tasks = {_task(row): row for row in lowered.rows if row.kind not in COPIES}
@@ -81,20 +134,34 @@ class Build:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
             case "ZERO":
-                parameters = [lowered.buffers[b].key[1] for b in row.writes]
-                return zeros_program([shape(graph.parameters[int(str(p))].array) for p in parameters])
+                keys = [lowered.buffers[b].key for b in row.writes]
+                return zeros_program([weights.COUNT if key[0] == "updates" else self._parameter(key) for key in keys])
+            case "SHIFT":
+                return weights.shifted([self._parameter(lowered.buffers[b].key) for b in row.writes], row.program)
+            case "SETTLE":
+                found = [lowered.buffers[b].key for b in row.writes]
+                shapes = [self._parameter(key) for key in found if key[0] in ("delta", "applied")]
+                if self.schedule.decay is None:
+                    return weights.difference(shapes)
+                return weights.settled(shapes, row.program, self.schedule.decay, self.schedule.anneal_updates)
+            case "WEIGHT":
+                return weights.total(self.traced.loss_shapes[1], row.program)
             case "LOSS":
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)
             case _:
-                return piece_program(self.optimizer.update[row.program])
+                pieces = self.optimizer.update
+                return piece_program(pieces[row.program % len(pieces)], keeps=row.program >= len(pieces))
+
+    def _parameter(self, key: tuple[Hashable, ...]) -> jax.ShapeDtypeStruct:
+        return shape(self.traced.graph.parameters[int(str(key[1]))].array)
 
 
-def _task(row: Row) -> tuple[RowKind, int, int, int]:
+def _task(row: Row) -> tuple[RowKind, int, int, int, int]:
     """What distinguishes executables: rows that differ in the micro-batch alone share one."""
     kind = "F" if row.kind == "R" else row.kind
-    return kind, row.layer, row.program, row.device
+    return kind, row.layer, row.program, row.device, len(row.reads)
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:

@@ -89,6 +89,8 @@ def bind(
                 run = _in_list(_jax.swapper(devices[row.device], "device"))
             case "FREE":
                 run = _wait
+            case "DROP":
+                run = _nothing
             case "FEED":
                 kind, index, *_ = buffers[row.writes[0]].key
                 feed, run = (str(kind), int(str(index))), _jax.feeder(devices[target])
@@ -126,6 +128,10 @@ def _place(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
 def _wait(source: jax.Array, copy: jax.Array) -> tuple[()]:
     """Returns once the copy is there."""
     copy.block_until_ready()
+    return ()
+
+
+def _nothing(*arrays: jax.Array) -> tuple[()]:
     return ()
 
 

@@ -22,14 +22,20 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.keys import lift_key_constants
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "words"], meta_fields=["step"])
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "words"], meta_fields=["step", "flight", "updates"])
 @dataclass(frozen=True)
 class State:
-    """Arrays in the order of the buffer table's persistent rows, the words of the run's key, and steps done."""
+    """Arrays in the order of the buffer table's persistent rows, the words of the run's key, and steps done.
+
+    `updates` is how often parameters were updated. In an asynchronous stream `flight` is the number of its steps so
+    far; then there are also the arrays of the micro-batches in flight. It is 0 when nothing is.
+    """
 
     arrays: tuple[jax.Array, ...]
     words: np.ndarray | None
     step: int
+    flight: int = 0
+    updates: int = 0
 
     def check(self, count: int) -> None:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
@@ -176,6 +182,7 @@ def _named(slot: Slot, layer: int, d: int) -> Key:
     return (slot,) if slot.kind in ("partial", "global", "kept") else slot_key(slot, layer, d)
 
 
-def piece_program(piece: Piece) -> Program:
-    """A piece of the optimizer as something to compile."""
-    return Program.of(piece.program, piece.donated, marked=True, key=("U", piece.key))
+def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
+    """A piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    donated = tuple(i for i in piece.donated if not (keeps and piece.reads[i].kind == "parameter"))
+    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Peak
+from jvpipe.runtime.versions import VersionLedger
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -17,9 +18,13 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 
 @dataclass
 class Ledger:
-    """Bytes held per device, now and at most, since the pipeline was initialised; the last number is the host's."""
+    """Bytes held per device, now and at most, since the pipeline was initialised; the last number is the host's.
+
+    `versions` says which weights each forward and backward read.
+    """
 
     devices: tuple[Device, ...]
+    versions: VersionLedger = field(default_factory=VersionLedger)
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
 

@@ -3,14 +3,20 @@
 from jvpipe.ir.names import did_you_mean
 from jvpipe.schedules.gpipe import GPIPE
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-from jvpipe.schedules.pipedream import PIPEDREAM, PIPEDREAM_VERTICAL, TWO_BW
+from jvpipe.schedules.pipedream import PipeDream
+from jvpipe.schedules.pipemare import PipeMare
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.two_bw import TwoBW
+from jvpipe.schedules.xpipe import XPipe
 
-SCHEDULES = {s.name: s for s in (GPIPE, ONE_F_ONE_B, PIPEDREAM, PIPEDREAM_VERTICAL, TWO_BW)}
+_USUAL = (GPIPE, ONE_F_ONE_B, PipeDream(), PipeDream(vertical_sync=True), TwoBW(), PipeMare(), XPipe())
+SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
-def find_schedule(name: str) -> Schedule:
-    """The schedule of that name."""
+def find_schedule(name: str | Schedule) -> Schedule:
+    """The schedule of that name, with its usual options; a schedule is its own."""
+    if isinstance(name, Schedule):
+        return name
     if name not in SCHEDULES:
         raise ValueError(did_you_mean("schedule", name, list(SCHEDULES)))
     return SCHEDULES[name]

@@ -61,6 +61,24 @@ class Emitter:
             self.emit("SEND", layer, microbatch, [self.ids[key]], [new], device=source.device)
         return self.ids[target]
 
+    def parameter(self, p: int, layer: int, m: int, *, back: bool) -> Key:
+        """Where a layer finds a parameter, in the forward of a micro-batch or, `back`, for its backward."""
+        return ("parameter", p, self.device[layer])
+
+    def gradient(self, p: int, layer: int, m: int) -> Key:
+        """Where the gradients of a micro-batch are added up."""
+        return ("gradient", p, layer, self.device[layer])
+
+    def zeroed_with(self, layer: int) -> Sequence[int]:
+        """The layers whose accumulators are made together: those of a device."""
+        return [found for found, d in self.device.items() if d == self.device[layer]]
+
+    def rename(self, old: Key, new: Key) -> int:
+        """The same buffer under another name."""
+        b = self.ids[new] = self.ids.pop(old)
+        self.buffers[b] = replace(self.buffers[b], key=new)
+        return b
+
     def lowered(self, metrics: Sequence[Key]) -> Lowered:
         """The finished step: every buffer is freed at the last row that touches it."""
         final = tuple(self.successor.get(b, b) for b in range(self.persistent))

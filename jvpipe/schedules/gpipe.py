@@ -25,4 +25,4 @@ def gpipe(stages: int, microbatches: int) -> TaskLists:
     return tuple(tuple(Task(s, kind, m) for kind, m in order) for s in range(stages))
 
 
-GPIPE = Schedule("gpipe", gpipe)
+GPIPE = Schedule(name="gpipe", lists=gpipe)

@@ -1,6 +1,6 @@
 """From a schedule's task lists to the rows that the controller dispatches, and the table of their buffers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Lowered
@@ -52,23 +52,22 @@ def lower_step(
     forms = [usual] * micro
     if last is not None:
         forms[-1] = Form(1, Fates.of(graph, plan.without_fates()), last)
-    swaps = Swaps(pen, lists, lambda task: _swapped(pen, forms[task.microbatch], task))
-    for task in _order(graph, plan, lists, layer_s):
+    swaps = Swaps(pen, lists, lambda task: swapped(pen, forms[task.microbatch], task))
+    for task in order(graph, plan, lists, layer_s):
         layers = [graph.layers[i] for i in plan.stages[task.stage].layers]
         m, form = task.microbatch, forms[task.microbatch]
         swaps.before(task)
         if task.kind == "F":
             for layer in layers:
-                _forward(pen, layer, m, form)
-                _loss(pen, layer, m, micro)
+                forward(pen, layer, m, form)
+                losses(pen, layer, m, range(micro))
         else:
             for layer in reversed(layers):
-                _rerun(pen, form, layer, m)
-                _backward(pen, layer, m, form)
+                backward(pen, layer, m, form)
         swaps.after(task)
     for k, d in [(b.key[1], b.key[3]) for b in pen.buffers[: pen.persistent] if b.key[0] == "state"]:
         pen.successor[pen.ids["state", k, -1, d]] = pen.ids.get(("state", k, micro - 1, d), pen.ids["state", k, -1, d])
-    metrics = _metrics(graph)
+    metrics = metric_keys(graph)
     if lower_update(pen):
         metrics.append(("metric", "grad_norm"))
     return pen.lowered(metrics)
@@ -78,14 +77,21 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
     """Lowers forwards alone, without residuals; the model state stays as it is."""
     lists = tuple(tuple(Task(s, "F", m) for m in range(microbatches)) for s in range(len(plan.stages)))
     pen = Emitter(graph, plan, optimizer)
-    for task in _order(graph, plan, lists, None):
+    for task in order(graph, plan, lists, None):
         for layer in plan.stages[task.stage].layers:
-            _forward(pen, graph.layers[layer], task.microbatch, None)
-            _loss(pen, graph.layers[layer], task.microbatch, microbatches)
-    return pen.lowered(_metrics(graph))
+            forward(pen, graph.layers[layer], task.microbatch, None)
+            losses(pen, graph.layers[layer], task.microbatch, range(microbatches))
+    return pen.lowered(metric_keys(graph))
 
 
-def _order(graph: LayerGraph, plan: Plan, lists: TaskLists, layer_s: Sequence[float] | None) -> list[Task]:
+def order(
+    graph: LayerGraph,
+    plan: Plan,
+    lists: TaskLists,
+    layer_s: Sequence[float] | None,
+    done: Collection[Task] = (),
+) -> list[Task]:
+    """The tasks of all stages in one order in which they can be dispatched; `done` are those before."""
     stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
     cost = layer_s or [1.0] * len(graph.layers)
     seconds = [sum(cost[layer] for layer in found.layers) for found in plan.stages]
@@ -97,6 +103,11 @@ def _order(graph: LayerGraph, plan: Plan, lists: TaskLists, layer_s: Sequence[fl
                 before[stage[reader]].add(stage[tensor.producer])
                 if tensor.differentiable:
                     after[stage[tensor.producer]].add(stage[reader])
+    for parameter in graph.parameters:  # the owner sends each version on, and waits for its readers' gradients
+        for reader in parameter.readers:
+            if stage[reader] != stage[parameter.owner]:
+                before[stage[reader]].add(stage[parameter.owner])
+                after[stage[parameter.owner]].add(stage[reader])
     writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
     carried = {
         (stage[layer.id], stage[writer[k]]) for layer in graph.layers for k in layer.reading("state") if k in writer
@@ -107,25 +118,31 @@ def _order(graph: LayerGraph, plan: Plan, lists: TaskLists, layer_s: Sequence[fl
         if kind == "F":
             yield from (Task(p, "F", m) for p in before[s])
             yield from (Task(w, "F", m - 1) for r, w in carried if r == s != w and m > 0)
-        else:
+        elif kind == "B":
             yield Task(s, "F", m)
             yield from (Task(p, "B", m) for p in after[s])
 
     def task_s(task: Task) -> float:
-        return seconds[task.stage] * (1 if task.kind == "F" else 2)
+        return seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
 
-    return dispatch_order(lists, waits_for, task_s, [found.devices[0] for found in plan.stages])
+    return dispatch_order(lists, waits_for, task_s, [found.devices[0] for found in plan.stages], done)
 
 
-def _key(pen: Emitter, layer: Layer, ref: Ref, m: int) -> Key:
+def _key(pen: Emitter, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Key:
     """The name of what a layer reads, or writes, for a micro-batch."""
     d = pen.device[layer.id]
-    return (ref.kind, ref.index, d) if ref.kind in ("parameter", "constant") else (ref.kind, ref.index, m, d)
+    match ref.kind:
+        case "parameter":
+            return pen.parameter(ref.index, layer.id, m, back=back)
+        case "constant":
+            return (ref.kind, ref.index, d)
+        case _:
+            return (ref.kind, ref.index, m, d)
 
 
-def _read(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
+def _read(pen: Emitter, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> int:
     """The buffer that a layer reads; what comes from the host is fed first."""
-    key = _key(pen, layer, ref, m)
+    key = _key(pen, layer, ref, m, back=back)
     if ref.kind == "state":  # as the previous micro-batch left it
         before = (ref.kind, ref.index, m - 1, pen.device[layer.id])
         return pen.ids.get(before, pen.ids["state", ref.index, -1, pen.device[layer.id]])
@@ -148,7 +165,7 @@ def _write(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
             return pen.new(key, "metric", pen.graph.loss_bytes, d)
 
 
-def _forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
+def forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
     """A layer's forward, and the copies of what it makes straight to the devices that read it.
 
     Without a form it leaves nothing for a backward; nor does one that will run again.
@@ -183,7 +200,7 @@ def _forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
             pen.send(_key(pen, layer, ref, m), (ref.kind, ref.index, m, place), place, layer.id, m)
 
 
-def _swapped(pen: Emitter, form: Form, task: Task) -> list[Key]:
+def swapped(pen: Emitter, form: Form, task: Task) -> list[Key]:
     """What goes to the host after a forward: swapped residuals, and swapped edges that a backward here reads."""
     (s, _, m), (_, fates, signatures) = task, form
     graph = pen.graph
@@ -252,53 +269,54 @@ def _moved(pen: Emitter, key: Key) -> int:
 
 def _left(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
     """The buffer in which a backward finds what a forward read or wrote."""
-    key = _key(pen, layer, ref, m)
-    return _moved(pen, key) if key in pen.moved else _read(pen, layer, ref, m)
+    key = _key(pen, layer, ref, m, back=True)
+    return _moved(pen, key) if key in pen.moved else _read(pen, layer, ref, m, back=True)
 
 
-def _zeros(pen: Emitter, d: int) -> None:
-    """Fresh accumulators for every layer of a device, at once."""
+def _zeros(pen: Emitter, layer: Layer, m: int) -> None:
+    """Fresh accumulators for a layer, and those that are made with them."""
+    d, together = pen.device[layer.id], pen.zeroed_with(layer.id)
     here = [
-        (("gradient", p, layer.id, d), pen.graph.parameters[p].array.bytes)
-        for layer in pen.graph.layers
-        if pen.device[layer.id] == d
-        for p in layer.reading("parameter")
+        (pen.gradient(p, found, m), pen.graph.parameters[p].array.bytes)
+        for found in sorted(together)
+        for p in pen.graph.layers[found].reading("parameter")
     ]
     writes = [pen.new(key, "gradient", size, d) for key, size in here]
-    pen.emit("ZERO", GLOBAL, -1, [], writes, device=d)
+    pen.emit("ZERO", GLOBAL, -1, [], writes, device=d, program=min(together))
 
 
-def _loss(pen: Emitter, layer: Layer, m: int, microbatches: int) -> None:
-    """Once every micro-batch has its loss and aux: their sums over the batch."""
+def losses(pen: Emitter, layer: Layer, m: int, batch: range, *tag: Hashable) -> None:
+    """Once every micro-batch of a batch has its loss and aux: their sums, in buffers that `tag` tells apart."""
     graph, d = pen.graph, home(pen.graph, pen.device)
-    if m < microbatches - 1 or not (layer.writing("loss") or layer.writing("aux")):
+    if m < batch[-1] or not (layer.writing("loss") or layer.writing("aux")):
         return
     parts = [("loss", i) for i in range(1 + graph.weighted)] + [("aux", i) for i in range(len(graph.aux))]
-    keys = [(kind, i, n, d) for kind, i in parts for n in range(microbatches)]
-    if all(key in pen.ids for key in keys) and ("metric", "loss") not in pen.ids:
-        writes = [pen.new(("metric", "loss"), "metric", graph.loss_bytes, d)]
+    keys = [(kind, i, n, d) for kind, i in parts for n in batch]
+    if all(key in pen.ids for key in keys) and ("metric", "loss", *tag) not in pen.ids:
+        writes = [pen.new(("metric", "loss", *tag), "metric", graph.loss_bytes, d)]
         if graph.weighted:
-            writes.append(pen.new(("weight", d), "metric", graph.loss_bytes, d))
+            writes.append(pen.new(("weight", d, *tag), "metric", graph.loss_bytes, d))
         for group, found in enumerate(graph.aux_groups):
             size = sum(graph.aux[i].bytes for i in found[:1])
-            stacked = 1 if graph.aux_reduced(group) else microbatches
-            writes.append(pen.new(("metric", f"aux{group}"), "metric", size * stacked, d))
+            stacked = 1 if graph.aux_reduced(group) else len(batch)
+            writes.append(pen.new(("metric", f"aux{group}", *tag), "metric", size * stacked, d))
         pen.emit("LOSS", graph.loss_layer, -1, [pen.ids[key] for key in keys], writes)
 
 
-def _metrics(graph: LayerGraph) -> list[Key]:
-    return [("metric", "loss"), *(("metric", f"aux{group}") for group in range(len(graph.aux_groups)))]
+def metric_keys(graph: LayerGraph, *tag: Hashable) -> list[Key]:
+    """What a step tells of itself."""
+    return [("metric", name, *tag) for name in ("loss", *(f"aux{group}" for group in range(len(graph.aux_groups))))]
 
 
-def _backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
-    """A layer's backward, and the cotangents that it sends on: to the next earlier reader, last to the producer."""
+def backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
+    """A layer's backward, after the forwards that must run again for it, and the cotangents that it sends on: to the
+    next earlier reader, last to the producer.
+    """
+    _rerun(pen, form, layer, m)
     graph, d, signature = pen.graph, pen.device[layer.id], form.signatures[layer.id]
-    sums = [
-        (("gradient", layer.reads[i].index, layer.id, d), graph.parameters[layer.reads[i].index].array.bytes)
-        for i in signature.gradients
-    ]
-    if sums and sums[0][0] not in pen.ids:
-        _zeros(pen, d)
+    sums = [pen.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
+    if sums and sums[0] not in pen.ids:
+        _zeros(pen, layer, m)
     sources = {
         "input": lambda i: _left(pen, layer, layer.reads[i], m),
         "output": lambda i: _moved(pen, _key(pen, layer, layer.writes[i], m)),
@@ -307,9 +325,9 @@ def _backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     reads = [sources[kind](i) for kind, i in signature.sources]
     reads += [pen.ids["cotangent", layer.writes[i].index, m, d] for i in signature.cotangents]
     reads += [pen.ids["cotangent", layer.reads[i].index, m, d] for i in signature.partial]
-    reads += [pen.ids[key] for key, _ in sums]
+    reads += [pen.ids[key] for key in sums]
     tensors = [layer.reads[i].index for i in signature.returned]
-    writes = [pen.ids[key] for key, _ in sums]
+    writes = [pen.ids[key] for key in sums]
     writes += [pen.new(("cotangent", t, m, d), "edge", graph.tensors[t].array.bytes, d) for t in tensors]
     pen.emit("B", layer.id, m, reads, writes, program=form.program)
     for t in tensors:

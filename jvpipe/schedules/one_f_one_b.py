@@ -30,4 +30,4 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
     return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
 
 
-ONE_F_ONE_B = Schedule("1f1b", one_f_one_b)
+ONE_F_ONE_B = Schedule(name="1f1b", lists=one_f_one_b)

@@ -1,7 +1,7 @@
 """One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jvpipe.ir.task import Task, TaskLists
@@ -10,7 +10,11 @@ Waits = Callable[[Task], Iterable[Task]]
 
 
 def dispatch_order(
-    lists: TaskLists, waits_for: Waits, seconds: Callable[[Task], float], device: Sequence[int]
+    lists: TaskLists,
+    waits_for: Waits,
+    seconds: Callable[[Task], float],
+    device: Sequence[int],
+    done: Collection[Task] = (),
 ) -> list[Task]:
     """Merges task lists by simulated start time.
 
@@ -19,11 +23,12 @@ def dispatch_order(
         waits_for: the tasks of other stages that a task needs the results of.
         seconds: how long a task takes; only ratios matter.
         device: the device of each stage; stages on one device take turns.
+        done: tasks that ran before.
 
     Raises:
         ValueError: the lists cannot progress; it says which task waits for what.
     """
-    done: dict[Task, float] = {}
+    ended = dict.fromkeys(done, 0.0)
     free = dict.fromkeys(device, 0.0)
     at = [0] * len(lists)
     order = []
@@ -32,8 +37,8 @@ def dispatch_order(
     def offer(stage: int) -> None:
         if at[stage] < len(lists[stage]):
             needed = list(waits_for(lists[stage][at[stage]]))
-            if all(task in done for task in needed):
-                heapq.heappush(ready, (max([done[t] for t in needed], default=0.0), -stage, stage))
+            if all(task in ended for task in needed):
+                heapq.heappush(ready, (max([ended[t] for t in needed], default=0.0), -stage, stage))
 
     for stage in range(len(lists)):
         offer(stage)
@@ -44,7 +49,7 @@ def dispatch_order(
             heapq.heappush(ready, (free[device[stage]], -stage, stage))
             continue
         task = lists[stage][at[stage]]
-        done[task] = free[device[stage]] = start + seconds(task)
+        ended[task] = free[device[stage]] = start + seconds(task)
         order.append(task)
         at[stage] += 1
         for s in {*waiting, stage}:
@@ -53,7 +58,7 @@ def dispatch_order(
             (waiting.discard if len(ready) > before else waiting.add)(s)
     stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
     if stuck:
-        raise cannot_progress({task: [t for t in waits_for(task) if t not in done] for task in stuck})
+        raise cannot_progress({task: [t for t in waits_for(task) if t not in ended] for task in stuck})
     return order
 
 

@@ -6,15 +6,38 @@
     stage 1     F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-PipeDream stashes the version that each micro-batch in flight read: S - s on stage s; with vertical sync every stage
-holds S. PipeDream-2BW updates once per M micro-batches and holds two versions.
+PipeDream (SOSP 2019) stashes the version that each micro-batch in flight read: F<m> on stage s of S reads version
+max(0, m - (S - 1 - s)), its backward the same; S - s versions live. With vertical sync all stages read the version that
+stage 0 read, max(0, m - (S - 1)), and hold S.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule
 
-PIPEDREAM = Schedule("pipedream", one_f_one_b, synchronous=False, versions=lambda s, stages: stages - s)
-PIPEDREAM_VERTICAL = Schedule(
-    "pipedream-vertical-sync", one_f_one_b, synchronous=False, versions=lambda s, stages: stages
-)
-TWO_BW = Schedule("2bw", one_f_one_b, synchronous=False, versions=lambda s, stages: 2)
+
+def _in_flight(stage: int, stages: int) -> int:
+    return stages - stage
+
+
+def _at_every_stage(stage: int, stages: int) -> int:
+    return stages
+
+
+class PipeDream(Schedule):
+    """PipeDream, an update every `update_every` micro-batches.
+
+    >>> PipeDream(vertical_sync=True).name
+    'pipedream-vertical-sync'
+    """
+
+    def __init__(self, *, vertical_sync: bool = False, update_every: int = 1) -> None:
+        if update_every < 1:
+            raise ValueError(f"update_every must be at least 1, not {update_every}")
+        super().__init__(
+            name="pipedream-vertical-sync" if vertical_sync else "pipedream",
+            lists=one_f_one_b,
+            synchronous=False,
+            versions=_at_every_stage if vertical_sync else _in_flight,
+            update_every=update_every,
+            rule="first stage" if vertical_sync else "newest",
+        )

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Literal
 
-from jvpipe.ir.task import TaskLists
+from jvpipe.ir.task import Task, TaskLists
+
+Rule = Literal["newest", "first stage", "one behind"]
+"""Which version a forward reads: its stage's newest, that which the first stage read, or the one before its batch's."""
 
 
 def one_version(stage: int, stages: int) -> int:
@@ -13,19 +17,32 @@ def one_version(stage: int, stages: int) -> int:
     return 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A family of task lists.
 
     `lists` makes them for a number of stages and micro-batches: of a step if the schedule is `synchronous`, of a
     whole stream with its warm-up and drain if it is not. `versions` are the versions of its parameters that a stage
     (counted from 0) holds.
+
+    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a step). A forward reads
+    the version that `rule` says. A backward reads the same if the schedule stashes it, else its stage's newest:
+    corrected with the discrepancy of PipeMare if there is a `decay`; then updates are scaled down for the first
+    `anneal_updates`, and the first `warmup_updates` are synchronous. With `predicts` a forward reads the weights that
+    its backward is expected to find (XPipe).
     """
 
     name: str
     lists: Callable[[int, int], TaskLists]
     synchronous: bool = True
     versions: Callable[[int, int], int] = one_version
+    update_every: int = 0
+    rule: Rule = "newest"
+    stash: bool = True
+    decay: float | None = None
+    anneal_updates: int = 0
+    warmup_updates: int = 0
+    predicts: bool = False
 
     def in_flight(self, stages: int, microbatches: int) -> tuple[int, ...]:
         """The most micro-batches between their forward and their backward, on each stage; counted from the lists.
@@ -35,6 +52,48 @@ class Schedule:
         ((3, 2, 1), (8, 8, 8))
         """
         return _in_flight(self.lists, stages, microbatches if self.synchronous else max(microbatches, 2 * stages))
+
+    def period(self, microbatches: int) -> int:
+        """Micro-batches per update."""
+        return self.update_every or microbatches
+
+    def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
+        """The lists of a stream of so many steps, with the updates of an asynchronous schedule: U<m> after B<m>.
+
+        >>> from jvpipe.ir.task import text
+        >>> from jvpipe.schedules import find_schedule
+        >>> text(find_schedule("pipedream").with_updates(2, 3)[0])
+        '0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2'
+        """
+        every = self.period(microbatches)
+        return tuple(
+            tuple(
+                found
+                for task in tasks
+                for found in ((task, Task(task.stage, "U", task.microbatch)) if _updates(task, every) else (task,))
+            )
+            for tasks in self.lists(stages, microbatches * steps)
+        )
+
+    def check(self, stages: int, microbatches: int) -> None:
+        """Raises ValueError if so few micro-batches do not do."""
+        every = self.period(microbatches)
+        if self.synchronous:
+            return
+        if microbatches % every:
+            raise ValueError(
+                f"update_every={every} must divide the {microbatches} micro-batches of a step: use microbatches="
+                f"{-(-microbatches // every) * every}"
+            )
+        if self.rule == "one behind" and microbatches < stages:
+            raise ValueError(
+                f"{self.name} on {stages} stages needs at least {stages} micro-batches, {microbatches} are given: with "
+                f"fewer, a micro-batch would still be in flight two updates later. Use microbatches={stages}"
+            )
+
+
+def _updates(task: Task, every: int) -> bool:
+    return task.kind == "B" and (task.microbatch + 1) % every == 0
 
 
 @lru_cache(maxsize=256)

@@ -170,6 +170,7 @@ def _stage(
     last: tuple[int, ...] = ()  # the task before on the device
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
+    tasks = [task for task in tasks if task.kind != "U"]  # updates take no time at this level
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         _, kind, m = task
         if kind == "F":

@@ -50,7 +50,7 @@ def planned(numbers: Numbers) -> tuple[Problem, Decision]:
     problem = Problem(
         Costs(layers, edges),
         len(stages),
-        SCHEDULES[schedule],
+        find_schedule(schedule),
         microbatches,
         host=host,
         peer=peer,

@@ -11,7 +11,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
-from jvpipe.schedules import SCHEDULES
+from jvpipe.schedules import find_schedule
 from jvpipe.schedules.lower import lower_evaluation, lower_step
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.loss import abstract, trace_loss
@@ -34,7 +34,7 @@ def lowered(name: str, stages: int, schedule: str, micro: int = 4) -> tuple[Laye
     each, more = divmod(len(graph.layers), stages)
     plan = Plan.from_cuts([each + (s < more) for s in range(stages)])
     signatures = [p.signature for p in layer_programs(shared_store(), traced)]
-    lists = SCHEDULES[schedule].lists(stages, micro)
+    lists = find_schedule(schedule).lists(stages, micro)
     return graph, plan, lower_step(graph, signatures, plan, lists, optimizer)
 
 

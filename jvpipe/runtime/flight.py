@@ -1,0 +1,50 @@
+"""What is in flight between the steps of an asynchronous stream, and how it becomes a plain state.
+
+A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight has those of
+`Step.after`: every live version of the weights, residuals, edges, sums of gradients.
+"""
+
+from collections.abc import Hashable
+
+import jax
+
+from jvpipe.runtime.build import Build
+from jvpipe.runtime.state import State
+
+Key = tuple[Hashable, ...]
+
+
+def step_of(build: Build, flight: int) -> int:
+    """Which of a stream's distinct steps its step number `flight` is."""
+    return min(flight, len(build.stream.steps) - 1)
+
+
+def names_of(build: Build, flight: int) -> tuple[Key, ...]:
+    """The names of a state's arrays after so many steps of a stream."""
+    if not flight:
+        return tuple(buffer.key for buffer in build.persistent)
+    return build.stream.steps[step_of(build, flight - 1)].after
+
+
+def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
+    """The newest of everything that a plain state has; what is in flight is left out."""
+    if not state.flight:
+        return state.arrays
+    arrays = dict(zip(names_of(build, state.flight), state.arrays, strict=True))
+    newest: dict[Key, tuple[int, jax.Array]] = {}
+    for key, array in arrays.items():
+        if key[0] in ("parameter", "state"):
+            name, number = ((key[0], key[1]), key[3]) if key[0] == "parameter" else ((key[0], key[1], key[3]), key[2])
+            at = int(str(number))
+            if name not in newest or at > newest[name][0]:
+                newest[name] = at, array
+    found = []
+    for buffer in build.persistent:
+        kind, index, *_ = buffer.key
+        if kind in ("parameter", "state"):
+            array = newest[(kind, index) if kind == "parameter" else (kind, index, buffer.key[3])][1]
+            device = build.devices[buffer.device]
+            found.append(array if array.devices() == {device} else jax.device_put(array, device))
+        else:
+            found.append(arrays[buffer.key])
+    return tuple(found)

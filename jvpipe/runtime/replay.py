@@ -1,0 +1,223 @@
+"""A run again on one device, one micro-batch after the other, by nothing but what the ledger of versions says.
+
+It calls the layers' own programs, for else bits cannot agree, and shares nothing with the controller: no lists, no
+lowering, no buffers. A forward reads the version that the ledger names, so does a backward, and an update makes the
+next; which of them may come when follows from this alone.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe.ir.fates import Fates
+from jvpipe.ir.layers import Layer, Ref
+from jvpipe.ir.use import Use
+from jvpipe.programs import weights
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.model import backward_program, forward_program
+from jvpipe.programs.pieces import Slot
+from jvpipe.programs.store import Program
+from jvpipe.runtime.build import Build
+from jvpipe.runtime.state import piece_program
+
+
+class Replay:
+    """A sequential run of a build's model: parameters by version, everything else by micro-batch.
+
+    Args:
+        build: whose layers, optimizer and fates.
+        parameters: the leaves at the start, as the layers see them.
+        state: the leaves of the optimizer's state at the start, by index and layer.
+        model_state: the leaves of the model state at the start.
+        constants: what the trace closed over.
+        version: what the first updates start from.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        parameters: Sequence[Any],
+        state: dict[tuple[int, int], Any],
+        model_state: Sequence[Any],
+        constants: Sequence[Any],
+        version: int = 0,
+    ) -> None:
+        self._build, self._graph = build, build.traced.graph
+        self._fates = Fates.of(self._graph, build.plan)
+        self._versions = {(p, version): x for p, x in enumerate(parameters)}
+        self._optimizer, self._model_state, self._constants = dict(state), list(model_state), constants
+        self._memory: dict[tuple[int, int], Any] = {}  # delta, or the last update, by parameter and version
+        self._count: dict[int, Any] = {}
+        self._stage = {layer: s for s, stage in enumerate(build.plan.stages) for layer in stage.layers}
+        self._weights: dict[int, Any] = {}
+        self._sums: dict[tuple[int, int], Any] = {}  # gradients of the update to come, by parameter and reader
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The newest version of each."""
+        newest = dict(sorted(self._versions))
+        return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
+
+    def microbatch(self, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
+        """Forward, backward and updates of one micro-batch, as its uses say; returns its loss."""
+        self._at = {(use.kind, use.layer): use for use in uses}
+        self._values: dict[Ref, Any] = {Ref("batch", i): x for i, x in enumerate(batch)}
+        self._values |= {Ref("constant", i): x for i, x in enumerate(self._constants)}
+        self._values |= {Ref("seed", 0): seed, **{Ref("state", k): x for k, x in enumerate(self._model_state)}}
+        self._residuals: dict[int, Sequence[Any]] = {}
+        self._again: dict[int, list[Any]] = {}
+        inputs = {}
+        for layer in self._graph.layers:
+            inputs[layer.id] = [self._read(layer, ref, "F") for ref in layer.reads]
+            out = self._run(forward_program(self._programs(layer)), inputs[layer.id])
+            self._values |= dict(zip(layer.writes, out, strict=False))
+            self._residuals[layer.id] = out[len(layer.writes) :]
+            for k in layer.writing("state"):
+                self._model_state[k] = self._values[Ref("state", k)]
+        if self._graph.weighted:
+            self._weights[len(self._weights)] = self._values[Ref("loss", 1)]
+        cotangents: dict[int, Any] = {}
+        for layer in reversed(self._graph.layers):
+            if ("B", layer.id) in self._at:  # else it was still in flight
+                self._backward(layer, inputs[layer.id], cotangents)
+        if any(kind == "U" for kind, _ in self._at):
+            self._update()
+        return float(self._values[Ref("loss", 0)])
+
+    def forget(self) -> None:
+        """A drain: what was remembered of updates is gone."""
+        self._memory, self._count = {}, {}
+
+    def _programs(self, layer: Layer) -> LayerPrograms:
+        return self._build.programs[0][layer.id]
+
+    def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+        (executable,) = self._build.store.compile([(program, self._build.devices[0])])
+        device = self._build.devices[0]
+        given = [jax.device_put(x, device) for x in arguments]
+        given = [jnp.copy(x) if i in program.donated else x for i, x in enumerate(given)]
+        return list(executable(*given))
+
+    def _read(self, layer: Layer, ref: Ref, kind: str) -> Any:
+        if ref.kind != "parameter":
+            return self._values[ref]
+        use, p = self._at[kind, layer.id], ref.index
+        tied = dict(use.tied)
+        if p in tied:
+            return self._versions[p, tied[p]]
+        plain = self._versions[p, use.version]
+        if not use.shift:
+            return plain
+        shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
+        factor = use.shift if kind == "F" else -use.shift
+        return self._run(weights.shifted([shape], factor), [plain, self._memory[p, use.version]])[0]
+
+    def _rerun(self, layer: Layer) -> list[Any]:
+        """A layer's forward again, with the backward's weights: what it wrote, and new residuals."""
+        if layer.id not in self._again:
+            reads = [self._back(layer, ref) for ref in layer.reads]
+            out = self._run(forward_program(self._programs(layer)), reads)
+            self._again[layer.id] = out
+            self._residuals[layer.id] = out[len(layer.writes) :]
+        return self._again[layer.id]
+
+    def _back(self, layer: Layer, ref: Ref) -> Any:
+        """What a backward finds where its forward read: made again if it was dropped."""
+        if ref.kind == "tensor" and self._fates.edges.get((self._stage[layer.id], ref.index)) == "recompute":
+            producer = self._graph.layers[self._graph.tensors[ref.index].producer]
+            return self._rerun(producer)[producer.writes.index(ref)]
+        return self._read(layer, ref, "B")
+
+    def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
+        signature = self._programs(layer).signature
+        for kind, i in signature.sources:
+            if kind == "input":
+                self._back(layer, layer.reads[i])
+        if layer.id in self._fates.rerun:
+            self._rerun(layer)
+        arguments = []
+        for kind, i in signature.sources:
+            if kind == "residual":
+                arguments.append(self._residuals[layer.id][i])
+            elif kind == "output":
+                arguments.append(self._back(layer, layer.writes[i]))
+            elif layer.reads[i].kind in ("parameter", "tensor"):
+                arguments.append(self._back(layer, layer.reads[i]))
+            else:
+                arguments.append(inputs[i])
+        arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
+        arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
+        sums = [layer.reads[i].index for i in signature.gradients]
+        arguments += [self._sums.get((p, layer.id), self._zero(p)) for p in sums]
+        out = self._run(backward_program(self._programs(layer)), arguments)
+        self._sums |= {(p, layer.id): x for p, x in zip(sums, out, strict=False)}
+        cotangents |= {layer.reads[i].index: x for i, x in zip(signature.returned, out[len(sums) :], strict=False)}
+
+    def _zero(self, p: int) -> np.ndarray:
+        array = self._graph.parameters[p].array
+        return np.zeros(array.shape, array.dtype)
+
+    def _update(self) -> None:
+        """Every layer's update, from the gradients that were added up since the last one."""
+        total: list[Any] = []
+        if self._graph.weighted:
+            found = list(self._weights.values())
+            shape = self._build.traced.loss_shapes[1]
+            total = self._run(weights.total(shape, len(found)), found)
+        before: dict[int, dict[int, int]] = {}  # by layer, the versions that the update starts from
+        values: dict[Slot, Any] = {}
+        for piece in self._build.optimizer.update:
+            layer = piece.layer
+            if layer is None or ("U", layer) not in self._at:
+                continue
+            owned = before.setdefault(layer, {p: self._newest(p) for p in self._graph.owned(layer)})
+            reads = [self._slot(slot, layer, owned, total, values) for slot in piece.reads]
+            for slot, x in zip(piece.writes, self._run(piece_program(piece), reads), strict=False):
+                if slot.kind == "parameter":
+                    self._versions[slot.index, self._at["U", layer].version] = x
+                elif slot.kind == "state":
+                    self._optimizer[slot.index, layer] = x
+                else:
+                    values[slot] = x
+        for layer, owned in before.items():
+            self._remember(layer, owned)
+        self._sums, self._weights = {}, {}
+
+    def _newest(self, p: int) -> int:
+        return max(v for q, v in self._versions if q == p)
+
+    def _slot(self, slot: Slot, layer: int, before: dict[int, int], total: list[Any], values: dict[Slot, Any]) -> Any:
+        match slot.kind:
+            case "gradient":
+                reader = self._graph.parameters[slot.index].readers[slot.source]
+                return self._sums.get((slot.index, reader), self._zero(slot.index))
+            case "weight":
+                return total[0]
+            case "parameter":
+                return self._versions[slot.index, before[slot.index]]
+            case "state":
+                return self._optimizer[slot.index, layer]
+            case _:
+                return values[slot]
+
+    def _remember(self, layer: int, before: dict[int, int]) -> None:
+        """PipeMare's mean of the updates and its scaling, XPipe's last update."""
+        schedule, tau = self._build.schedule, len(self._build.plan.stages) - 1 - self._stage[layer]
+        if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
+            return
+        now = self._at["U", layer].version
+        old, new = ([self._versions[p, v] for p, v in before.items()], [self._versions[p, now] for p in before])
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
+        kept = [self._memory.get((p, v), self._zero(p)) for p, v in before.items()]
+        if schedule.decay is None:
+            out = self._run(weights.difference(shapes), [*old, *new, *kept])
+        else:
+            program = weights.settled(shapes, tau, schedule.decay, schedule.anneal_updates)
+            out = self._run(program, [*old, *new, *kept, self._count.get(layer, np.int32(0))])
+            self._versions |= {(p, now): x for p, x in zip(before, out, strict=False)}
+            self._count[layer] = out[2 * len(before)]
+            out = out[len(before) :]
+        self._memory |= {(p, now): x for p, x in zip(before, out, strict=False)}

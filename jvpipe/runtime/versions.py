@@ -1,0 +1,116 @@
+"""The ledger of versions: which weights every forward and backward of every layer read, and what each update made.
+
+A run that follows it, on one device and in any order that it allows, computes the same bits: `jvpipe.replay`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jvpipe.ir.use import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The versions that a layer's forward and backward of a micro-batch read; None where that has not happened yet.
+
+    `update` is the version that was made of the layer's weights when the micro-batch's gradients were applied.
+    """
+
+    forward: int
+    backward: int | None
+    update: int | None
+
+    @property
+    def staleness(self) -> int | None:
+        """Updates between what the forward read and what was updated."""
+        return None if self.update is None else self.update - 1 - self.forward
+
+
+@dataclass
+class VersionLedger:
+    """What was read and made, in the order in which it was dispatched; a drain is a None."""
+
+    period: int = 1  # micro-batches per update
+    _runs: list[tuple[Sequence[Use], int, int] | None] = field(default_factory=list)
+
+    def record(self, uses: Sequence[Use], microbatch: int, version: int) -> None:
+        """Adds the uses of a step, whose numbers count from these."""
+        self._runs.append((uses, microbatch, version))
+
+    def drained(self) -> None:
+        """Notes that nothing is in flight any more: staleness begins anew."""
+        self._runs.append(None)
+
+    def uses(self) -> Iterator[Use]:
+        """Everything that happened, numbered from the start of the run."""
+        for run in self._runs:
+            if run is not None:
+                uses, microbatch, version = run
+                yield from (use.moved(microbatch, version) for use in uses)
+
+    def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
+        """The uses of each micro-batch, in their order; and whether nothing was in flight after it."""
+        found: dict[int, list[Use]] = {}
+        drained = set()
+        for run in self._runs:
+            if run is None:
+                drained.add(max(found))
+            else:
+                uses, microbatch, version = run
+                for use in uses:
+                    found.setdefault(use.microbatch + microbatch, []).append(use.moved(microbatch, version))
+        yield from ((found[m], m in drained) for m in sorted(found))
+
+    def __getitem__(self, at: tuple[int, int]) -> Reads:
+        """What happened to a layer and a micro-batch."""
+        layer, m = at
+        found = {use.kind: use.version for use in self.uses() if (use.layer, use.microbatch) == at and use.kind != "U"}
+        if "F" not in found:
+            raise KeyError(f"micro-batch {m} has not passed layer {layer}")
+        last = m // self.period * self.period + self.period - 1
+        made = [use.version for use in self.uses() if (use.kind, use.layer, use.microbatch) == ("U", layer, last)]
+        return Reads(found["F"], found.get("B"), made[0] if made else None)
+
+    def table(self) -> dict[tuple[int, int], Reads]:
+        """`Reads` by layer and micro-batch."""
+        by_kind: dict[str, dict[tuple[int, int], int]] = {"F": {}, "B": {}, "U": {}}
+        for use in self.uses():
+            by_kind[use.kind][use.layer, use.microbatch] = use.version
+        made, found = by_kind["U"], {}
+        for (layer, m), version in by_kind["F"].items():
+            last = m // self.period * self.period + self.period - 1
+            found[layer, m] = Reads(version, by_kind["B"].get((layer, m)), made.get((layer, last)))
+        return found
+
+    def staleness(self, layers: int) -> tuple[int, ...]:
+        """The staleness of each layer's last update; 0 before there was one."""
+        latest = dict.fromkeys(range(layers), 0)
+        read: dict[tuple[int, int], int] = {}
+        for run in self._runs[-64:]:
+            uses, microbatch, version = run or ((), 0, 0)
+            for use in (use.moved(microbatch, version) for use in uses):
+                if use.kind == "F":
+                    read[use.layer, use.microbatch] = use.version
+                elif use.kind == "U" and (use.layer, use.microbatch) in read:
+                    latest[use.layer] = use.version - 1 - read[use.layer, use.microbatch]
+        return tuple(latest.values())
+
+    def to_json(self) -> Any:
+        """For a checkpoint."""
+        runs = [
+            run and [[[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in run[0]], *run[1:]]
+            for run in self._runs
+        ]
+        return {"period": self.period, "runs": runs}
+
+    @staticmethod
+    def from_json(found: Any) -> "VersionLedger":
+        """From a checkpoint."""
+
+        def use(values: Any) -> Use:
+            kind, layer, m, version, tied, shift = values
+            return Use(kind, layer, m, version, tuple((p, v) for p, v in tied), shift)
+
+        runs = [run and (tuple(map(use, run[0])), run[1], run[2]) for run in found["runs"]]
+        return VersionLedger(found["period"], runs)
