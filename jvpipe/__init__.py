@@ -2,9 +2,11 @@
 
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
-from jvpipe.pipeline import Pipeline, checkpoint_extra
+from jvpipe.pipeline import Pipeline
+from jvpipe.replay import replay
+from jvpipe.runtime.checkpoint import checkpoint_extra
 from jvpipe.runtime.controller import StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 
-__all__ = ["MemoryLimitExceeded", "Pipeline", "Plan", "StageError", "State", "Weighted", "checkpoint_extra"]
+__all__ = ["MemoryLimitExceeded", "Pipeline", "Plan", "StageError", "State", "Weighted", "checkpoint_extra", "replay"]

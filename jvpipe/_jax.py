@@ -95,7 +95,7 @@ _put_host = getattr(_jaxlib, "batched_device_put", None)
 
 def is_ready(array: jax.Array) -> bool:
     """Whether an array has been computed; asking does not wait."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):  # it only wraps one that knows
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # it only wraps one that knows
         array = jax.random.key_data(array)
     return cast(Any, array).is_ready()
 

@@ -1,13 +1,17 @@
-"""What a user gives, checked: devices and batches."""
+"""What a user gives, checked: devices, batches, the optimizer."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jvpipe._jax import Device
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.loss import abstract, path_name
 
 Tree = Any
@@ -70,3 +74,35 @@ def _nearest_divisors(size: int, wanted: int) -> str:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
     return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
+
+
+def cut_for(
+    optimizer: optax.GradientTransformation,
+    graph: LayerGraph,
+    params: Any,
+    microbatches: int,
+    schedule: Schedule,
+    *,
+    grad_norm: bool,
+) -> OptimizerCut:
+    """The optimizer in pieces, for the updates of a schedule.
+
+    Raises:
+        ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
+    """
+    found = cut_optimizer(
+        optimizer,
+        abstract(params),
+        [p.owner for p in graph.parameters],
+        [len(p.readers) for p in graph.parameters],
+        microbatches=None if graph.weighted else schedule.period(microbatches),
+        grad_norm=grad_norm,
+    )
+    if not schedule.synchronous and (found.cross_layer or grad_norm):
+        name = " and ".join(found.cross_layer) or "grad_norm=True"
+        raise ValueError(
+            f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are updated "
+            "at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a time, such as "
+            "optax.adaptive_grad_clip or optax.clip"
+        )
+    return found

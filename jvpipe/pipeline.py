@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,40 +13,32 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
-from jvpipe.arguments import batch_shapes, micro_batch_shapes, place_stages, reported_limit
+from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes, place_stages, reported_limit
 from jvpipe.ir.buffers import HOST
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
-from jvpipe.ir.use import Use
 from jvpipe.planners import find_planner
 from jvpipe.planners.by_hand import checkpointed, with_fates
 from jvpipe.planning import Planned, Request, decide, measure
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import shared_store
 from jvpipe.report.explain import explain
 from jvpipe.report.reasons import cut_reasons
-from jvpipe.runtime import skeleton
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.checkpoint import (
-    check_paths,
-    load_checkpoint,
-    load_meta,
-    savable,
-    savable_dtype,
-    save_checkpoint,
-    to_host,
-)
+from jvpipe.runtime.checkpoint import load_checkpoint, to_host
 from jvpipe.runtime.controller import Controller, Feeds
-from jvpipe.runtime.flight import names_of, plain_arrays, step_of
+from jvpipe.runtime.flight import lifted, names_of, plain_arrays, step_of
+from jvpipe.runtime.losses import LossWatch
 from jvpipe.runtime.monitor import Measured, Monitor
-from jvpipe.runtime.replay import Replay
+from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
+from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.loss import KeyKind, abstract, key_words
+from jvpipe.trace.loss import abstract, key_words
 from jvpipe.trace.model import trace_model
+from jvpipe.trace.stacks import Stacks
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -135,6 +128,7 @@ class Pipeline:
         if not self._order.synchronous:
             self.ledger.versions.period = self._order.period(microbatches)
         self._controller = Controller(self.ledger)
+        self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
         self._planned: Planned | None = None
 
@@ -162,14 +156,16 @@ class Pipeline:
         named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
         return self._place(build, named, None if rng is None else key_words(rng), 0)
 
-    def _place(self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int) -> State:
+    def _place(
+        self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int, updates: int = 0
+    ) -> State:
         check_limit(build.peaks, self._devices, self._limit, self._host_limit)
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self._placing(build)
         check_limit(placing.peaks(leaves), self._devices, self._limit, idle="while its arrays are made")
         arrays = placing.place(self.ledger, leaves, self._store)
-        return State(arrays, words, step)
+        return State(arrays, words, step, updates=updates)
 
     def _placing(self, build: Build) -> Placing:
         return Placing(build.traced.graph, build.optimizer, build.persistent, self._devices)
@@ -183,33 +179,14 @@ class Pipeline:
         cuts = first.traced.cuts if first else None
         model = trace_model(self._loss_fn, params, micro, rng, model_state, cuts, **self._options)
         self._stacks, traced, graph = model.stacks, model.traced, model.traced.graph
-        period = self._microbatches if self._order.synchronous else self._order.period(self._microbatches)
-        optimizer = first.optimizer if first else self._cut(graph, model.params, period)
+        cut = partial(cut_for, self._optimizer, graph, model.params, self._microbatches, grad_norm=self._grad_norm)
+        optimizer = first.optimizer if first else cut(self._order)
         build = self._build(traced, first.plan, optimizer) if first else self._first_build(traced, optimizer)
         if self._order.warmup_updates:
-            warm = self._cut(graph, model.params, self._microbatches)
-            self._warm[batch_shapes(batch)] = replace(build, schedule=find_schedule("1f1b"), optimizer=warm)
+            plain = find_schedule("1f1b")
+            self._warm[batch_shapes(batch)] = replace(build, schedule=plain, optimizer=cut(plain))
         self._builds[batch_shapes(batch)] = build
         return build
-
-    def _cut(self, graph: LayerGraph, params: Tree, period: int) -> OptimizerCut:
-        """The optimizer in pieces, for updates from `period` micro-batches."""
-        found = cut_optimizer(
-            self._optimizer,
-            abstract(params),
-            [p.owner for p in graph.parameters],
-            [len(p.readers) for p in graph.parameters],
-            microbatches=None if graph.weighted else period,
-            grad_norm=self._grad_norm,
-        )
-        if not self._order.synchronous and (found.cross_layer or self._grad_norm):
-            name = " and ".join(found.cross_layer) or "grad_norm=True"
-            raise ValueError(
-                f"{name} needs a value of all layers at once, which {self._schedule} does not have: its layers are "
-                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
-                "time, such as optax.adaptive_grad_clip or optax.clip"
-            )
-        return found
 
     def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
         plan.check(len(traced.graph.layers), len(self._devices))
@@ -258,8 +235,7 @@ class Pipeline:
         Under an asynchronous schedule nothing is in flight afterwards: `run` keeps the pipeline full.
         """
         state, metrics, _ = self._advance(state, batch)
-        if not self._checked:
-            self._check_first_loss(metrics["loss"], state.step - 1)
+        self._check_first(metrics, state.step - 1)
         return self.drain(state), metrics
 
     def run(
@@ -270,22 +246,29 @@ class Pipeline:
         Under an asynchronous schedule the pipeline stays full between the steps: the states are in flight. Such a
         state can be saved, evaluated or drained; its parameters are each layer's newest.
         """
-        watched: tuple[State, list[jax.Array]] | None = None
+        passed: list[jax.Array] = []  # the losses of the step before
         for batch in islice(batches, num_steps):
+            before = state.step
             state, metrics, losses = self._advance(state, batch)
-            self._check_losses(watched)
-            watched = (state, losses)
+            self._losses.check(passed, before - 1, self.plan)
+            passed = losses
+            self._check_first(metrics, before)
             yield state, metrics
-        self._check_losses(watched)
+        self._losses.check(passed, state.step - 1, self.plan)
+
+    def _check_first(self, metrics: Metrics, step: int) -> None:
+        if not self._checked:
+            self._losses.check_first(metrics["loss"], step)
+            self._checked = True
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""
         if not state.flight:
             return state
-        build = self._flying(state)
-        step, bound = build.drain(state.flight)
+        step, bound = self.build.drain(state.flight)
+        state.check(bound.lowered.persistent)
         arrays, _ = self._controller.run(bound, state.arrays, {})
-        self._record(step.uses, state, state.step)
+        self.ledger.versions.record(step.uses, state.step * self._microbatches, state.updates)
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, flight=0)
 
@@ -294,7 +277,7 @@ class Pipeline:
         build = self._build_for(batch)
         arrays = self._plain(build, state)
         check_limit(build.peaks_of(build.evaluation), self._devices, self._limit, self._host_limit)
-        _, values = self._controller.run(build.evaluation, arrays, self._feeds(batch, state))
+        _, values = self._controller.run(build.evaluation, arrays, self.feeds(batch, state.words, state.step))
         return self._metrics(build, values)
 
     def wait(self, state: State) -> State:
@@ -318,70 +301,33 @@ class Pipeline:
             bound, uses, flight = build.steps[n], build.stream.steps[n].uses, state.flight + 1
             updates = self._microbatches // self._order.period(self._microbatches)
         state.check(bound.lowered.persistent)
-        arrays, values = self._controller.run(bound, state.arrays, self._feeds(batch, state))
+        arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
         if uses:
-            self._record(uses, state, state.step)
+            self.ledger.versions.record(uses, state.step * self._microbatches, state.updates)
         losses = values[-self._microbatches :] if flight else []
         metrics = self._metrics(build, values[: len(values) - len(losses)])
         return State(arrays, state.words, state.step + 1, flight, state.updates + updates), metrics, losses
 
-    def _record(self, uses: Sequence[Use], state: State, step: int) -> None:
-        self.ledger.versions.record(uses, step * self._microbatches, state.updates)
+    @property
+    def build(self) -> Build:
+        """What this pipeline runs, for whoever follows it."""
+        if not self._builds:
+            raise ValueError("this pipeline has no model yet: call init or restore first")
+        return next(iter(self._builds.values()))
 
-    def replay(
-        self, params: Tree, batches: Iterable[Tree], rng: jax.Array | None, model_state: Tree = None
-    ) -> tuple[Tree, list[float]]:
-        """What this pipeline's run computed, computed again on one device by its ledger of versions alone.
+    @property
+    def stacks(self) -> Stacks:
+        """How stacked parameters are split into layers."""
+        return self._stacks
 
-        Args:
-            params: what the run began with.
-            batches: what it saw, from its first asynchronous step on.
-            rng: the key of the run.
-            model_state: with `has_state`.
-
-        Returns:
-            the parameters, as numpy arrays, and the loss of every micro-batch.
-        """
-        build, ledger = self._first, self.ledger.versions
-        split = self._stacks.split(params)
-        leaves = self._optimizer.init(split)
-        holders = ((j, layer) for j, layer in build.optimizer.holders if layer is not None)
-        initial = jax.tree.leaves(leaves)
-        run = Replay(
-            build,
-            jax.tree.leaves(split),
-            {(j, layer): initial[j] for j, layer in holders},
-            jax.tree.leaves(model_state),
-            build.traced.loss.constants,
-            min((use.version for use in ledger.uses()), default=0),
-        )
-        found = ledger.microbatches()
-        losses = []
-        for batch in batches:
-            feeds = None
-            for m in range(self._microbatches):
-                uses, drained = next(found, (None, False))
-                if uses is None:
-                    break
-                step = uses[0].microbatch // self._microbatches
-                state = State((), None if rng is None else key_words(rng), step)
-                feeds = feeds or self._feeds(batch, state)
-                parts = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
-                losses.append(run.microbatch(uses, parts, feeds["seed", 0][m] if rng is not None else None))
-                if drained:
-                    run.forget()
-        joined = self._stacks.join(jax.tree.unflatten(jax.tree.structure(split), run.parameters))
-        return jax.tree.map(np.asarray, joined), losses
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """As it was given."""
+        return self._optimizer
 
     def _plain(self, build: Build, state: State) -> tuple[jax.Array, ...]:
         state.check(len(names_of(build, state.flight)) if state.flight else len(build.persistent))
         return plain_arrays(build, state)
-
-    def _flying(self, state: State) -> Build:
-        """The build whose stream a state is in."""
-        build = self._first
-        state.check(len(names_of(build, state.flight)))
-        return build
 
     def _build_for(self, batch: Tree) -> Build:
         if not self._builds:
@@ -393,15 +339,15 @@ class Pipeline:
             self._trace(params, batch, rng, model_state)
         return self._builds[key]
 
-    def _feeds(self, batch: Tree, state: State) -> Feeds:
+    def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
+        """What the micro-batches of a step read from the host; `words` are those of the run's key."""
         micro = self._microbatches
         feeds: dict[tuple[str, int], Sequence[Any]] = {}
         for i, leaf in enumerate(map(np.asarray, jax.tree.leaves(batch))):
             size = len(leaf) // micro
             feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(micro)]
-        if state.words is not None:
-            words = state.words.ravel()
-            feeds["seed", 0] = [np.array([*words, state.step, m], np.uint32) for m in range(micro)]
+        if words is not None:
+            feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(micro)]
         return feeds
 
     def _metrics(self, build: Build, values: list[jax.Array]) -> Metrics:
@@ -412,38 +358,6 @@ class Pipeline:
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
         return metrics
-
-    def _check_first_loss(self, loss: jax.Array, step: int) -> None:
-        try:
-            value = float(loss)
-        except Exception as error:
-            raise self._controller.failure(error) from error
-        if not np.isfinite(value):
-            raise ValueError(
-                f"the loss of step {step} is {value}: check the batch, the learning rate and the initial parameters"
-            )
-        self._checked = True
-
-    def _check_losses(self, watched: tuple[State, list[jax.Array]] | None) -> None:
-        """Raises if a micro-batch of a step that has passed gave a loss that is no number."""
-        for i, loss in enumerate(watched[1] if watched else ()):
-            try:
-                value = float(loss)
-            except Exception as error:
-                raise self._controller.failure(error) from error
-            if not np.isfinite(value):
-                step = watched[0].step - 1 if watched else 0
-                raise ValueError(self._astray(value, step, step * self._microbatches + i))
-
-    def _astray(self, value: float, step: int, m: int) -> str:
-        layer = self.graph.loss_layer
-        stage = next(s for s, found in enumerate(self.plan.stages) if layer in found.layers)
-        read = {self.ledger.versions[found.layers[0], m].forward for found in self.plan.stages}
-        return (
-            f"the loss of micro-batch {m} (step {step}) is {value} at stage {stage}, read with versions {sorted(read)} "
-            "of the weights. The states since are not to be saved; the last checkpoint is whole. A lower learning "
-            "rate, or a schedule with less staleness, may help"
-        )
 
     # Looking
 
@@ -456,22 +370,16 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """Which layers run where."""
-        return self._first.plan
+        return self.build.plan
 
     @property
     def graph(self) -> Any:
         """The layer graph of the model."""
-        return self._first.traced.graph
-
-    @property
-    def _first(self) -> Build:
-        if not self._builds:
-            raise ValueError("this pipeline has no model yet: call init or restore first")
-        return next(iter(self._builds.values()))
+        return self.build.traced.graph
 
     def explain(self) -> str:
         """A text that says what runs where, what it costs and why."""
-        build = self._first
+        build = self.build
         reasons = cut_reasons(self._planned.problem, self._planned.decision) if self._planned else ()
         return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices, reasons)
 
@@ -485,12 +393,8 @@ class Pipeline:
         """The model state as the caller gave it, as numpy arrays (keys as keys)."""
         return jax.tree.unflatten(jax.tree.structure(self._inputs[2]), self._host_values(state, "state"))
 
-    def state_step(self, state: State) -> int:
-        """The number of steps that a state has seen."""
-        return state.step
-
     def _host_values(self, state: State, kind: str) -> list[Any]:
-        found = self._placing(self._first).values(self._plain(self._first, state))
+        found = self._placing(self.build).values(self._plain(self.build, state))
         try:
             return [to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
         except Exception as error:
@@ -500,11 +404,11 @@ class Pipeline:
         """Switches on the measuring of every task, or off."""
         self._controller.monitor = Monitor(self._devices) if on else None
 
-    def measured(self) -> Measured:
-        """What the last step did that was measured: what ran when, what was swapped; waits for its end."""
+    def measured(self, *, before: bool = False) -> Measured:
+        """What the last step did, or the one `before`: what ran when, what was swapped; waits for its end."""
         if self._controller.monitor is None:
             raise ValueError("nothing is measured: call pipe.monitor() before the step")
-        return self._controller.monitor.measured()
+        return self._controller.monitor.measured(before=before)
 
     @property
     def planned(self) -> Planned | None:
@@ -514,74 +418,32 @@ class Pipeline:
     # Keeping
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, keyed by parameter path: any cut can restore it. `extra` is kept with it (JSON)."""
-        arrays = {
-            kind: dict(zip(names, map(savable, self._host_values(state, kind)), strict=True))
-            for kind, names in self._names().items()
-        }
-        words = None if state.words is None else state.words.tolist()
+        """Writes a checkpoint, keyed by parameter path: any cut can restore it. `extra` is kept with it (JSON).
+
+        Of a state in flight everything is kept that the same schedule, cuts and fates need to go on to the bit.
+        """
+        saving = self._saving
+        arrays = {kind: self._host_values(state, kind) for kind in saving.names}
         params, rng, model_state = self._inputs
         shapes = {"params": params, "batch": self._batch, "model_state": model_state}
-        meta = {
-            "step": state.step,
-            "words": words,
-            "key": None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl],
-            "schedule": self._schedule,
-            "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
-            "extra": extra or {},
-        }
-        save_checkpoint(path, arrays, meta)
+        saving.write(path, state, arrays, rng, shapes, self.ledger.versions, extra or {})
 
     def restore(self, path: str | Path) -> State:
         """The state that `save` wrote, under this pipeline's own plan."""
         arrays, meta = load_checkpoint(path)
         if not self._builds:
-            self._trace_saved(path, meta)
-        build = self._first
-        leaves: dict[Name, Leaf] = {}
-        for kind, names in self._names().items():
-            shapes = self._shapes_of(kind)
-            check_paths(arrays.get(kind, {}), dict(zip(names, shapes, strict=True)), str(path))
-            for i, name in enumerate(names):
-                leaves |= {(kind, i): given_leaves([arrays[kind][name]])[0]}
-        words = None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
-        return self._place(build, leaves, words, int(meta["step"]))
+            self._trace(*saved_inputs(path, meta))
+        saving, words = self._saving, saved_words(meta)
+        if "flight" not in meta:
+            leaves = saving.leaves(path, arrays)
+            return self._place(self.build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
+        saving.check_flight(path, meta["flight"])
+        check_limit(self.build.peaks, self._devices, self._limit, self._host_limit)
+        steps, values = int(meta["flight"]["steps"]), arrays["flight"]
+        found = lifted(self.build, steps, [values[name] for name in sorted(values)], self.ledger)
+        self.ledger.versions = VersionLedger.from_json(meta["flight"]["versions"])
+        return State(found, words, int(meta["step"]), steps, int(meta["updates"]))
 
-    def _trace_saved(self, path: str | Path, meta: dict[str, Any]) -> None:
-        """Traces at the shapes that a checkpoint tells of, for a pipeline that was never initialised."""
-        shapes = meta["shapes"]
-        if unknown := [name for name, found in shapes.items() if found is None]:
-            raise ValueError(
-                f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
-            )
-        trees = {name: skeleton.load(found) for name, found in shapes.items()}
-        rng = None
-        if meta["key"] is not None:
-            (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
-            rng = jax.numpy.asarray(words.reshape(shape))
-            rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
-        self._trace(trees["params"], trees["batch"], rng, trees["model_state"])
-
-    def _names(self) -> dict[str, list[str]]:
-        """What the arrays of each kind are called in a checkpoint."""
-        build = self._first
-        graph = build.traced.graph
-        return {
-            "parameter": [p.array.name for p in graph.parameters],
-            "optimizer": [leaf.array.name for leaf in build.optimizer.state],
-            "state": [array.name for array in graph.state],
-        }
-
-    def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
-        graph, optimizer = self._first.traced.graph, self._first.optimizer
-        arrays = {
-            "parameter": [p.array for p in graph.parameters],
-            "optimizer": [leaf.array for leaf in optimizer.state],
-            "state": graph.state,
-        }
-        return [(tuple(a.shape), savable_dtype(str(a.dtype))) for a in arrays[kind]]
-
-
-def checkpoint_extra(path: str | Path) -> dict[str, Any]:
-    """What `Pipeline.save` was given as `extra`."""
-    return load_meta(path)["extra"]
+    @property
+    def _saving(self) -> Saving:
+        return Saving(self.build, self._order, self._microbatches)

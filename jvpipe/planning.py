@@ -54,12 +54,6 @@ class Planned:
         seconds = [layer.forward_s + layer.backward_s for layer in self.problem.costs.layers]
         return seconds if any(seconds) else None
 
-    @property
-    def recompute_s(self) -> float:
-        """Seconds per step of all devices together that go into what layers do not keep."""
-        chosen = zip(self.problem.costs.layers, self.decision.choices, strict=True)
-        return self.problem.microbatches * sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
-
 
 def measure(request: Request, traced: Traced, optimizer: OptimizerCut, device: Device, store: ProgramStore) -> Problem:
     """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses."""
@@ -85,8 +79,9 @@ def measure(request: Request, traced: Traced, optimizer: OptimizerCut, device: D
 def decide(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned:
     """Asks the planner.
 
-    Planners count a stage's bytes by a formula that covers the buffer table of the lowered step. Should a plan need
-    more than the limit all the same, the planner is asked again under a limit that is smaller by as much.
+    Planners count a stage's bytes by a formula that is near the buffer table of the lowered step. Should a plan need
+    more than the limit, the planner is asked again under a limit that is smaller by as much. Should the planner find
+    nothing, the plan of the smallest limit by its count may still keep the limit.
 
     Raises:
         MemoryLimitExceeded: no plan keeps the limit.
@@ -96,31 +91,34 @@ def decide(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], i
         try:
             decision = find_planner(request.planner)(asked)
         except Infeasible as infeasible:
-            raise _exceeded(request, problem, infeasible, peak_bytes_of) from infeasible
+            return _smallest(request, problem, infeasible, peak_bytes_of)
         planned = Planned(_plan(request, problem, decision), problem, decision)
-        attempts += 1
-        if limit is None or not request.chooses or attempts == _ATTEMPTS:
+        if limit is None or not request.chooses:
             return planned
-        over = peak_bytes_of(planned.plan) - limit
+        over, attempts = peak_bytes_of(planned.plan) - limit, attempts + 1
         if over <= 0:
             return planned
         assert asked.memory_limit_bytes is not None
-        asked = replace(asked, memory_limit_bytes=asked.memory_limit_bytes - over)
+        less = asked.memory_limit_bytes - over if attempts < _ATTEMPTS else 1
+        asked = replace(asked, memory_limit_bytes=max(less, 1))
 
 
-def _exceeded(
+def _smallest(
     request: Request, problem: Problem, infeasible: Infeasible, peak_bytes_of: Callable[[Plan], int]
-) -> MemoryLimitExceeded:
-    """The error, with a limit under which the planner's plan was seen to stay."""
-    smallest = infeasible.smallest_limit_bytes
-    decision = find_planner(request.planner)(replace(problem, memory_limit_bytes=smallest))
-    smallest = max(smallest, peak_bytes_of(_plan(request, problem, decision)))
-    return MemoryLimitExceeded(
-        f"no plan of {request.planner} keeps the limit of {request.memory_limit_bytes:,} bytes per device: stage "
-        f"{infeasible.stage} would hold the most. A limit of {smallest:,} bytes would do; so may more stages or "
-        "more micro-batches",
+) -> Planned:
+    """The plan that the planner finds under the smallest limit, if that keeps the limit; else the error."""
+    limit = request.memory_limit_bytes
+    assert limit is not None, "without a limit there is a plan"
+    decision = find_planner(request.planner)(replace(problem, memory_limit_bytes=infeasible.smallest_limit_bytes))
+    planned = Planned(_plan(request, problem, decision), problem, decision)
+    smallest = peak_bytes_of(planned.plan)
+    if smallest <= limit:
+        return planned
+    raise MemoryLimitExceeded(
+        f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {infeasible.stage} would "
+        f"hold the most. A limit of {smallest:,} bytes would do; so may more stages or more micro-batches",
         smallest,
-    )
+    ) from infeasible
 
 
 def _plan(request: Request, problem: Problem, decision: Decision) -> Plan:

@@ -1,6 +1,7 @@
 """`python -m jvpipe.train`: trains a model of `jvpipe.models` as a pipeline, in a run directory."""
 
 import dataclasses
+import math
 import os
 import shlex
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tyro
 
 import jvpipe
@@ -21,6 +23,8 @@ from jvpipe.report import timeline
 from jvpipe.report.console import TrainingDisplay
 from jvpipe.report.metrics import MetricsLog, StepMetrics
 from jvpipe.rundir import RunDir
+from jvpipe.runtime.monitor import Measured
+from jvpipe.schedules import find_schedule
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -41,7 +45,7 @@ class Options:
     microbatches: int = 4
     """Into how many parts a batch is split."""
     schedule: str = "1f1b"
-    """In which order the micro-batches run: gpipe, 1f1b."""
+    """In which order the micro-batches run: gpipe, 1f1b; asynchronously: pipedream, 2bw, pipemare, xpipe."""
     planner: str = "jvpipe"
     """How layers are spread over stages: jvpipe, even, torchgpipe, vpipe, dawnpiper, ..."""
     memory_limit: str | None = None
@@ -79,6 +83,7 @@ class Job:
     workload: models.Workload
     data: models.Data
     pipe: jvpipe.Pipeline
+    learning_rates: np.ndarray
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,9 +136,11 @@ def prepare(options: Options) -> tuple[Job, Any]:
         run.check(config)
     else:
         run.refuse_if_used()
+    order = find_schedule(options.schedule)
+    updates = 1 if order.synchronous else options.microbatches // order.period(options.microbatches)
     pipe = jvpipe.Pipeline(
         workload.loss_fn,
-        workload.optimizer(steps),
+        workload.optimizer(steps * updates, local=not order.synchronous),
         stages=options.stages,
         microbatches=options.microbatches,
         schedule=options.schedule,
@@ -141,7 +148,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
         memory_limit=options.memory_limit,
         host_memory_limit=options.host_memory_limit,
         checkpoint=options.checkpoint,
-        grad_norm=True,
+        grad_norm=order.synchronous,
     )
     run.path.mkdir(parents=True, exist_ok=True)
     data_path = None if options.data is None else Path(options.data)
@@ -157,25 +164,33 @@ def prepare(options: Options) -> tuple[Job, Any]:
     run.write_config(config | dataclasses.asdict(options) | {"data_digest": data.digest})
     pipe.plan.save(run.plan)
     run.explanation.write_text(pipe.explain() + "\n")
-    return Job(options, steps, batch_size, run, workload, data, pipe), state
+    rates = workload.learning_rates(steps * updates)
+    return Job(options, steps, batch_size, run, workload, data, pipe, rates), state
 
 
 def train(job: Job, state: Any, stop: StopRequest) -> Any:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run."""
-    first = job.pipe.state_step(state)
+    first = state.step
     print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
     job.pipe.monitor()
-    rates = job.workload.learning_rates(job.steps)
+    done: tuple[int, dict[str, jax.Array]] | None = None  # a step that is not yet logged
     with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
-        for step in range(first + 1, job.steps + 1):
-            start_s = time.perf_counter()
-            state, metrics = job.pipe.step(state, next(job.data.train))
-            job.pipe.wait(state)
-            line = _measured(job, step, metrics, float(rates[step - 1]), time.perf_counter() - start_s)
-            log.append(line)
-            display.update(line)
+        clock = Clock()
+
+        def tell(*, before: bool) -> None:
+            if done is not None:
+                line = _measured(job, *done, job.pipe.measured(before=before), clock.lap_s())
+                log.append(line)
+                display.update(line)
+
+        for step, found in enumerate(job.pipe.run(state, job.data.train, job.steps - first), first + 1):
+            tell(before=True)  # one step later, so that the pipeline never waits for a log
+            state, done = found[0], (step, found[1])
             last = step == job.steps or stop.signum is not None
             if last or step % job.options.checkpoint_every == 0:
+                job.pipe.wait(state)
+                tell(before=False)
+                done = None
                 save(job, state, step)
             if last:
                 break
@@ -200,18 +215,31 @@ def finish(job: Job, state: Any) -> None:
         print(f"parameters in {job.options.export}")
 
 
-def _measured(job: Job, step: int, metrics: dict[str, jax.Array], learning_rate: float, seconds: float) -> StepMetrics:
-    layers, measured = sum(job.pipe.plan.cuts), job.pipe.measured()
+class Clock:
+    """Seconds since it was last asked."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def lap_s(self) -> float:
+        """Seconds since the last lap."""
+        before, self._at = self._at, time.perf_counter()
+        return self._at - before
+
+
+def _measured(job: Job, step: int, metrics: dict[str, jax.Array], measured: Measured, seconds: float) -> StepMetrics:
+    layers = sum(job.pipe.plan.cuts)
+    synchronous = "grad_norm" in metrics
     return StepMetrics(
         step=step,
         loss=float(metrics["loss"]),
-        learning_rate=learning_rate,
-        grad_norm=float(metrics["grad_norm"]),
+        learning_rate=float(job.learning_rates[step * len(job.learning_rates) // job.steps - 1]),
+        grad_norm=float(metrics["grad_norm"]) if synchronous else math.nan,
         seconds=seconds,
         examples_per_s=job.batch_size / seconds,
         bubble_fraction=timeline.bubble_fraction(measured.spans),
         peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
-        staleness=(0,) * layers,
+        staleness=job.pipe.ledger.versions.staleness(layers),
         swapped_bytes=measured.swapped_bytes,
         copy_hidden_s=measured.hidden_s,
         copy_exposed_s=measured.exposed_s,

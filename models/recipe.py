@@ -35,10 +35,14 @@ class AdamW:
         """The learning rate of each step, [total_steps] float32, for a log: reading it waits for no device."""
         return np.asarray(jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32)))
 
-    def optimizer(self, total_steps: int) -> optax.GradientTransformation:
-        """Clipping by the global norm, then AdamW under the schedule."""
+    def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
+        """Clipping by the global norm, then AdamW under the schedule; `local`: each value clipped by itself.
+
+        Asynchronous pipelines have no norm of all gradients at one time.
+        """
+        clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
+            clip,
             optax.adamw(self.schedule(total_steps), b2=self.b2, weight_decay=self.weight_decay, mask=decayed),
         )

@@ -5,6 +5,7 @@ forward and its update; gamma = D ** (1 / tau).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
     """
     n, gamma = len(shapes), decay ** (1 / tau)
 
-    def run(*values: jax.Array) -> list[jax.Array]:
+    def run(*values: jax.Array) -> list[Any]:
         old, new, delta, t = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[-1]
         left = 1 - jnp.minimum(t.astype(jnp.float32) / np.float32(max(anneal_updates, 1)), np.float32(1))
         scale = np.float32(tau) ** -left if anneal_updates else jnp.float32(1)

@@ -50,6 +50,11 @@ def load_meta(path: str | Path) -> dict[str, Any]:
         return dict(checkpointer.restore(folder, ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
 
 
+def checkpoint_extra(path: str | Path) -> dict[str, Any]:
+    """What `Pipeline.save` was given as `extra`."""
+    return load_meta(path)["extra"]
+
+
 def check_paths(saved: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
     """Raises ValueError unless saved arrays have the wanted names, shapes and types; names the first that differs."""
     for path, (shape, dtype) in wanted.items():

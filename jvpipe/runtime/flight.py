@@ -4,12 +4,16 @@ A plain state has the arrays that lie on the devices when nothing is in flight; 
 `Step.after`: every live version of the weights, residuals, edges, sums of gradients.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
+import numpy as np
 
+from jvpipe import _jax
+from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.state import State
+from jvpipe.runtime.tensors import Ledger
 
 Key = tuple[Hashable, ...]
 
@@ -48,3 +52,23 @@ def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
         else:
             found.append(arrays[buffer.key])
     return tuple(found)
+
+
+def lifted(build: Build, flight: int, values: Sequence[np.ndarray], ledger: Ledger) -> tuple[jax.Array, ...]:
+    """The arrays of a state in flight, from host arrays in their order, each where it lay."""
+    step = build.stream.steps[step_of(build, flight - 1)]
+    found = []
+    for b, value in zip(step.lowered.final, values, strict=True):
+        buffer = step.lowered.buffers[b]
+        ledger.hold(buffer.device, buffer.bytes)
+        device = build.devices[buffer.device if buffer.device != HOST else _owner(build, buffer.key[1:])]
+        array = jax.device_put(value, device, may_alias=False)
+        found.append(_jax.swapper(device, "pinned_host")(array) if buffer.device == HOST else array)
+    return tuple(found)
+
+
+def _owner(build: Build, key: Key) -> int:
+    """The device whose value has been swapped out."""
+    if key[0] == "residual":
+        return next(stage.devices[0] for stage in build.plan.stages if key[1] in stage.layers)
+    return int(str(key[3]))

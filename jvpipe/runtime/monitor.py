@@ -7,6 +7,7 @@ device was free, its inputs were there and it was dispatched.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -39,50 +40,67 @@ class Measured:
         return max(0.0, self.copy_s - self.exposed_s)
 
 
+class Record:
+    """The marks of one step."""
+
+    def __init__(self, lowered: Lowered, before: Sequence[float]) -> None:
+        self.lowered, self.before = lowered, list(before)  # when each place had ended what came before
+        self.dispatched: dict[int, float] = {}
+        self.ended: dict[int, float] = {}
+        self.done = threading.Semaphore(0)
+        self.closed = False
+
+
+Item = tuple[Record, int, jax.Array | None]
+
+
 class Monitor:
-    """Watches one step at a time."""
+    """Watches the steps of a run; what it knows of the last two can be asked for."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         names = [str(device) for device in devices]
         self._names = [*names, *(f"{name} host" for name in names)]
-        self._queues: list[SimpleQueue[tuple[int, jax.Array] | None]] = [SimpleQueue() for _ in self._names]
-        self._dispatched: dict[int, float] = {}
-        self._ended: dict[int, float] = {}
-        self._lowered = Lowered((), (), 0, (), ())
-        self._done = threading.Semaphore(0)
-        for queue in self._queues:
-            threading.Thread(target=self._watch, args=(queue,), daemon=True).start()
+        self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in self._names]
+        self._last = [0.0] * len(self._names)
+        self._records: deque[Record] = deque(maxlen=2)
+        for place, queue in enumerate(self._queues):
+            threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
 
     def begin(self, lowered: Lowered) -> None:
         """A step is about to be dispatched."""
-        self._lowered, self._dispatched, self._ended = lowered, {}, {}
+        if self._records:
+            self._close(self._records[-1])
+        self._records.append(Record(lowered, self._last))
 
     def dispatched(self, index: int, row: Row, mark: jax.Array) -> None:
         """A row has been dispatched; `mark` is there when it has run."""
-        self._dispatched[index] = time.perf_counter()
-        self._queues[self._place(row)].put((index, mark))
+        record = self._records[-1]
+        record.dispatched[index] = time.perf_counter()
+        self._queues[self._place(row)].put((record, index, mark))
 
-    def measured(self) -> Measured:
-        """What the step did; waits for its end."""
-        for queue in self._queues:
-            queue.put(None)
+    def measured(self, *, before: bool = False) -> Measured:
+        """What the last step did, or the one `before`; waits for its end."""
+        record = self._records[0 if before else -1]
+        self._close(record)
         for _ in self._queues:
-            self._done.acquire()
-        rows, buffers = self._lowered.rows, self._lowered.buffers
+            record.done.acquire()
+        for _ in self._queues:  # it may be asked again
+            record.done.release()
+        rows, buffers = record.lowered.rows, record.lowered.buffers
         made: dict[int, float] = {}  # when each buffer was there
         fetched: set[int] = set()  # buffers that came back from the host
         held: set[int] = set()  # devices that waited for a FREE since their last program
-        free = [0.0] * len(self._queues)
+        free = list(record.before)
         spans, swapped, exposed_s = [], 0, 0.0
         for index, row in enumerate(rows):
             inputs_s = max((made.get(b, 0.0) for b in row.reads), default=0.0)
-            end_s = self._ended.get(index, inputs_s)
+            end_s = record.ended.get(index, inputs_s)
             made |= dict.fromkeys(row.writes, end_s)
             if row.kind == "FREE":
                 held.add(row.device)
-            if index not in self._ended:
+            if index not in record.ended:
                 continue
-            place, dispatched_s = self._place(row), self._dispatched[index]
+            place, dispatched_s = self._place(row), record.dispatched[index]
             start_s = min(end_s, max(free[place], inputs_s, dispatched_s))
             if row.kind == "OUT":
                 swapped += buffers[row.writes[0]].bytes
@@ -103,17 +121,23 @@ class Monitor:
         """The device of a row, or its link to the host."""
         return row.device + len(self._names) // 2 * (row.kind in ("OUT", "IN"))
 
-    def _watch(self, queue: "SimpleQueue[tuple[int, jax.Array] | None]") -> None:
+    def _close(self, record: Record) -> None:
+        """Lets the watchers say when they have passed the end of a step."""
+        if not record.closed:
+            record.closed = True
+            for queue in self._queues:
+                queue.put((record, -1, None))
+
+    def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:
         while True:
-            item = queue.get()
-            if item is None:
-                self._done.release()
+            record, index, mark = queue.get()
+            if mark is None:
+                record.done.release()
                 continue
-            index, mark = item
             try:
                 mark.block_until_ready()
             except Exception:  # whoever reads the result is told
                 continue
             finally:
-                del item, mark  # a copy that is held here is not gone
-            self._ended[index] = time.perf_counter()
+                del mark  # a copy that is held here is not gone
+            record.ended[index] = self._last[place] = time.perf_counter()

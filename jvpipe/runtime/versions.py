@@ -112,5 +112,7 @@ class VersionLedger:
             kind, layer, m, version, tied, shift = values
             return Use(kind, layer, m, version, tuple((p, v) for p, v in tied), shift)
 
-        runs = [run and (tuple(map(use, run[0])), run[1], run[2]) for run in found["runs"]]
+        runs: list[tuple[Sequence[Use], int, int] | None] = []
+        for run in found["runs"]:
+            runs.append(run and (tuple(map(use, run[0])), run[1], run[2]))
         return VersionLedger(found["period"], runs)

@@ -1,10 +1,10 @@
 """A schedule: the order of tasks on each stage, and what that order costs in memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from jvpipe.ir.task import Task, TaskLists
 
@@ -44,6 +44,12 @@ class Schedule:
     warmup_updates: int = 0
     predicts: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What distinguishes it from other schedules, as JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if not callable(value)}
+
     def in_flight(self, stages: int, microbatches: int) -> tuple[int, ...]:
         """The most micro-batches between their forward and their backward, on each stage; counted from the lists.
 
@@ -54,7 +60,7 @@ class Schedule:
         return _in_flight(self.lists, stages, microbatches if self.synchronous else max(microbatches, 2 * stages))
 
     def period(self, microbatches: int) -> int:
-        """Micro-batches per update."""
+        """Micro-batches per update, of those of a step."""
         return self.update_every or microbatches
 
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:

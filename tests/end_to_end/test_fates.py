@@ -61,7 +61,7 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
         jax.block_until_ready(state)
         held = sum(x.nbytes for x in jax.tree.leaves(state.arrays))
         assert pipe.ledger.live == [held, 0], "something leaked"
-    assert pipe.ledger.peak == [peak.bytes for peak in pipe._first.peaks]
+    assert pipe.ledger.peak == [peak.bytes for peak in pipe.build.peaks]
     return jax.tree.leaves(pipe.params(state)), losses, pipe
 
 
@@ -77,7 +77,7 @@ def test_any_mix_of_fates_gives_the_same_bits(name: str) -> None:
         assert ours[1] == losses
         for a, b in zip(ours[0], params, strict=True):
             np.testing.assert_array_equal(a, b)
-        kinds = {row.kind for row in ours[2]._first.lowered.rows}
+        kinds = {row.kind for row in ours[2].build.lowered.rows}
         if stages > 1:
             assert kinds >= {"OUT", "FREE", "IN"}
             assert ours[2].ledger.peak[HOST] > 0
@@ -111,7 +111,7 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     state = pipe.init(m.params, batch, key_of(m))
     pipe.monitor()
     state, _ = pipe.step(state, batch)
-    found, step = pipe.measured(), pipe._first.lowered
+    found, step = pipe.measured(), pipe.build.lowered
     out = [row for row in step.rows if row.kind == "OUT"]
     assert found.swapped_bytes == sum(step.buffers[row.writes[0]].bytes for row in out) > 0
     assert found.copy_s > 0

@@ -41,7 +41,7 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
     baseline = {id(array) for array in jax.live_arrays()}
     pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), plan, MICRO, schedule)
     state = pipe.init(m.params, batch, m.rng)
-    build, live, found = pipe._first, pipe.ledger.live, []
+    build, live, found = pipe.build, pipe.ledger.live, []
 
     def watching(it: Instruction) -> Instruction:
         def run(*args: Any) -> Any:

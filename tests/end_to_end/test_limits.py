@@ -51,7 +51,7 @@ def test_limits_between_the_defaults_peak_and_the_smallest_hold() -> None:
         pipe, ours = trained(limit)
         assert ours == losses  # to the bit
         assert max(pipe.ledger.peak[:HOST]) <= limit
-        assert pipe.ledger.peak == [found.bytes for found in pipe._first.peaks]  # as simulated
+        assert pipe.ledger.peak == [found.bytes for found in pipe.build.peaks]  # as simulated
         assert any(stage.fates for stage in pipe.plan.stages)
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="bytes would do; so may more stages"):
         start(int(0.9 * smallest))
@@ -59,7 +59,7 @@ def test_limits_between_the_defaults_peak_and_the_smallest_hold() -> None:
 
 def test_a_host_limit_is_kept() -> None:
     pipe, _ = start(None, fates={"*": "swap"})
-    on_host = pipe._first.peaks[HOST].bytes
+    on_host = pipe.build.peaks[HOST].bytes
     assert on_host > 0
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="the host would hold"):
         start(None, fates={"*": "swap"}, host_memory_limit=on_host - 1)

@@ -33,7 +33,7 @@ def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> N
     batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
     pipe = pipeline()
     pipe.init(init, batch, key)
-    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe._first.peaks)
+    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe.build.peaks)
     most = max(while_made.values())
     assert most > step, "the case shows nothing"
     pipeline(memory_limit=most).init(init, batch, key)

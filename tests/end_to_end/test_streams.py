@@ -1,0 +1,219 @@
+"""Asynchronous runs: replayed to the bit, counted to the byte, stopped and resumed anywhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe.ir.buffers import HOST
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
+from jvpipe.trace.model import trace_model
+from tests.end_to_end.test_exactness import batch_of, key_of
+from tests.end_to_end.test_fates import drawn
+from tests.zoo import CASES, Case
+
+MICRO = 4
+SCHEDULES: dict[str, Schedule] = {
+    "pipedream": PipeDream(),
+    "vertical": PipeDream(vertical_sync=True),
+    "2bw": TwoBW(),
+    "pipemare": PipeMare(decay=0.5, anneal_updates=10),
+    "xpipe": XPipe(),
+    "every two": PipeDream(update_every=2),
+}
+ADAMW = optax.adamw(1e-2)
+MOMENTUM = optax.sgd(0.05, momentum=0.9)
+
+
+def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = ADAMW, **options: Any) -> jvpipe.Pipeline:
+    count = stages if isinstance(stages, int) else len(stages.stages)
+    if not isinstance(stages, int):
+        stages = replace(stages, stages=tuple(replace(stage, devices=(0,)) for stage in stages.stages))
+    return jvpipe.Pipeline(
+        m.loss_fn,
+        optimizer,
+        stages,
+        options.pop("microbatches", MICRO),
+        schedule,
+        planner="even",
+        devices=jax.devices()[:1] * count,
+        has_aux=m.has_aux,
+        has_state=m.has_state,
+        **options,
+    )
+
+
+def graph_of(m: Case) -> LayerGraph:
+    options = {"has_aux": m.has_aux, "has_state": m.has_state}
+    return trace_model(m.loss_fn, m.params, m.batch, m.rng, m.state, None, **options).traced.graph
+
+
+def batches_of(m: Case, count: int, micro: int = MICRO) -> list[Any]:
+    """Batches that differ: the examples of each in another order."""
+    whole = batch_of(m, micro)
+    return [jax.tree.map(lambda x, i=i: np.roll(x, i, axis=0), whole) for i in range(count)]
+
+
+def ran(pipe: jvpipe.Pipeline, state: jvpipe.State, batches: list[Any]) -> jvpipe.State:
+    """The state after these batches, in flight."""
+    for found in pipe.run(state, batches):
+        state = found[0]
+    return state
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("case", "stages", "optimizer"), [("pre-norm", 3, ADAMW), ("resnet", 2, MOMENTUM)])
+def test_the_replay_gives_the_same_bits_with_any_fates(name: str, case: str, stages: int, optimizer: Any) -> None:
+    m, schedule = CASES[case](), SCHEDULES[name]
+    graph = trace_model(
+        m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state
+    ).traced.graph
+    cuts = tuple(len(graph.layers) // stages + (s < len(graph.layers) % stages) for s in range(stages))
+    pipe = pipeline(m, schedule, drawn(graph, cuts, seed=stages), optimizer)
+    batches = batches_of(m, 5)
+    state = pipe.init(m.params, batches[0], key_of(m), m.state)
+    state = pipe.drain(ran(pipe, state, batches[:3]))  # an event in the ledger
+    state = ran(pipe, state, batches[3:])
+    again, each = jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)
+    assert_same(pipe.params(state), again)  # what is in flight has not been applied in either
+    assert len(each) == 5 * MICRO
+    state = pipe.drain(state)
+    assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)[0])
+    held = sum(x.nbytes for x in state.arrays)
+    assert pipe.ledger.live == [held, 0], "something leaked"
+    assert pipe.ledger.peak == [peak.bytes for peak in pipe.build.peaks]
+    assert pipe.ledger.peak[HOST] > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_four_stages_replay_on_four_devices(name: str) -> None:
+    m = CASES["chained-keys"]()  # with dropout
+    pipe = jvpipe.Pipeline(m.loss_fn, ADAMW, 4, MICRO, SCHEDULES[name], planner="even")
+    batches = batches_of(m, 4)
+    state = pipe.init(m.params, batches[0], key_of(m))
+    state = ran(pipe, state, batches)
+    assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m))[0])
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipemare", "xpipe"])
+def test_one_stage_is_plain_training_with_an_update_per_micro_batch(name: str) -> None:
+    m = CASES["pre-norm"]()
+    pipe, batches = pipeline(m, SCHEDULES[name], 1), batches_of(m, 3)
+    state = pipe.init(m.params, batches[0], key_of(m))
+    state = ran(pipe, state, batches)
+    params = jax.tree.leaves(plain_training(m, batches, delay=0, every=1))
+    assert_same(jax.tree.leaves(pipe.params(state)), params)
+
+
+def test_one_stage_of_2bw_is_training_with_updates_one_late() -> None:
+    m = CASES["mlp"]()
+    pipe, batches = pipeline(m, TwoBW(), 1, MOMENTUM), batches_of(m, 4)
+    state = pipe.init(m.params, batches[0], key_of(m))
+    state = ran(pipe, state, batches)
+    plain = plain_training(m, batches, delay=1, every=MICRO, optimizer=MOMENTUM)
+    for ours, theirs in zip(jax.tree.leaves(pipe.params(state)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def plain_training(m: Case, batches: list[Any], delay: int, every: int, optimizer: Any = ADAMW) -> Any:
+    """Without a pipeline's stream: synchronous steps of `every` micro-batches, or plain JAX if gradients are late."""
+    if not delay:
+        pipe = pipeline(m, "1f1b", 1, optimizer, microbatches=1)
+        part = jax.tree.map(lambda x: x[: len(x) // MICRO], batches[0])
+        state = pipe.init(m.params, part, key_of(m))
+        for batch in batches:
+            for i in range(MICRO):
+                part = jax.tree.map(lambda x, i=i: x[i * len(x) // MICRO : (i + 1) * len(x) // MICRO], batch)
+                state, _ = pipe.step(state, part)
+        return pipe.params(state)
+    params, before, moments = m.params, m.params, optimizer.init(m.params)
+    grad = jax.jit(jax.grad(m.loss_fn))
+    for batch in batches:
+        gradients = grad(before, batch, None)
+        updates, moments = optimizer.update(gradients, moments, params)
+        params, before = optax.apply_updates(params, updates), params
+    return params
+
+
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "pipemare", "xpipe"])
+def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    m, schedule = CASES["resnet"](), SCHEDULES[name]
+    graph = trace_model(
+        m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state
+    ).traced.graph
+    plan = drawn(graph, (4, len(graph.layers) - 4), seed=2)
+    batches = batches_of(m, 6)
+    whole, pipe = pipeline(m, schedule, plan), pipeline(m, schedule, plan)
+    state = whole.init(m.params, batches[0], key_of(m), m.state)
+    state = ran(whole, state, batches)
+    begun = pipe.init(m.params, batches[0], key_of(m), m.state)
+    begun = ran(pipe, begun, batches[:3])
+    pipe.save(tmp_path / "flight", begun)
+    later = pipeline(m, schedule, plan)
+    resumed = later.restore(tmp_path / "flight")
+    assert resumed.flight == 3
+    resumed = ran(later, resumed, batches[3:])
+    assert_same(later.params(resumed), whole.params(state))
+    assert_same(later.model_state(resumed), whole.model_state(state))
+    assert later.ledger.versions.table() == whole.ledger.versions.table()
+    assert later.ledger.live == whole.ledger.live
+
+
+def test_a_state_in_flight_belongs_to_its_schedule_and_cuts(tmp_path: Path) -> None:
+    m = CASES["mlp"]()
+    pipe, batches = pipeline(m, PipeDream(), 2), batches_of(m, 2)
+    state = pipe.init(m.params, batches[0], None)
+    state = ran(pipe, state, batches)
+    pipe.save(tmp_path / "flight", state)
+    for other in (pipeline(m, PipeMare(), 2), pipeline(m, PipeDream(), 3), pipeline(m, "1f1b", 2)):
+        with pytest.raises(ValueError, match=r"was saved in flight under pipedream.*drain"):
+            other.restore(tmp_path / "flight")
+    drained = pipe.drain(state)
+    pipe.save(tmp_path / "drained", drained)
+    other = pipeline(m, "1f1b", 3)
+    assert_same(other.params(other.restore(tmp_path / "drained")), pipe.params(drained))
+
+
+def test_an_optimizer_that_looks_at_all_layers_is_refused() -> None:
+    m = CASES["mlp"]()
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"clip_by_global_norm needs a value of all layers.*Use a synchronous"):
+        pipeline(m, PipeDream(), 2, optimizer).init(m.params, batch_of(m, MICRO), None)
+
+
+def test_a_loss_that_is_no_number_stops_the_run() -> None:
+    m = CASES["mlp"]()
+    pipe, batches = pipeline(m, PipeDream(), 2, MOMENTUM), batches_of(m, 5)
+    batches[2] = jax.tree.map(np.copy, batches[2])
+    batches[2]["x"][-1] = np.nan  # in the last of its micro-batches, number 11
+    state = pipe.init(m.params, batches[0], None)
+    with pytest.raises(ValueError, match=r"loss of micro-batch 11 \(step 2\) is nan at stage 1, read with versions"):
+        ran(pipe, state, batches)
+    assert len(pipe.ledger.versions.table()) == 4 * MICRO * len(pipe.graph.layers)  # one step more was under way
+
+
+def test_pipemare_begins_synchronously_if_asked_to() -> None:
+    m = CASES["mlp"]()
+    batches = batches_of(m, 4)
+    sgd = optax.sgd(0.05)  # a replay begins with a fresh optimizer
+    mare, plain = pipeline(m, PipeMare(warmup_updates=2), 2, sgd), pipeline(m, "1f1b", 2, sgd)
+    ours, theirs = (pipe.init(m.params, batches[0], None) for pipe in (mare, plain))
+    ours = ran(mare, ours, batches[:2])
+    theirs = ran(plain, theirs, batches[:2])
+    begun = mare.params(ours)
+    assert_same(begun, plain.params(theirs))
+    ours = ran(mare, ours, batches[2:])
+    assert ours.flight == 2
+    assert_same(mare.params(ours), jvpipe.replay(mare.ledger, mare, begun, batches[2:], None)[0])
+    assert ours.updates == 2 + 2 * MICRO
