@@ -54,6 +54,12 @@ class Planned:
         seconds = [layer.forward_s + layer.backward_s for layer in self.problem.costs.layers]
         return seconds if any(seconds) else None
 
+    @property
+    def recompute_s(self) -> float:
+        """Seconds per step of all devices together that go into what layers do not keep."""
+        chosen = zip(self.problem.costs.layers, self.decision.choices, strict=True)
+        return self.problem.microbatches * sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
+
 
 def measure(request: Request, traced: Traced, optimizer: OptimizerCut, device: Device, store: ProgramStore) -> Problem:
     """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses."""

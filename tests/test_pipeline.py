@@ -258,7 +258,7 @@ def test_a_checkpoint_may_replace_an_older_one(tmp_path: Path) -> None:
     pipe.save(tmp_path / "saved", state)
     state, _ = trained(pipe, state, 1)
     pipe.save(tmp_path / "saved", state)
-    assert pipe.state_step(pipe.restore(tmp_path / "saved")) == 1
+    assert pipe.restore(tmp_path / "saved").step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 

@@ -81,7 +81,7 @@ def lower_bound(problem: Problem) -> float:
     """
     # Traffic between stages may be hidden, or take turns with the neighbour's.
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
-    stream = replace(problem.schedule, synchronous=False)
+    stream = replace(problem.schedule, synchronous=False) if problem.schedule.synchronous else problem.schedule
     pricing = pricing_of(alone)
     solution = solve(replace(alone, schedule=stream), pricing)
     if not solution.feasible:
