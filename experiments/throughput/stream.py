@@ -1,0 +1,83 @@
+"""A stream without a flush against 1F1B: seconds per micro-batch, and how busy the devices are.
+
+Usage: NPROC=1 python -m experiments.throughput.stream [ROUNDS]
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+import optax  # noqa: E402
+
+import jvpipe  # noqa: E402
+from experiments.throughput import model  # noqa: E402
+from jvpipe.ir.span import Span  # noqa: E402
+from jvpipe.report.timeline import COMPUTE  # noqa: E402
+
+WARM, STEPS = 3, 8
+
+
+def started(schedule: str) -> tuple[jvpipe.Pipeline, Any]:
+    """A pipeline of two stages and its first state."""
+    micro = model.MICRO_BATCHES
+    pipe = jvpipe.Pipeline(model.transformer_loss, optax.sgd(0.1), 2, micro, schedule, planner="torchgpipe")
+    return pipe, pipe.init(model.transformer_params(), model.transformer_batch(), None)
+
+
+def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
+    """Runs on; the state, seconds per micro-batch after some warm steps, and the busy share of the devices."""
+    batch, spans, began_s, losses = model.transformer_batch(), [], 0.0, []
+    pipe.monitor()
+    for n, found in enumerate(pipe.run(state, [batch] * (WARM + STEPS + 1))):
+        state = found[0]
+        losses.append(found[1]["loss"])
+        if n >= 1:
+            measured = pipe.measured(before=True)  # of the step before: the next one is under way
+            if n - 1 == WARM - 1:
+                began_s = time.perf_counter()
+            elif WARM <= n - 1 < WARM + STEPS:
+                spans += measured.spans
+        if n - 1 == WARM + STEPS - 1:
+            break
+    taken_s = time.perf_counter() - began_s
+    jax.block_until_ready(state.arrays)
+    return state, taken_s / (STEPS * model.MICRO_BATCHES), busy_share(spans)
+
+
+def busy_share(spans: list[Span]) -> float:
+    """The share of the time between the first start and the last end that the less busy device works."""
+    work = [span for span in spans if span.kind in COMPUTE]
+    devices = {span.device for span in work}
+    begin_s = max(min(s.start_s for s in work if s.device == d) for d in devices)
+    end_s = min(max(s.end_s for s in work if s.device == d) for d in devices)
+    inside = [s for s in work if begin_s <= s.start_s and s.end_s <= end_s]
+    return min(sum(s.end_s - s.start_s for s in inside if s.device == d) for d in devices) / (end_s - begin_s)
+
+
+def main() -> None:
+    """Takes turns between the schedules and prints medians and their ratio."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    pipes = {name: started(name) for name in ("1f1b", "pipedream")}
+    taken: dict[str, list[float]] = {name: [] for name in pipes}
+    busy: dict[str, list[float]] = {name: [] for name in pipes}
+    for _ in range(rounds):
+        for name, (pipe, state) in pipes.items():
+            state, seconds, share = timed(pipe, state)
+            pipes[name] = pipe, jax.block_until_ready(pipe.drain(state))
+            taken[name].append(seconds)
+            busy[name].append(share)
+            print(f"{name}: {seconds * 1e3:.1f} ms per micro-batch, the less busy device works {share:.1%}", flush=True)
+    median = {name: statistics.median(values) for name, values in taken.items()}
+    print("\n| schedule | ms per micro-batch | less busy device |\n|---|---|---|")
+    for name, value in median.items():
+        print(f"| {name} | {value * 1e3:.1f} | {statistics.median(busy[name]):.1%} |")
+    print(f"\npipedream over 1f1b: {median['pipedream'] / median['1f1b']:.3f} (bound 0.98)")
+
+
+if __name__ == "__main__":
+    main()
