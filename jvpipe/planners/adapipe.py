@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.knapsack import Recomputation
 from jvpipe.planners.limits import plan_or_raise
 from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.segments import Segments
 
 
 def adapipe(problem: Problem) -> Decision:
@@ -62,12 +62,12 @@ class Suffix:
 
 
 def _attempt(problem: Problem) -> Decision | None:
-    footprints = Footprints(problem)
-    recomputation = Recomputation(footprints)
+    segments = Segments(problem)
+    recomputation = Recomputation(segments)
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
-        suffixes.insert(0, _before(suffixes[0], s, footprints, recomputation))
+        suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
     bounds, choices = [0], []
@@ -77,23 +77,23 @@ def _attempt(problem: Problem) -> Decision | None:
     return Decision(tuple(bounds), tuple(choices))
 
 
-def _before(after: Suffix, s: int, footprints: Footprints, recomputation: Recomputation) -> Suffix:
+def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputation) -> Suffix:
     """The stages from s on, given those after it."""
-    problem = footprints.problem
+    problem = segments.problem
     later = problem.stages - s - 1
     found = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
-    bounds = np.array(footprints.bounds)
-    for i in footprints.bounds[:-1]:
-        ends = bounds[bounds > i]
+    cuts = segments.cuts
+    for i in cuts[:-1].tolist():
+        row, ends = segments.row(s, i), cuts[cuts > i]
         ends = ends[np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])]
         if not len(ends):
             continue
-        f = footprints.forward_s[ends] - footprints.forward_s[i]
-        b = footprints.backward_s[ends] - footprints.backward_s[i] + recomputation.extra_s[s, i, ends]
-        c = footprints.comm_s(i)[ends]
+        f = row.forward_s[0, ends]
+        b = row.compute_s[0, ends] - f + recomputation.extra_s[s, i, ends]
+        c = row.comm_s[0, ends]
         W = f + np.maximum(after.warmup_s[ends] + after.backward_s[ends] + after.comm_s[ends], later * f)
         E = b + np.maximum(after.ending_s[ends] + after.forward_s[ends] + after.comm_s[ends], later * b)
-        M = np.maximum.reduce([after.steady_s[ends], f + b, c, footprints.traffic_s(i)[ends]])
+        M = np.maximum.reduce([after.steady_s[ends], f + b, c, row.traffic_s[0, ends]])
         T = W + E + max(0, problem.microbatches - problem.stages) * M if problem.schedule.synchronous else M
         best = np.lexsort((W + E, T))[0]
         for column, values in zip(vars(found).values(), (W, E, M, f, b, c, ends), strict=True):

@@ -61,6 +61,11 @@ class Choices:
         return self.allowed.shape[1]
 
     @cached_property
+    def left_bytes(self) -> PerChoice:
+        """What choices hold of one micro-batch while the layers after theirs run."""
+        return self.kept_bytes + self.swapped_bytes
+
+    @cached_property
     def run_bytes(self) -> PerLayer:
         """What a layer adds to the working bytes of a run, but for the first layer's input."""
         return self.residual_bytes + self.input_bytes

@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 import numpy as np
 
 from jvpipe.planners.capuchin import optimise
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.limits import plan_or_raise
 from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.segments import Segments
 from jvpipe.planners.selection import Moves, Selection
 
 WIDEST = 50
@@ -49,21 +49,21 @@ class Part:
 class BinaryPartition:
     """The best parts of segments between bounds, by segment and stages; `least` balances the bytes of least memory."""
 
-    def __init__(self, footprints: Footprints, least: bool = False) -> None:
-        self.footprints = footprints
-        self.bounds = footprints.bounds
-        self.crossing = footprints.crossing_bytes
-        self.moves = {k: Moves(footprints.problem, k) for k in set(footprints.k)}
-        self.seconds = [float(footprints.compute_s[b]) for b in self.bounds]
-        self.need = [self._need(s, least) for s in range(footprints.problem.stages)]
+    def __init__(self, segments: Segments, least: bool = False) -> None:
+        self.segments = segments
+        self.bounds: list[int] = segments.cuts.tolist()
+        self.crossing = segments.crossing_bytes
+        self.moves = {k: Moves(segments.problem, k) for k in set(segments.k)}
+        self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
+        self.need = [self._need(s, least) for s in range(segments.problem.stages)]
         self._parts: dict[tuple[int, int, int, int], Part | None] = {}
 
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
-        k, v = self.footprints.k[s], self.footprints.v[s]
+        k, v = self.segments.k[s], self.segments.v[s]
         held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in self.moves[k].layers]
         total = np.concatenate([[0], np.cumsum(held)])
-        total = total + v * self.footprints.parameter_bytes + self.footprints.state_bytes
+        total = total + v * self.segments.parameter_bytes + self.segments.state_bytes
         return [float(total[b]) for b in self.bounds]
 
     def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
@@ -111,7 +111,7 @@ class BinaryPartition:
 
     def stage(self, s: int, p: int, q: int) -> Selection:
         """One stage, its memory optimised."""
-        chosen = Selection(self.footprints, self.moves[self.footprints.k[s]], s, self.bounds[p], self.bounds[q])
+        chosen = Selection(self.segments, self.moves[self.segments.k[s]], s, self.bounds[p], self.bounds[q])
         if chosen.may_fit:
             optimise(chosen)
         return chosen
@@ -144,9 +144,9 @@ class BinaryPartition:
 
 
 def _attempt(problem: Problem) -> Decision | None:
-    footprints = Footprints(problem)
+    segments = Segments(problem)
     for least in (False, True):
-        search = BinaryPartition(footprints, least)
+        search = BinaryPartition(segments, least)
         part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
         if part is not None:
             place = {b: at for at, b in enumerate(search.bounds)}

@@ -81,14 +81,15 @@ def _held_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
     """A stage's bytes: static, and, per micro-batch in flight, kept and swapped.
 
     `stage_cost` is asked for 1, 2 and 3 micro-batches in flight, as GPipe has them: between 2 and 3 lie the kept
-    bytes, between 1 and 2 the swapped ones too.
+    bytes, between 1 and 2 the swapped ones too. All else that the stage takes is static.
     """
-    probe = replace(GPIPE, versions=problem.schedule.versions)
+    cost, probe = stage_cost(problem, s, i, j, choices), replace(GPIPE, versions=problem.schedule.versions)
     one, two, three = (
         stage_cost(replace(problem, schedule=probe, microbatches=k), s, i, j, choices).peak_bytes for k in (1, 2, 3)
     )
-    kept = three - two
-    return one - (two - one), kept, two - one - kept
+    kept, k = three - two, cost.in_flight
+    swapped = two - one - kept
+    return cost.peak_bytes - k * kept - min(k, 2) * swapped, kept, swapped
 
 
 def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) -> StageWork:
@@ -104,8 +105,11 @@ def _stream(schedule: Schedule, stages: int, microbatches: int, features: Featur
 
 
 def _window(stages: int, microbatches: int) -> tuple[int, int]:
-    """How many micro-batches of a stream pass before its steady state is timed, and how many then: some steps."""
-    return 2 * stages, microbatches * math.ceil(2 * stages / microbatches)
+    """How many micro-batches of a stream pass before its steady state is timed, and how many then.
+
+    Stages take turns in waiting for each other, over as many micro-batches as there are stages or a part of them.
+    """
+    return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 
 
 def _steps_s(problem: Problem, found: StageWork, ends_s: Float[np.ndarray, "tasks runs"]) -> Float[np.ndarray, " runs"]:

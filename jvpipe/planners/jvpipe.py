@@ -60,7 +60,7 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (keep, again)),) * 4)
     >>> problem = Problem(costs, 2, find_schedule("1f1b"), microbatches=8, memory_limit_bytes=350)
     >>> jvpipe(problem)
-    Decision(bounds=(0, 2, 4), choices=(0, -1, 0, 0), replicas=())
+    Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0), replicas=())
     """
     best = _simulated_best(problem) if refine else _surrogate_best(problem)
     check(problem, best)

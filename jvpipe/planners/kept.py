@@ -45,7 +45,10 @@ class Kept:
 
     def peak_bytes(self, s: int) -> Grid:
         """Bytes on the device of stage s."""
-        return self._inside(self._fixed_bytes(s) + self.segments.k[s] * self._kept_bytes + self._working_bytes)
+        segments, cuts = self.segments, self.cuts
+        waiting = between((segments.k[s] - 1) * sums(self._left_bytes), cuts, cuts)
+        fixed = segments.fixed_bytes(s, cuts, cuts) - self._block.shared_bytes
+        return self._inside(fixed + waiting + self._at_work)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """The grid, infinite where stage s would be over the limit."""
@@ -61,25 +64,17 @@ class Kept:
         """All segments; only bytes depend on the stage."""
         return self.segments.block(0, self.cuts, self.cuts)
 
-    def _fixed_bytes(self, s: int) -> Grid:
-        if self.problem.costs.shared:
-            return self.segments.block(s, self.cuts, self.cuts).fixed_bytes
-        more = self.segments.static_bytes(s) - self.segments.static_bytes(0)  # all else is that of stage 0: far cheaper
-        return self._block.fixed_bytes + between(more, self.cuts, self.cuts)
-
     @cached_property
-    def _kept_bytes(self) -> Grid:
-        kept = sums(layer.options[0].kept_bytes + layer.input_bytes for layer in self.problem.costs.layers)
-        return between(kept, self.cuts, self.cuts)
-
-    @cached_property
-    def _working_bytes(self) -> Grid:
-        """The most that a layer between two cuts needs while it runs."""
+    def _left_bytes(self) -> np.ndarray:
         layers = self.problem.costs.layers
-        needs = np.array([layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers], dtype=np.float64)
-        most = np.maximum.reduceat(needs, self.cuts[:-1])
-        from_each = np.triu(np.broadcast_to(most, (len(most), len(most))))
-        return np.pad(np.maximum.accumulate(from_each, axis=1), ((0, 1), (1, 0)))
+        return np.array([layer.options[0].kept_bytes + layer.input_bytes for layer in layers], dtype=np.float64)
+
+    @cached_property
+    def _at_work(self) -> Grid:
+        """The most that the micro-batch at work takes, with the layer that runs."""
+        layers = self.problem.costs.layers
+        working = np.array([layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers], dtype=np.float64)
+        return self.segments.most_at_work(self.cuts, self.cuts, self._left_bytes, working)
 
     def _inside(self, grid: Grid) -> Grid:
         return np.where(self._block.inside, grid, np.inf)

@@ -9,8 +9,8 @@ it passes: the fewest bytes cut, of those that balance the sides' seconds within
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jvpipe.planners.footprint import Footprints, OverJ
 from jvpipe.planners.problem import Problem
+from jvpipe.planners.segments import OverJ, Segments
 
 TOLERANCE = 0.1
 """How far a side's seconds may be from its share, in seconds of a mean stage."""
@@ -18,12 +18,12 @@ HEAVIEST = 0.25
 """How heavy a coarse vertex may be, in the same unit; a nest that is heavier is not merged as a whole."""
 
 
-def initial_bounds(footprints: Footprints) -> tuple[int, ...]:
+def initial_bounds(segments: Segments) -> tuple[int, ...]:
     """Bounds of the stages, rising from 0 to the number of layers: few bytes are cut, seconds are balanced."""
-    problem = footprints.problem
-    total, crossing = footprints.compute_s, footprints.crossing_bytes
+    problem = segments.problem
+    total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
-    fine = footprints.bounds
+    fine: list[int] = segments.cuts.tolist()
     coarse = coarse_bounds(problem, fine, total, HEAVIEST * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:

@@ -4,7 +4,8 @@ Legend: k micro-batches are in flight on a stage. A layer has one treatment of s
 least its smallest treatment's bytes; what a treatment holds beyond them is its weight, in quanta, rounded up, so that
 the limit holds. The quantum is the weights' greatest common divisor, or the smallest multiple of it of which Q hold
 all that a stage may have: then a stage of n layers may leave n quanta unused. Cuts are compared with Q quanta, the
-stages that come of it choose once more with FINE. Where everything can be kept, no quanta are counted.
+stages that come of it choose once more with FINE. Where everything can be kept, no quanta are counted. The most that a
+layer works with is counted beside all that is held: by `memory.py` a stage takes at most that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from math import gcd
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.planners.footprint import Footprints, OverJ
+from jvpipe.planners.segments import OverJ, Segments
 from jvpipe.planners.selection import treatments
 
 Q = 512
@@ -35,10 +36,10 @@ class Item:
     working_bytes: int
 
 
-def items(footprints: Footprints) -> list[list[Item]]:
+def items(segments: Segments) -> list[list[Item]]:
     """Each layer's treatments that do not swap, without those to which another is never worse."""
     found = []
-    for layer in footprints.problem.costs.layers:
+    for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
         all_of = [
             Item(choice, row.held_bytes, row.extra_s, row.working_bytes)
@@ -121,9 +122,9 @@ class Knapsack:
 class Recomputation:
     """The best recomputation of every stage with every segment: `extra_s[s, i, j]`, and choices when asked for."""
 
-    def __init__(self, footprints: Footprints) -> None:
-        layers, stages = footprints.problem.costs.layers, range(footprints.problem.stages)
-        self.footprints = footprints
+    def __init__(self, segments: Segments) -> None:
+        layers, stages = segments.problem.costs.layers, range(segments.problem.stages)
+        self.segments = segments
         self._kept_bytes = np.array([0, *accumulate(x.options[0].kept_bytes + x.input_bytes for x in layers)])
         self._working_bytes = np.array([x.options[0].extra_bytes + x.temporary_bytes for x in layers])
         self._extra_s = np.array([0.0, *accumulate(x.options[0].extra_s for x in layers)])
@@ -131,27 +132,27 @@ class Recomputation:
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
         if np.isinf(self.extra_s).any():
-            self._items = items(footprints)
+            self._items = items(segments)
             self._caps = working_caps(self._items)
-            for k in sorted(set(footprints.k)):
-                of_k = [s for s in stages if footprints.k[s] == k]
+            for k in sorted(set(segments.k)):
+                of_k = [s for s in stages if segments.k[s] == k]
                 for knapsack in self._knapsacks(k, Q):
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
         """What the limit leaves to residuals and to the work of one layer, over j."""
-        limit = self.footprints.problem.memory_limit_bytes
-        return (np.inf if limit is None else float(limit)) - self.footprints.fixed_bytes(s, i)
+        limit = self.segments.problem.memory_limit_bytes
+        return (np.inf if limit is None else float(limit)) - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
         """Extra seconds of [i, j) with everything kept, over j; infinite where it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
-        taken = self.footprints.k[s] * (self._kept_bytes - self._kept_bytes[i]) + working
+        taken = self.segments.k[s] * (self._kept_bytes - self._kept_bytes[i]) + working
         fits = (taken <= self._free_bytes(s, i)) | (np.arange(len(taken)) <= i)
         return np.where(fits, self._extra_s - self._extra_s[i], np.inf)
 
     def _knapsacks(self, k: int, q: int) -> list[Knapsack]:
-        limit = self.footprints.problem.memory_limit_bytes or 0
+        limit = self.segments.problem.memory_limit_bytes or 0
         return [Knapsack(self._items, cap, k, limit, q) for cap in self._caps]
 
     def _fill(self, knapsack: Knapsack, stages: Sequence[int]) -> None:
@@ -165,7 +166,7 @@ class Recomputation:
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
         """For each i, the last j that may fit on any of these stages: by parameters and smallest treatments alone."""
-        own, limit = self.footprints, self.footprints.problem.memory_limit_bytes or 0
+        own, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
         versions = min(own.v[s] for s in stages)
         least = versions * own.parameter_bytes + own.state_bytes + knapsack.k * knapsack.base_bytes
         return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
@@ -177,7 +178,7 @@ class Recomputation:
         found = [
             knapsack.choose(i, j, quanta)
             for q in (Q, FINE)
-            for knapsack in self._knapsacks(self.footprints.k[s], q)
+            for knapsack in self._knapsacks(self.segments.k[s], q)
             if (quanta := int(knapsack.quanta(self._free_bytes(s, i), i)[j])) >= 0
         ]
         return min(found)[1]

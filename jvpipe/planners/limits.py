@@ -7,6 +7,8 @@ from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Decision, Problem
 
+STEP = 20
+"""Of what all that is kept takes, which part is added until the planner answers."""
 RESOLUTION = 0.02
 """How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
 
@@ -21,23 +23,26 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
         return found
     limit = problem.memory_limit_bytes
     assert limit is not None, "without a limit everything may be kept"
-    unlimited = attempt(replace(problem, memory_limit_bytes=None))
-    assert unlimited is not None, "without a limit everything may be kept"
-    below, enough = limit, evaluate(problem, unlimited)
-    while enough.peak_bytes - below > max(1, RESOLUTION * enough.peak_bytes):
-        middle = (below + enough.peak_bytes) // 2
+    found = attempt(replace(problem, memory_limit_bytes=None))
+    assert found is not None, "without a limit everything may be kept"
+    below, enough = limit, evaluate(problem, found).peak_bytes
+    while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
+        enough += max(1, enough // STEP)  # a planner may count more bytes than there are
+    found = nearer
+    while enough - below > max(1, RESOLUTION * enough):
+        middle = (below + enough) // 2
         nearer = attempt(replace(problem, memory_limit_bytes=middle))
         if nearer is None:
             below = middle
         else:
-            enough = evaluate(problem, nearer)
-    peaks = [stage.peak_bytes for stage in enough.stages]
-    stage, excess = peaks.index(max(peaks)), max(peaks) - limit
+            enough, found = middle, nearer
+    peaks = [stage.peak_bytes for stage in evaluate(problem, found).stages]
+    stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "
-        f"is {max(peaks)} bytes, where stage {stage} takes {excess} bytes more than this limit; "
+        f"is {enough} bytes, {excess} more than this limit, and stage {stage} is the fullest; "
         f"raise the limit, add stages, or use smaller micro-batches",
         stage=stage,
         excess_bytes=excess,
-        smallest_limit_bytes=max(peaks),
+        smallest_limit_bytes=enough,
     )

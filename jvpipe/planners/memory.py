@@ -5,15 +5,22 @@ Traffic is what crosses the stage's bounds, both ways, per micro-batch.
 
     seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
     bytes     v parameters + gradients + optimizer state
-              + k (kept residuals + held inputs) + min(k, 2) swapped residuals
-              + an input and an output in transit, and their cotangents
-              + the most that one layer (or run of layers computed again) needs while it runs
+              + (k - 1) kept + (min(k, 2) - 1) swapped    micro-batches that wait for their backward
+              + max over layers l of (what layers i to l keep and swap + what l needs while it runs)
+              + values that arrive early, and cotangents that wait
+
+One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
+l runs, nothing of the layers after it is there. An early value is of a micro-batch that the stage which makes it has
+in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this one.
+Which stages these are depends on other cuts: the most that is possible is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
+from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.problem import RERUN, RERUN_ON, Decision, Problem
 
 
@@ -54,41 +61,73 @@ def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
 
 
+def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
+    """The most bytes of values that reach stage `s` early, and of cotangents that wait there."""
+    k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
+    for edge in problem.costs.edges:
+        here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
+        if here and edge.producer < i:
+            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
+        if here and edge.differentiable and max(edge.readers) >= j:
+            reader = min(reader for reader in edge.readers if reader >= j)
+            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
+    return total
+
+
+class _Left(NamedTuple):
+    """What a layer leaves for its backward, by its choice, and what it needs while it runs."""
+
+    kept: int
+    swapped: int
+    extra_s: float
+    working: int
+
+
+def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left]:
+    """A run of layers computed again has all their residuals at once."""
+    run = 0
+    for layer, choice in zip(layers, choices, strict=True):
+        if choice >= 0:
+            option = layer.options[choice]
+            kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
+            working = option.extra_bytes + layer.temporary_bytes
+            yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
+        else:
+            run = layer.options[0].kept_bytes + (run + layer.input_bytes if choice == RERUN_ON else 0)
+            kept = layer.input_bytes if choice == RERUN else 0
+            yield _Left(kept, 0, layer.forward_s, run + layer.temporary_bytes)
+
+
 def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:
     """What stage `s` takes with layers [i, j); `choices` are those of all layers."""
     k = problem.schedule.in_flight(problem.stages, problem.microbatches)[s]
     v = problem.schedule.versions(s, problem.stages)
     layers = problem.costs.layers[i:j]
-    kept = swapped = 0
-    extra_s = 0.0
-    for layer, choice in zip(layers, choices[i:j], strict=True):
-        if choice >= 0:
-            option = layer.options[choice]
-            kept += option.kept_bytes + (0 if option.swaps_input else layer.input_bytes)
-            swapped += option.swapped_bytes + (layer.input_bytes if option.swaps_input else 0)
-            extra_s += option.extra_s
-        else:
-            kept += layer.input_bytes if choice == RERUN else 0
-            extra_s += layer.forward_s
-    shared = [found for found in problem.costs.shared if any(i <= layer < j for layer in found.layers)]
-    kept += sum(found.bytes for found in shared if not found.per_version)
-    copies = sum(found.bytes for found in shared if found.per_version)
+    left = list(_left(layers, choices[i:j]))
+    parameters, given = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
+    for shared in problem.costs.shared:
+        here = [layer for layer in shared.layers if i <= layer < j]
+        if here and shared.per_version:
+            parameters += shared.bytes
+        elif here:  # until the backward of the first layer that holds it
+            given[min(here) - i] += shared.bytes
+    kept, swapped = sum(x.kept for x in left) + sum(given), sum(x.swapped for x in left)
+    built = accumulate(x.kept + x.swapped + more for x, more in zip(left, given, strict=True))
     received, returned = received_bytes(problem, i, j)
-    sent, back = sent_bytes(problem, i, j)
-    transit = received + sent + returned + back
+    transit = received + returned + sum(sent_bytes(problem, i, j))
     swap_s = 2 * problem.host.seconds(swapped)
     peak = (
-        v * (sum(layer.parameter_bytes for layer in layers) + copies)
+        v * parameters
         + sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        + k * kept
-        + min(k, 2) * swapped
-        + transit
-        + _working_bytes(problem, i, j, choices)
+        + (k - 1) * kept
+        + (min(k, 2) - 1) * swapped
+        + max(before + x.working for before, x in zip(built, left, strict=True))
+        + waiting_bytes(problem, s, i, j)
     )
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
-        recompute_s=extra_s,
+        recompute_s=sum(x.extra_s for x in left),
         swap_s=swap_s,
         comm_s=problem.peer.seconds(received) + problem.peer.seconds(returned),
         link_s=swap_s + (problem.peer.seconds(transit) if problem.peer_uses_host else 0.0),
@@ -96,20 +135,6 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         host_bytes=int(k * swapped),
         in_flight=k,
     )
-
-
-def _working_bytes(problem: Problem, i: int, j: int, choices: Sequence[int]) -> int:
-    """The most that a layer needs while it runs; a run of layers computed again has all their residuals at once."""
-    most, run = 0, 0
-    for layer, choice in zip(problem.costs.layers[i:j], choices[i:j], strict=True):
-        if choice >= 0:
-            run = 0
-            own = layer.options[choice].extra_bytes
-        else:
-            run = layer.options[0].kept_bytes + (run + layer.input_bytes if choice == RERUN_ON else 0)
-            own = run
-        most = max(most, own + layer.temporary_bytes)
-    return most
 
 
 @dataclass(frozen=True, slots=True)

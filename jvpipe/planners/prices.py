@@ -5,8 +5,9 @@ price of a byte in seconds. For any prices
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-and the least right side is a sum over layers, each at its own least: for all segments at once, a difference of two
-sums over the first layers. The prices that bound one segment best bound its neighbours well.
+and, with bytes bounded by sums (`tiers.py`), the least right side is a sum over layers, each at its own least: for all
+segments at once, a difference of two sums over the first layers. The prices that bound one segment best bound its
+neighbours well.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Segment:
     i: int
     j: int
     tier: Tier
-    room_bytes: float  # for what choices hold: the limit without what is fixed and what works
+    room_bytes: float  # for what is priced
     compute_s: float
     traffic_s: float
 
@@ -43,43 +44,67 @@ class Pricing:
     limit_bytes: float
 
     def table(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Extra seconds, link seconds and held bytes of layers' choices on a stage; infinite where not in the tier."""
+        """Extra seconds, link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
+
+        By the tier's low, the bytes held for all micro-batches in flight but one.
+        """
         choices, k = self.choices, self.segments.k[s]
         there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
         extra_s = np.where(there, choices.extra_s[layers], np.inf)
         link_s = 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
-        held = choices.held_bytes(k, layers)
-        held[:, RERUN_ON] = k * tier.in_run_bytes[layers]
+        held = choices.held_bytes(k, layers) - (choices.left_bytes[layers] if tier.by_low else 0.0)
+        held[:, RERUN_ON] = (k - tier.by_low) * tier.in_run_bytes[layers]
         return extra_s, link_s, held
 
-    def working_bytes(self, least: Grid, tier: Tier) -> Grid:
-        """What segments that need `least` work with in a tier; infinite if that is more than the tier has."""
-        return np.where(least <= tier.high, np.maximum(least, tier.low), np.inf)
+    def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
+        """What layers' choices work with, where that counts if they are a segment's last."""
+        return self.choices.working_bytes[layers] * (not tier.by_low)
 
-    def least_bytes(self, block: Block, least_working_bytes: Grid) -> Grid:
+    def room_bytes(self, block: Block, least: Grid, tier: Tier) -> Grid:
+        """What the limit leaves for what is priced, where layers work with `least` bytes; none if that is not in the
+        tier.
+        """
+        left = self.limit_bytes - block.fixed_bytes
+        if tier.by_low:
+            left = left + block.shared_bytes - np.maximum(least, tier.low)
+        return np.where(least <= tier.high, left, -np.inf)
+
+    def least_bytes(self, block: Block, least: Grid) -> Grid:
         """A lower bound of the peak bytes of a block's segments."""
         layers = slice(block.starts[0], block.ends[-1])
         found = np.full(block.inside.shape, np.inf)
         for tier in self.tiers:
-            extra_s, _, held = self.table(block.s, tier, layers)
-            held_bytes = self._over(np.where(np.isfinite(extra_s), held, np.inf).min(1), block)
-            found = np.minimum(found, held_bytes + self.working_bytes(least_working_bytes, tier))
-        return found + block.fixed_bytes
+            over = np.full(block.inside.shape, -np.inf)
+            for view in tier.views:
+                extra_s, _, held = self.table(block.s, view, layers)
+                held = self._over(np.where(np.isfinite(extra_s), held, np.inf), self.last_bytes(view, layers), block)
+                over = np.maximum(over, held - self.room_bytes(block, least, view))
+            found = np.minimum(found, self.limit_bytes + over)
+        return found
 
-    def bound_s(self, block: Block, least_working_bytes: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
+    def bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
         """A lower bound of the seconds of a block's segments in a tier, at these prices."""
-        extra_s, link_s, held = self.table(block.s, tier, slice(block.starts[0], block.ends[-1]))
+        return np.maximum.reduce([self._bound_s(block, least, view, alpha, mu) for view in tier.views])
+
+    def _bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
+        layers = slice(block.starts[0], block.ends[-1])
+        extra_s, link_s, held = self.table(block.s, tier, layers)
         there = np.isfinite(extra_s)
         cost = np.where(there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf)
-        paid = self._over(cost.min(1), block)
-        over = block.fixed_bytes + self.working_bytes(least_working_bytes, tier) - self.limit_bytes
-        return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid + (mu * over if mu else 0.0)
+        paid = self._over(cost, mu * self.last_bytes(tier, layers), block)
+        free = mu * self.room_bytes(block, least, tier) if mu else 0.0
+        return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
 
-    def _over(self, per_layer: np.ndarray, block: Block) -> Grid:
-        """Sums over segments. A layer without a choice in the tier adds nothing: the tier's working bytes say so."""
-        first = block.starts[0]
-        total = sums(np.where(np.isfinite(per_layer), per_layer, 0.0))
-        return between(total, block.starts - first, np.maximum(block.ends - first, 0))
+    def _over(self, cost: np.ndarray, last: np.ndarray, block: Block) -> Grid:
+        """Sums over segments of each layer's least, the last one's with `last`.
+
+        A layer without a choice in the tier adds nothing: there is no room.
+        """
+        first, there = block.starts[0], np.isfinite(cost.min(1))
+        per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
+        total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
+        ends = np.maximum(block.ends - first, 0)
+        return between(total, block.starts - first, ends) + more[ends]
 
 
 class Auction:
@@ -89,6 +114,8 @@ class Auction:
 
     def __init__(self, pricing: Pricing, found: Sequence[Segment]) -> None:
         tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in found]
+        for (_, _, held), x in zip(tables, found, strict=True):
+            held[-1] += pricing.last_bytes(x.tier, slice(x.j - 1, x.j))[0]
         self.extra_s, self.link_s, self.held = (np.concatenate(parts) for parts in zip(*tables, strict=True))
         self.there = np.isfinite(self.extra_s)
         self.extra_s = np.where(self.there, self.extra_s, 0.0)

@@ -1,10 +1,11 @@
 """What segments of layers take whatever is kept, swapped or recomputed: all segments between two sets of cuts at once.
 
 Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `Block` holds one number for each i of
-`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing.
+`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing. `memory.py` defines what is
+counted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +17,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.planners.problem import Problem
 
 Grid = Float[np.ndarray, "_ _"]
+OverJ = Float[np.ndarray, "J"]
 Cuts = Int[np.ndarray, "_"]
 
 
@@ -32,11 +34,14 @@ class Block:
     comm_s: Grid
     traffic_s: Grid  # on the stage's own link to the host
     fixed_bytes: Grid
+    shared_bytes: Grid  # of these, what each micro-batch in flight holds
 
     def at(self, rows: Cuts, columns: Cuts) -> "Block":
         """The segments of some starts and ends, given by their places."""
-        numbers = (self.inside, self.forward_s, self.compute_s, self.comm_s, self.traffic_s, self.fixed_bytes)
-        return Block(self.s, self.starts[rows], self.ends[columns], *(x[np.ix_(rows, columns)] for x in numbers))
+        grids = {
+            name: x[np.ix_(rows, columns)] for name, x in vars(self).items() if name not in ("s", "starts", "ends")
+        }
+        return Block(self.s, self.starts[rows], self.ends[columns], **grids)
 
 
 class Spans:
@@ -46,7 +51,7 @@ class Spans:
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int, float]]) -> None:
-        found = sorted(((b, a, w) for a, b, w in pairs if w), key=lambda pair: pair[0])
+        found = sorted(((b, a, w) for a, b, w in pairs if w and a < b), key=lambda pair: pair[0])
         self.b = np.array([b for b, _, _ in found], dtype=np.int64)
         self.a = np.array([a for _, a, _ in found], dtype=np.int64)
         self.w = np.array([w for _, _, w in found], dtype=np.float64)
@@ -61,6 +66,11 @@ class Spans:
         total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
         passed = np.concatenate([[0.0], np.cumsum(w)])[np.searchsorted(b, starts)]  # b < i: the segment begins later
         return total - passed[:, None]
+
+    def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
+        """The weights that a segment counts that begins at i, for each of n layers b."""
+        there = (self.a < i) & (i <= self.b)
+        return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
 
 
 class Segments:
@@ -79,13 +89,39 @@ class Segments:
         edges = problem.costs.edges
         self._received = Spans(p for e in edges for p in _hops(e.producer, e.readers, e.bytes))
         self._returned = Spans(p for e in edges if e.differentiable for p in _hops(e.producer, e.readers, e.bytes))
-        # What a segment sends is what it would receive if the layers ran the other way.
-        last = self.n - 1
-        self._sent = Spans((last - max(e.readers), last - e.producer, (1 + e.differentiable) * e.bytes) for e in edges)
+        self._sent = Spans(
+            (self._mirrored(max(e.readers)), self._mirrored(e.producer), (1 + e.differentiable) * e.bytes)
+            for e in edges
+        )
         self._tensors = Spans(
             p for x in problem.costs.shared if not x.per_version for p in _hops(-1, x.layers, x.bytes)
         )
         self._copies = Spans(p for x in problem.costs.shared if x.per_version for p in _hops(-1, x.layers, x.bytes))
+        self._rows: dict[tuple[int, int], Block] = {}
+        self._early = [Spans(self._early_pairs(s)) for s in range(problem.stages)]
+        self._late = [Spans(self._late_pairs(s)) for s in range(problem.stages)]
+
+    def _mirrored(self, layer: int) -> int:
+        """What a segment sends is what it would receive if the layers ran the other way."""
+        return self.n - 1 - layer
+
+    def _early_pairs(self, s: int) -> Iterator[tuple[int, int, int]]:
+        """Values that arrive early: once for every micro-batch more in flight on the stage that makes them.
+
+        That stage is at least d stages before this one if the value is made at least d layers before the segment.
+        """
+        for edge in self.problem.costs.edges:
+            for before, reader, size in _hops(edge.producer, edge.readers, edge.bytes):
+                for d in range(1, min(s, reader - edge.producer) + 1):
+                    yield max(before, edge.producer + d - 1), reader, (self.k[s - d] - self.k[s - d + 1]) * size
+
+    def _late_pairs(self, s: int) -> Iterator[tuple[int, int, int]]:
+        """Cotangents that wait (mirrored): once for every stage up to that of the next reader, at most d further."""
+        for edge in self.problem.costs.edges:
+            if edge.differentiable:
+                for here, reader, size in _hops(edge.producer, edge.readers, edge.bytes):
+                    for d in range(1, min(self.problem.stages - 1 - s, reader - here) + 1):
+                        yield self._mirrored(reader - d + 1), self._mirrored(here), size
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -100,16 +136,37 @@ class Segments:
             )
         return cuts
 
-    def static_bytes(self, s: int) -> Float[np.ndarray, "J"]:
+    def static_bytes(self, s: int) -> OverJ:
         """Sums over layers of what stage s holds for parameters, gradients and optimizer."""
         return self.v[s] * self.parameter_bytes + self.state_bytes
+
+    def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+        """Values that arrive early and cotangents that wait, at most."""
+        return self._early[s].over(starts, ends) + self._backwards(self._late[s], starts, ends)
+
+    def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+        """Parameters, gradients, optimizer, shared values and what waits."""
+        shared = self.k[s] * self._tensors.over(starts, ends) + self.v[s] * self._copies.over(starts, ends)
+        return between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
+
+    def given(self, i: int) -> Float[np.ndarray, "N"]:
+        """Per layer, the shared values that a segment beginning at i holds from that layer on, per micro-batch."""
+        return self._tensors.at(i, self.n)
+
+    def most_at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
+        """The most of one micro-batch: what layers from the first to any one leave, and what that one works with.
+
+        `left` and `working` are bytes per layer.
+        """
+        every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+        built = between(sums(left), starts, every) + self._tensors.over(starts, every)
+        at_work = np.where(every > starts[:, None], built + working[every - 1], 0.0)
+        return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - every[0], 0)]
 
     def block(self, s: int, starts: Cuts, ends: Cuts) -> Block:
         """The segments of stage s between these cuts."""
         received, returned = self._received.over(starts, ends), self._returned.over(starts, ends)
-        sent = self._sent.over(self.n - ends[::-1], self.n - starts[::-1])[::-1, ::-1].T
-        transit = received + returned + sent
-        shared = self.k[s] * self._tensors.over(starts, ends) + self.v[s] * self._copies.over(starts, ends)
+        transit = received + returned + self._backwards(self._sent, starts, ends)
         peer = self.problem.peer
         return Block(
             s,
@@ -120,11 +177,26 @@ class Segments:
             compute_s=between(self.compute_s, starts, ends),
             comm_s=seconds(peer, received) + seconds(peer, returned),
             traffic_s=seconds(peer, transit) if self.problem.peer_uses_host else np.zeros_like(transit),
-            fixed_bytes=between(self.static_bytes(s), starts, ends) + shared + transit,
+            fixed_bytes=self.fixed_bytes(s, starts, ends),
+            shared_bytes=self._tensors.over(starts, ends),
         )
 
+    def row(self, s: int, i: int) -> Block:
+        """The segments of stage s that begin at i, for any end: columns are j."""
+        if (s, i) not in self._rows:
+            self._rows[s, i] = self.block(s, np.array([i]), np.arange(self.n + 1))
+        return self._rows[s, i]
 
-def sums(values: Iterable[float]) -> Float[np.ndarray, "J"]:
+    @cached_property
+    def crossing_bytes(self) -> OverJ:
+        """Bytes of values and cotangents that cross a cut at j."""
+        return self._backwards(self._sent, np.array([0]), np.arange(self.n + 1))[0]
+
+    def _backwards(self, spans: Spans, starts: Cuts, ends: Cuts) -> Grid:
+        return spans.over(self.n - ends[::-1], self.n - starts[::-1])[::-1, ::-1].T
+
+
+def sums(values: Iterable[float]) -> OverJ:
     """Sums over the first j layers, j from 0."""
     return np.concatenate([[0.0], np.cumsum(np.array(list(values), dtype=np.float64))])
 

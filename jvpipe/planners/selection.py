@@ -10,21 +10,25 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.problem import RERUN, Problem
+from jvpipe.planners.segments import Segments
 
 
 class Treatment(NamedTuple):
-    """What a choice takes: bytes held for all micro-batches in flight, bytes swapped for each, and for the backward."""
+    """What a choice takes: bytes held for all micro-batches in flight, swapped for each, and for the backward.
+
+    `left_bytes` are those held of one micro-batch, until the backward.
+    """
 
     held_bytes: int
     swapped_bytes: int
     extra_s: float
     working_bytes: int
+    left_bytes: int
 
     def is_no_better_than(self, other: "Treatment") -> bool:
-        """Whether the other takes at most as much of everything."""
-        return all(mine >= others for mine, others in zip(self, other, strict=True))
+        """Whether the other holds, swaps, takes and works with at most as much."""
+        return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
@@ -34,9 +38,10 @@ def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
         swapped = option.swapped_bytes + (layer.input_bytes if option.swaps_input else 0)
         kept = option.kept_bytes + (0 if option.swaps_input else layer.input_bytes)
         held = k * kept + min(k, 2) * swapped
-        found.append(Treatment(held, swapped, option.extra_s, option.extra_bytes + layer.temporary_bytes))
+        working = option.extra_bytes + layer.temporary_bytes
+        found.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
     working = layer.options[0].kept_bytes + layer.temporary_bytes
-    return (*found, Treatment(k * layer.input_bytes, 0, layer.forward_s, working))
+    return (*found, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
 
 
 class Move(NamedTuple):
@@ -96,20 +101,20 @@ class Moves:
 class Selection:
     """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`."""
 
-    def __init__(self, footprints: Footprints, moves: Moves, s: int, i: int, j: int) -> None:
-        problem = footprints.problem
-        self.problem, self.footprints, self.moves, self.first = problem, footprints, moves, i
-        self.k = footprints.k[s]
+    def __init__(self, segments: Segments, moves: Moves, s: int, i: int, j: int) -> None:
+        problem = segments.problem
+        self.problem, self.segments, self.moves, self.first = problem, segments, moves, i
+        self.k = segments.k[s]
         self.choices = [0] * (j - i)
-        self.fixed_bytes = int(footprints.fixed_bytes(s, i)[j])
-        self.traffic_s = float(footprints.traffic_s(i)[j])
-        self.comm_s = float(footprints.comm_s(i)[j])
-        self.forward_s = float(footprints.forward_s[j] - footprints.forward_s[i])
+        row = segments.row(s, i)
+        self.fixed_bytes = int(row.fixed_bytes[0, j])
+        self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
+        self.forward_s = float(row.forward_s[0, j])
         now = [layer[0] for layer in moves.layers[i:j]]
-        self.compute_s = float(footprints.compute_s[j] - footprints.compute_s[i]) + sum(t.extra_s for t in now)
+        self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
         self.held_bytes = sum(t.held_bytes for t in now)
         self.swapped_bytes = sum(t.swapped_bytes for t in now)
-        self._working = [t.working_bytes for t in now]
+        self._given = segments.given(i)[i:j].tolist()
 
     @property
     def layers(self) -> range:
@@ -118,13 +123,18 @@ class Selection:
 
     def later_s(self, layer: int) -> float:
         """Forward and backward seconds of the stage's layers after this one."""
-        total = self.footprints.compute_s
+        total = self.segments.compute_s
         return float(total[self.layers.stop] - total[layer + 1])
 
     @property
     def peak_bytes(self) -> int:
         """What the device holds at most."""
-        return self.fixed_bytes + self.held_bytes + max(self._working)
+        most, left = 0, 0  # of what layers work with beyond what later ones leave
+        for layer, choice, given in zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True):
+            now = self.moves.layers[layer][choice]
+            most = max(most, now.working_bytes - left)
+            left += now.left_bytes + int(given)
+        return self.fixed_bytes + self.held_bytes + most
 
     @property
     def excess_bytes(self) -> int:
@@ -162,7 +172,6 @@ class Selection:
     def take(self, move: Move) -> None:
         """Changes one layer's choice."""
         self.choices[move.layer - self.first] = move.choice
-        self._working[move.layer - self.first] = self.moves.layers[move.layer][move.choice].working_bytes
         self.held_bytes -= move.saved_bytes
         self.swapped_bytes += move.swapped_bytes
         self.compute_s += move.extra_s

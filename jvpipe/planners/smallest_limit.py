@@ -17,6 +17,8 @@ EXACT = 128
 """For models of more layers the limit is one that would do, near the smallest: after so many `ROUNDS`."""
 ROUNDS = 3
 STEP = 1e-3
+FINE = 10
+"""How many tiers there are for runs of layers computed again."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,7 @@ class Thriftiest:
 
 def thriftiest(pricing: Pricing) -> Thriftiest:
     """The plan of the smallest limit, whatever its seconds."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, 2.0**52))
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf))
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
     segments = pricing.segments
     cuts = all_cuts(segments)
     if area(cuts) <= 1_000_000:
@@ -68,8 +69,7 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts]) -> Thriftiest:
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         for s, a, b in cells:
             if (s, a, b) not in known:
-                thrift = Thrift(pricing.choices, segments.k[s], int(cuts[s][a]), int(cuts[s + 1][b]))
-                held, known[s, a, b] = thrift.fewest(0.0 if exact else STEP)
+                held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact)
                 peaks[s][a, b] = blocks[s].fixed_bytes[a, b] + held
         taken = [float(peaks[s][a, b]) for s, a, b in cells]
         if best is None or max(taken) < best.peak_bytes:

@@ -15,7 +15,7 @@ from jvpipe.planners.fates import Asked, Fates, StageFates
 from jvpipe.planners.prices import Auction, Pricing, Segment
 from jvpipe.planners.segments import Block, Cuts, between, sums
 from jvpipe.planners.thrift import Thrift
-from jvpipe.planners.tiers import spread_max
+from jvpipe.planners.tiers import Tier, spread_max
 
 Cell = tuple[int, int, int]
 Hints = dict[tuple[int, int], tuple[float, float]]
@@ -48,8 +48,8 @@ class StageTable:
         self.least_working_bytes = spread_max(pricing.choices.least_working_bytes, block)
         keeps = block.inside & (self._keeping_bytes() <= limit)
         fits = block.inside & (keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit))
-        needs = [pricing.working_bytes(self.least_working_bytes, tier) for tier in pricing.tiers]
-        self.bounds_s = [np.where(fits & (keeps | np.isfinite(x)), self.least_s, np.inf) for x in needs]
+        there = [self.least_working_bytes <= tier.high for tier in pricing.tiers]
+        self.bounds_s = [np.where(fits & (keeps | x), self.least_s, np.inf) for x in there]
         self.settled = keeps | ~fits
         self.known_s = np.where(keeps, self.least_s, np.inf)  # of settled cells
         self.ratios: list[float] = []  # of what choices take to their bounds
@@ -63,13 +63,14 @@ class StageTable:
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
         block, choices, k = self.block, self.pricing.choices, self.pricing.segments.k[self.block.s]
-        first, layers = block.starts[0], slice(block.starts[0], block.ends[-1])
+        layers = slice(block.starts[0], block.ends[-1])
         extra_s = choices.extra_s[layers]
         if (choices.swapped_bytes[layers, 0] > 0).any() or (extra_s < extra_s[:, :1]).any():
             return np.full(block.inside.shape, np.inf)
-        held = sums(k * choices.kept_bytes[layers, 0])
-        held_bytes = between(held, block.starts - first, np.maximum(block.ends - first, 0))
-        return block.fixed_bytes + held_bytes + spread_max(choices.working_bytes[:, 0], block)
+        left = choices.left_bytes[:, 0]
+        others = between(sums((k - 1) * left), block.starts, block.ends)
+        at_work = self.pricing.segments.most_at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
+        return block.fixed_bytes - block.shared_bytes + others + at_work
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """A segment's row and column."""
@@ -191,17 +192,23 @@ class Table:
 
     def _price(self, found: Sequence[tuple[Cell, int]]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
-        auction = Auction(self.pricing, [self._segment(cell, tier) for cell, tier in found])
-        for (cell, tier), prices, bound_s in zip(found, auction.settle(), auction.best, strict=True):
+        views = [(key, view) for key in found for view in self.pricing.tiers[key[1]].views]
+        auction = Auction(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
+        best = dict.fromkeys(found, (-np.inf, (1.0, 0.0)))
+        for (key, _), prices, bound_s in zip(views, auction.settle(), auction.best.tolist(), strict=True):
+            best[key] = max(best[key], (bound_s, prices))
+        for (cell, tier), (bound_s, prices) in best.items():
             self.prices[cell, tier] = prices
             stage = self.stage(cell)
             if bound_s > stage.bounds_s[tier][stage.place(*cell[1:])] * (1 + self.effort.tolerance):
                 stage.price(tier, *prices)
 
-    def _segment(self, cell: Cell, at: int) -> Segment:
-        asked, tier = self.asked(cell), self.pricing.tiers[at]
-        least = float(self.pricing.choices.least_working_bytes[asked.i : asked.j].max())
-        return Segment(*cell, tier, asked.room_bytes - max(least, tier.low), asked.compute_s, asked.traffic_s)
+    def _segment(self, cell: Cell, tier: Tier) -> Segment:
+        asked, stage = self.asked(cell), self.stage(cell)
+        one = np.array([stage.place(*cell[1:])]).T
+        block, least = stage.block.at(*one), stage.least_working_bytes[np.ix_(*one)]
+        room = float(self.pricing.room_bytes(block, least, tier)[0, 0])
+        return Segment(*cell, tier, room, asked.compute_s, asked.traffic_s)
 
     def _choose(self, cell: Cell, tier: int, enough_s: float) -> None:
         """Looks for a cell's best choices in a tier, and settles it unless another tier may have better ones."""
@@ -247,7 +254,7 @@ class Table:
     def _thrifty(self, cell: Cell) -> Fates:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
         asked, choices = self.asked(cell), self.pricing.choices
-        held, found = Thrift(choices, self.pricing.segments.k[cell[0]], asked.i, asked.j).fewest(1e-3)
+        held, found = Thrift(self.pricing, *cell).fewest(exact=False)
         layers = np.arange(asked.i, asked.j)
         swapped = float(choices.swapped_bytes[layers, found].sum())
         if held > asked.room_bytes or swapped > asked.most_swapped_bytes:

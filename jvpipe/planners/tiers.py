@@ -1,32 +1,34 @@
 """Tiers of working bytes: what makes choices additive over layers.
 
-A stage needs room for the most that any layer (or run of layers computed again) takes while it runs: a maximum, not a
-sum. So the choices of a segment are bounded tier by tier: in a tier that most is in [low, high]; choices that need more
-are not there, and at least `low` bytes are taken.
+A segment takes what its layers hold for k micro-batches, and beyond that the most, over layers, of working bytes less
+what later layers leave of one micro-batch: a maximum, not a sum. Two sums bound it: what its last layer works with is
+beyond; and if some layer, or run of layers computed again, works with at least `low` bytes, it takes low and what is
+held for k - 1 micro-batches. The first is near the truth where layers are run again one by one, the second where runs
+are long. So choices are bounded tier by tier: in a tier the most that any layer works with is in [low, high]; choices
+that need more are not there.
 
-A run [a, b) keeps the input of layer a alone, and needs at least sum(h) - input(a) while it runs, where h = residuals +
-input of a layer. In a tier sum(h) <= high + input(a), so charging each layer of the run input x h / (high + input) of
-what the run keeps never charges too much: additive too.
+A run [a, b) keeps the input of layer a alone, and works with at least sum(h) - input(a), where h = residuals + input of
+a layer. In a tier sum(h) <= high + input(a), so charging each layer of the run input x h / (high + input) of what the
+run keeps never charges too much: additive too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float
 
 from jvpipe.planners.choices import Choices, PerLayer
 from jvpipe.planners.segments import Block, Grid, sums
 
-SINGLE, RUNS = 5, 3
-"""The most tiers up to what one layer needs, and the number of those beyond, for runs."""
+RUNS = 3
+"""How many tiers there are beyond what one layer works with, for runs, where seconds count."""
 LONGEST = 8
 """Runs up to so many layers are looked at one by one to find the least bytes of a tier."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tier:
-    """From `low` to `high` working bytes.
+    """From `low` to `high` working bytes; segments are bounded by their last layer, or by `low`.
 
     `in_run_bytes` is what a layer in a run is charged per micro-batch in flight; `most_input_bytes` the most that a
     run with this layer in it may have kept.
@@ -36,25 +38,31 @@ class Tier:
     high: float
     in_run_bytes: PerLayer
     most_input_bytes: PerLayer
+    by_low: bool = False
+
+    @property
+    def views(self) -> tuple["Tier", ...]:
+        """The tier by each of its bounds."""
+        return (self, replace(self, by_low=True)) if self.low > 0 else (self,)
 
 
-def tiers(choices: Choices, limit_bytes: float) -> tuple[Tier, ...]:
-    """The tiers of a model's choices under a limit."""
+def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier, ...]:
+    """The tiers of a model's choices under a limit, at most so many for runs."""
     single = choices.working_bytes[choices.allowed]
-    values = np.unique(single[single <= limit_bytes])
-    places = np.unique(np.linspace(0, len(values) - 1, min(len(values), SINGLE)).astype(int))
-    high = [float(value) for value in values[places]] or [limit_bytes]
+    one = float(single[single <= limit_bytes].max(initial=0.0))
     most = min(limit_bytes, float(choices.run_bytes.sum() + choices.temporary_bytes.max()))
-    if most > high[-1]:
-        high += [float(np.floor(x)) for x in np.geomspace(max(high[-1], most / 1e6, 1.0), most, RUNS + 1)[1:]]
-    found = [Tier(_next(choices, values, a), b, *_runs(choices, b)) for a, b in pairwise([-1.0, *high])]
-    return tuple(tier for tier in found if tier.low <= tier.high) or (found[-1],)
+    found = [Tier(0.0, one, *_runs(choices, one))]
+    if most > one:
+        highs = np.floor(np.geomspace(max(one, most / 1e6, 1.0), most, runs + 1))[1:].tolist()
+        for above, high in pairwise([one, *highs]):
+            if (low := _next(choices, above)) <= high:
+                found.append(Tier(low, high, *_runs(choices, high)))
+    return tuple(found)
 
 
-def _next(choices: Choices, values: Float[np.ndarray, "V"], above: float) -> float:
-    """A lower bound of the working bytes that are above a number: of single layers (`values`), and of runs."""
-    found = float(values[values > above].min(initial=np.inf))
-    n = len(choices.residual_bytes)
+def _next(choices: Choices, above: float) -> float:
+    """A lower bound of the working bytes of runs that are above a number."""
+    found, n = np.inf, len(choices.residual_bytes)
     run = choices.residual_bytes
     for length in range(2, n + 1):
         if length > LONGEST:

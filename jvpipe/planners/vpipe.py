@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, pairwise
 
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.kernighan_lin import initial_bounds
 from jvpipe.planners.limits import plan_or_raise
 from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.segments import Segments
 from jvpipe.planners.selection import Moves, Selection
 
 
@@ -45,20 +45,20 @@ def swap_recompute(stage: Selection) -> None:
 
 
 def _attempt(problem: Problem) -> Decision | None:
-    footprints = Footprints(problem)
-    moves = {k: Moves(problem, k) for k in set(footprints.k)}
+    segments = Segments(problem)
+    moves = {k: Moves(problem, k) for k in set(segments.k)}
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        chosen = Selection(footprints, moves[footprints.k[s]], s, i, j)
+        chosen = Selection(segments, moves[segments.k[s]], s, i, j)
         swap_recompute(chosen)
         return chosen
 
     def stages(bounds: Sequence[int]) -> list[Selection]:
         return [stage(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
 
-    bounds = initial_bounds(footprints)
-    while better := _migrate(bounds, footprints.bounds, stages):
+    bounds = initial_bounds(segments)
+    while better := _migrate(bounds, segments.cuts.tolist(), stages):
         bounds = better
     chosen = stages(bounds)
     if any(one.excess_bytes for one in chosen):

@@ -8,14 +8,14 @@ with what only grows with the segment, so a longer segment never looks better th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.prices import Auction, Pricing, Segment
-from jvpipe.planners.problem import RERUN_ON
-from jvpipe.planners.segments import Cuts, Segments
+from jvpipe.planners.segments import Cuts, Segments, sums
 
 Prices = tuple[float, float]
 
@@ -48,11 +48,7 @@ class Reach:
         tier, found = pricing.tiers[-1], []
         for s, (i, j) in enumerate(pairwise(bounds)):
             static = segments.static_bytes(s)
-            room = (
-                pricing.limit_bytes
-                - float(static[j] - static[i])
-                - float(pricing.choices.least_working_bytes[i:j].max())
-            )
+            room = pricing.limit_bytes - float(static[j] - static[i])
             found.append(Segment(s, i, j, tier, room, float(segments.compute_s[j] - segments.compute_s[i]), 0.0))
         return Auction(pricing, found).settle()
 
@@ -112,42 +108,42 @@ class Reach:
         """How many layers from i on (or back from j on), at most to j (to i), stage s can take."""
         if i >= j:
             return 0
-        pricing, segments = self.pricing, self.pricing.segments
-        static = np.diff(segments.static_bytes(s)[i : j + 1])
-        compute_s = np.diff(segments.compute_s[i : j + 1])
-        fixed = np.array([[tier.low] for tier in pricing.tiers]) - pricing.limit_bytes
-        fits = self._grown(static + self._least(s, i, j, 0.0, 1.0, bytes_alone=True), forwards) + fixed <= 0
-        for alpha, mu in self.prices[s]:
-            paid = alpha * compute_s + mu * static + self._least(s, i, j, alpha, mu)
-            fits &= self._grown(paid, forwards) + mu * fixed <= cap_s * (1 + 1e-9)
-        lengths = np.flatnonzero(fits.any(0))
+        fits = np.ones((len(self.pricing.tiers), 2, j - i), dtype=bool)
+        for most, paid in zip((BYTE, *[cap_s * (1 + 1e-9)] * len(self.prices[s])), self._paid[s], strict=True):
+            over, paid = paid[..., :1], paid[..., 1:]
+            after = paid[..., i + 1 : j + 1] - paid[..., i : i + 1]
+            before = paid[..., j : j + 1] - paid[..., i:j]
+            fits &= over + (after if forwards else before[..., ::-1]) <= most
+        lengths = np.flatnonzero(fits.all(1).any(0))
         return int(lengths[-1]) + 1 if len(lengths) else 0
 
-    @staticmethod
-    def _grown(per_layer: np.ndarray, forwards: bool) -> np.ndarray:
-        return per_layer.cumsum(1) if forwards else per_layer[:, ::-1].cumsum(1)
+    @cached_property
+    def _paid(self) -> list[list[Float[np.ndarray, "G 2 K"]]]:
+        """For each stage and its prices, those of bytes alone first: what is paid at least in each tier, by each bound.
 
-    def _least(
-        self, s: int, i: int, j: int, alpha: float, mu: float, bytes_alone: bool = False
-    ) -> Float[np.ndarray, "G N"]:
-        """What each layer pays at least, in each tier."""
-        choices, tiers, layers = self.pricing.choices, self.pricing.tiers, slice(i, j)
-        k, host = self.pricing.segments.k[s], self.pricing.segments.problem.host
-        held = choices.held_bytes(k, layers)
-        cost = mu * held
-        if not bytes_alone:
-            link_s = 2 * choices.swapped_bytes[layers] / host.bytes_per_s
-            cost += alpha * choices.extra_s[layers] + (1 - alpha) * link_s
-        run = cost[:, RERUN_ON] + mu * k * np.array(
-            [tier.in_run_bytes[layers] for tier in tiers]
-        )  # holds nothing itself
-        working = np.where(choices.allowed[layers], choices.working_bytes[layers], np.inf)
-        there = working <= np.array([tier.high for tier in tiers])[:, None, None]
-        cost[:, RERUN_ON] = np.inf
-        least = np.minimum(np.where(there, cost, np.inf).min(2), np.where(there[:, :, RERUN_ON], run, np.inf))
-        return np.where(np.isfinite(least), least, 0.0)
+        First what does not grow, then sums over layers.
+        """
+        segments, limit, found = self.pricing.segments, self.pricing.limit_bytes, []
+        for s, prices in enumerate(self.prices):
+            rows: list[list[np.ndarray]] = [[] for _ in range(1 + len(prices))]
+            for view in [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]:
+                extra_s, link_s, held = self.pricing.table(s, view, slice(None))
+                there = np.isfinite(extra_s)
+                work_s, over = np.where(there, extra_s, 0.0), view.low * view.by_low - limit
+                for row, (alpha, mu) in zip(rows, (BYTES, *prices), strict=True):
+                    link = (1 - alpha) * link_s if alpha else 0.0
+                    cost = np.where(there, alpha * work_s + link + mu * held, np.inf).min(1)
+                    paid = sums(np.where(np.isfinite(cost), cost, 0.0))
+                    grown = paid + alpha * segments.compute_s + mu * segments.static_bytes(s)
+                    row.append(np.concatenate([[mu * over], grown]))
+            found.append([np.array(row).reshape(len(self.pricing.tiers), 2, -1) for row in rows])
+        return found
 
 
+BYTES = (0.0, 1.0)
+"""Prices of seconds and bytes that count bytes alone."""
+BYTE = 0.5
+"""Sums of bytes are rounded by less."""
 CELLS = 2_000_000
 """The most cells between windows that are looked at."""
 

@@ -105,12 +105,12 @@ def cuts(problem: Problem) -> list[tuple[int, ...]]:
     return [b for b in found if not any(min(g) < x <= max(g) for g in groups for x in b)]
 
 
-def best_bottleneck_s(problem: Problem, swap: bool = True) -> float:
+def best_bottleneck_s(problem: Problem, swap: bool = True, apart: bool = False) -> float:
     """The slowest stage's seconds at its best, over all cuts and choices that fit; infinite if none does."""
 
     @cache
     def best_s(s: int, i: int, j: int) -> float:
-        return min((c.seconds for c, _ in fitting(problem, s, i, j, swap)), default=float("inf"))
+        return min((c.seconds for c, _ in fitting(problem, s, i, j, swap, apart)), default=float("inf"))
 
     def comm_s(s: int, i: int, j: int) -> float:
         return stage_cost(problem, s, i, j, [0] * len(problem.costs.layers)).comm_s
@@ -121,8 +121,13 @@ def best_bottleneck_s(problem: Problem, swap: bool = True) -> float:
     )
 
 
-def fitting(problem: Problem, s: int, i: int, j: int, swap: bool = True) -> list[tuple[StageCost, tuple[int, ...]]]:
-    """Costs and choices of all that fits on stage s with layers [i, j)."""
+def fitting(
+    problem: Problem, s: int, i: int, j: int, swap: bool = True, apart: bool = False
+) -> list[tuple[StageCost, tuple[int, ...]]]:
+    """Costs and choices of all that fits on stage s with layers [i, j).
+
+    What the busiest layer works with is taken `apart` from all that is held, as AdaPipe counts, or as it is.
+    """
     n = len(problem.costs.layers)
     free = [
         [c for c in range(RERUN, len(layer.options)) if swap or c == RERUN or not _swaps(layer.options[c])]
@@ -131,9 +136,26 @@ def fitting(problem: Problem, s: int, i: int, j: int, swap: bool = True) -> list
     found = []
     for some in product(*free):
         cost = stage_cost(problem, s, i, j, [*[0] * i, *some, *[0] * (n - j)])
-        if problem.memory_limit_bytes is None or cost.peak_bytes <= problem.memory_limit_bytes:
+        most, beyond = works_with(problem, i, j, [*[0] * i, *some])
+        more = most - beyond if apart else 0
+        if problem.memory_limit_bytes is None or cost.peak_bytes + more <= problem.memory_limit_bytes:
             found.append((cost, some))
     return found
+
+
+def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tuple[int, int]:
+    """The most that a layer of [i, j) works with, and the most beyond what the layers after it leave; no runs."""
+    most = beyond = left = 0
+    for at in reversed(range(i, j)):
+        layer, choice = problem.costs.layers[at], choices[at]
+        option = layer.options[choice] if choice >= 0 else Option(0, extra_bytes=layer.options[0].kept_bytes)
+        works = option.extra_bytes + layer.temporary_bytes
+        most, beyond = max(most, works), max(beyond, works - left)
+        left += option.kept_bytes + option.swapped_bytes + layer.input_bytes
+        for shared in problem.costs.shared:
+            here = [reader for reader in shared.layers if i <= reader < j]
+            left += shared.bytes if not shared.per_version and here and min(here) == at else 0
+    return most, beyond
 
 
 def _swaps(option: Option) -> bool:

@@ -5,9 +5,9 @@ import pytest
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.capuchin import free_time_s, memory_saved_per_second, optimise
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Decision
+from jvpipe.planners.segments import Segments
 from jvpipe.planners.selection import Moves, Selection
 from tests.planners.small import chain, limited
 
@@ -25,8 +25,8 @@ def first_stage(layers: list[LayerCost], save: int, bytes_per_s: float, stages: 
     problem = chain([*layers, *[block(0)] * (stages - 1)], stages, host=Link(bytes_per_s))
     bounds = [0, *range(len(layers), len(layers) + stages)]
     keeps = evaluate(problem, Decision.keeping_all(bounds)).stages[0].peak_bytes
-    footprints = Footprints(limited(problem, keeps - save))
-    return Selection(footprints, Moves(problem, stages), 0, 0, len(layers))
+    segments = Segments(limited(problem, keeps - save))
+    return Selection(segments, Moves(problem, stages), 0, 0, len(layers))
 
 
 def test_free_time_is_what_the_copies_leave() -> None:
@@ -79,7 +79,7 @@ def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
 
 def test_the_last_stage_swaps_nothing() -> None:
     problem = limited(chain([block(4)] * 3, 1, host=Link(100.0)), 14)
-    stage = Selection(Footprints(problem), Moves(problem, 1), 0, 0, 3)
+    stage = Selection(Segments(problem), Moves(problem, 1), 0, 0, 3)
     optimise(stage)
     assert SWAP not in stage.choices
     assert stage.excess_bytes == 0

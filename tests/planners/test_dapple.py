@@ -38,7 +38,7 @@ def plan_latency(problem: Problem, bounds: tuple[int, ...]) -> float:
     return latency(forward_s, backward_s, problem.microbatches)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=9), st.integers(1, 8))
 def test_the_latency_is_the_papers(stages: list[tuple[int, int]], m: int) -> None:
     forward_s, backward_s = [float(f) for f, _ in stages], [float(b) for _, b in stages]
@@ -56,7 +56,7 @@ def test_the_pivot_moves_to_the_stage_with_the_fewest_bubbles() -> None:
     assert latency_s([2.0, 9.0, 2.0], 4) == (2.0 + 9.0) + 3 * 9.0  # a transfer
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(most_layers=8))
 def test_plans_fit_and_are_near_the_least_latency(problem: Problem) -> None:
     limit = problem.memory_limit_bytes

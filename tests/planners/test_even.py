@@ -38,7 +38,7 @@ def test_too_few_places_are_refused() -> None:
         decide(6, 3, ((1, 5),))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(most_layers=8, tight=False))
 def test_every_decision_is_valid_and_keeps_all(problem: Problem) -> None:
     decision = even(problem)

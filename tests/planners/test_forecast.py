@@ -59,7 +59,7 @@ def planned(numbers: Numbers) -> tuple[Problem, Decision]:
     return problem, Decision((0, *accumulate(map(len, stages))), tuple(one[4] for one in flat))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(NUMBERS)
 def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
     problem, decision = planned(numbers)
@@ -73,7 +73,7 @@ def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
     assert host.most_bytes <= sum(stage.host_bytes for stage in stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(NUMBERS)
 def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
     problem, decision = planned(numbers)
@@ -82,7 +82,7 @@ def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
     assert simulated_step_s(problem, stages) >= least * (1 - 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(NUMBERS, st.lists(st.integers(RERUN, 2), min_size=12, max_size=12))
 def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> None:
     problem, decision = planned(numbers)
@@ -96,7 +96,7 @@ def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> Non
     assert simulated_steps_s(problem, []) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(NUMBERS)
 def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
     """A stream twice as long takes as much longer as its further micro-batches."""

@@ -18,7 +18,7 @@ def variance(problem: Problem, bounds: tuple[int, ...]) -> float:
     return pvariance([sum(x.forward_s for x in problem.costs.layers[i:j]) for i, j in pairwise(bounds)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(most_layers=8, tight=False))
 def test_no_cuts_have_less_variance(problem: Problem) -> None:
     decision = gpipe(problem)
@@ -35,5 +35,5 @@ def test_a_stage_keeps_its_input_alone() -> None:
     assert decision.choices == (RERUN, RERUN_ON, RERUN_ON) * 2
     first, second = evaluate(problem, decision).stages
     assert (first.recompute_s, second.recompute_s) == (3.0, 3.0)
-    # 4 stage inputs; all residuals and inner inputs of one micro-batch; the value and the cotangent between the stages
-    assert first.peak_bytes == second.peak_bytes == 4 * 10 + (3 * 100 + 2 * 10) + 2 * 10
+    # 4 stage inputs; all residuals and inner inputs of one micro-batch; a cotangent that waits
+    assert first.peak_bytes == second.peak_bytes + 10 == 4 * 10 + (3 * 100 + 2 * 10) + 10

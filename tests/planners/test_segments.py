@@ -14,7 +14,7 @@ from jvpipe.planners.solution import pricing_of, solve
 from jvpipe.planners.thrift import Thrift
 from jvpipe.planners.tiers import spread_max
 from jvpipe.planners.windows import Reach, area, bounded
-from tests.planners.small import problems
+from tests.planners.small import problems, works_with
 from tests.planners.test_search import choices
 
 
@@ -29,9 +29,10 @@ def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
             i, j = int(i), int(j) + 1
             cost, at = stage_cost(problem, s, i, j, [0] * n), (i, j - 1)
             layers = problem.costs.layers[i:j]
-            kept = cost.in_flight * sum(layer.options[0].kept_bytes + layer.input_bytes for layer in layers)
-            working = max(layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers)
-            assert block.fixed_bytes[at] + kept + working == cost.peak_bytes
+            held = cost.in_flight * sum(layer.options[0].kept_bytes + layer.input_bytes for layer in layers)
+            assert block.fixed_bytes[at] + held + works_with(problem, i, j, [0] * n)[1] == cost.peak_bytes
+            assert block.shared_bytes[at] == segments.given(i)[:j].sum()
+            assert segments.row(s, i).fixed_bytes[0, j] == block.fixed_bytes[at]
             assert block.compute_s[at] == pytest.approx(cost.compute_s)
             assert block.forward_s[at] == pytest.approx(cost.forward_s)
             assert block.comm_s[at] == pytest.approx(cost.comm_s)
@@ -53,14 +54,14 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             at = (i, j - 1)
             costs = [stage_cost(problem, s, i, j, found) for found in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
-            held, _ = Thrift(pricing.choices, pricing.segments.k[s], i, j).fewest()
+            held, _ = Thrift(pricing, s, i, j).fewest(exact=True)
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             bounds = []
             for tier in pricing.tiers:
-                if np.isinf(pricing.working_bytes(least, tier)[at]):
+                room = float(pricing.room_bytes(block, least, tier)[at])
+                if np.isinf(room):
                     continue
-                room = limit - float(block.fixed_bytes[at]) - max(float(least[at]), tier.low)
                 segment = Segment(s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at]))
                 prices = Auction(pricing, [segment]).settle()[0]
                 bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))

@@ -5,22 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.planners.footprint import Footprints
 from jvpipe.planners.memory import stage_cost
 from jvpipe.planners.problem import RERUN, Problem
+from jvpipe.planners.segments import Segments
 from jvpipe.planners.selection import Moves, Selection
 from tests.planners.small import chain, limited, problems
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(most_layers=7), st.data())
 def test_a_selection_costs_what_the_judge_says(problem: Problem, data: st.DataObject) -> None:
     n = len(problem.costs.layers)
     s = data.draw(st.integers(0, problem.stages - 1))
     i = data.draw(st.integers(0, n - 1))
     j = data.draw(st.integers(i + 1, n))
-    footprints = Footprints(problem)
-    stage = Selection(footprints, Moves(problem, footprints.k[s]), s, i, j)
+    segments = Segments(problem)
+    stage = Selection(segments, Moves(problem, segments.k[s]), s, i, j)
     for _ in range(4):
         choices = [*[0] * i, *stage.choices, *[0] * (n - j)]
         cost = stage_cost(problem, s, i, j, choices)
@@ -35,13 +35,13 @@ def test_a_selection_costs_what_the_judge_says(problem: Problem, data: st.DataOb
             stage.take(data.draw(st.sampled_from(moves)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(most_layers=7))
 def test_crossing_bytes_are_those_of_the_edges(problem: Problem) -> None:
-    footprints = Footprints(problem)
+    segments = Segments(problem)
     for bound in range(1, len(problem.costs.layers)):
         crossing = [e for e in problem.costs.edges if e.producer < bound <= max(e.readers)]
-        assert footprints.crossing_bytes[bound] == sum(e.bytes * (1 + e.differentiable) for e in crossing)
+        assert segments.crossing_bytes[bound] == sum(e.bytes * (1 + e.differentiable) for e in crossing)
 
 
 def test_no_bound_is_inside_a_group() -> None:
@@ -50,15 +50,15 @@ def test_no_bound_is_inside_a_group() -> None:
     problem = Problem(
         **{**vars(problem), "costs": type(problem.costs)(problem.costs.layers, together=((1, 3), (3, 4)))}
     )
-    assert Footprints(problem).bounds == [0, 1, 5, 6]
+    assert Segments(problem).cuts.tolist() == [0, 1, 5, 6]
 
 
 def test_too_few_groups_are_an_error() -> None:
     layer = LayerCost("a", 1.0, 1.0, (Option(1),))
     problem = chain([layer] * 3, 3)
     problem = Problem(**{**vars(problem), "costs": type(problem.costs)(problem.costs.layers, together=((0, 1),))})
-    with pytest.raises(ValueError, match=r"3 stages: .* only 2 groups of layers; use at most 2 stages"):
-        _ = Footprints(problem).bounds
+    with pytest.raises(ValueError, match=r"3 stages: .* leave 2 pieces, use at most 2 stages"):
+        _ = Segments(problem).cuts
 
 
 def test_moves_save_bytes_on_the_device() -> None:
@@ -83,8 +83,8 @@ def test_a_layer_is_run_again_where_no_option_is_as_good() -> None:
 def test_moves_stop_when_the_stage_fits() -> None:
     layer = LayerCost("a", 1.0, 1.0, (Option(4), Option(0, extra_s=1.0)))
     problem = limited(chain([layer] * 4, 1), 10)
-    footprints = Footprints(problem)
-    stage = Selection(footprints, Moves(problem, 1), 0, 0, 4)
+    segments = Segments(problem)
+    stage = Selection(segments, Moves(problem, 1), 0, 0, 4)
     stage.spend(stage.moves.recomputes, score=lambda move: -move.layer, allowed=lambda _: True)
     assert stage.choices == [1, 1, 0, 0]
     assert stage.excess_bytes == 0

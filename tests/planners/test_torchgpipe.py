@@ -26,7 +26,7 @@ def problems(draw: st.DrawFn) -> tuple[list[float], int]:
     return costs, draw(st.integers(1, len(costs)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(problems())
 def test_no_two_blocks_differ_by_more_than_the_costliest_layer(problem: tuple[list[float], int]) -> None:
     costs, stages = problem
@@ -38,7 +38,7 @@ def test_no_two_blocks_differ_by_more_than_the_costliest_layer(problem: tuple[li
     assert max(sizes) - min(sizes) <= max(costs) * (1 + 1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_the_largest_block_is_the_smallest_there_is(problem: tuple[list[float], int]) -> None:
     costs, stages = problem
@@ -82,7 +82,7 @@ def test_layers_that_stay_together_are_one() -> None:
     assert torchgpipe(Problem(together, 2, find_schedule("gpipe"), 4)).bounds == (0, 2, 5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(whole_problems(most_layers=8, tight=False))
 def test_every_decision_is_valid_and_keeps_all(problem: Problem) -> None:
     for decision in (torchgpipe(problem), torchgpipe_size(problem)):
