@@ -16,7 +16,7 @@ from jvpipe.ir.weighted import Weighted
 Tree = Any
 Batch = dict[str, np.ndarray]
 
-_MODULES = {"bert": "jvpipe.models.bert"}
+_MODULES = {name: f"jvpipe.models.{name}" for name in ("bert", "gpt2", "t5")}
 
 
 @runtime_checkable
@@ -55,8 +55,9 @@ class Workload:
     of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
     `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
-    tokenizer), a seed and a batch size. `optimizer` maps the total number of steps to a gradient transformation,
-    `learning_rates` to the rate of each step. `batch_size` and `steps` are the defaults.
+    tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient
+    transformation (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each
+    update. `batch_size` and `steps` are the defaults.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Workload:
     loss_fn: Callable[[Tree, Tree, jax.Array | None], Weighted]
     abstract_batch: Callable[[int], Tree]
     open_data: Callable[[Path | None, Path, int, int], Data]
-    optimizer: Callable[[int], optax.GradientTransformation]
+    optimizer: Callable[..., optax.GradientTransformation]
     learning_rates: Callable[[int], np.ndarray]
     batch_size: int
     steps: int
@@ -76,7 +77,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     """The workload called `name`.
 
     Args:
-        name: `bert`.
+        name: `bert`, `gpt2` or `t5`.
         size: one of the model's sizes; its smallest if None.
         **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
 
@@ -90,7 +91,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     >>> load("brt")
     Traceback (most recent call last):
     ...
-    ValueError: unknown model 'brt': did you mean 'bert'? There are bert
+    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5
 
     """
     if name not in _MODULES:

@@ -4,7 +4,8 @@ from math import log
 import numpy as np
 import pytest
 
-from jvpipe.models.masking import frequency_loss, mask_record
+from jvpipe.models.masking import mask_record
+from jvpipe.models.text import frequency_loss
 from jvpipe.models.tokens import CLS, MASK, SEP
 from jvpipe.models.workload import Batch
 
@@ -71,4 +72,4 @@ def test_frequency_loss_is_counted_by_hand() -> None:
     records = np.array([[CLS, 5, 5, 6], [CLS, 5, 7, SEP]], np.int32)  # 5 thrice, 6 and 7 once, 4, 8 and 9 never
     held_out = {"targets": np.array([[5, 9, 0]]), "weights": np.array([[1.0, 1.0, 0.0]], np.float32)}
     expected = -(log(4 / 11) + log(1 / 11)) / 2
-    assert frequency_loss(records, [held_out], 10) == pytest.approx(expected)
+    assert frequency_loss(records, [held_out], 10, first=4) == pytest.approx(expected)

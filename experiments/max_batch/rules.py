@@ -1,0 +1,84 @@
+"""Under which rules a planner of the tables works: what it may change, and what it believes a stage to hold."""
+
+from dataclasses import replace
+
+from jvpipe.cost.costs import Costs, LayerCost, Shared
+from jvpipe.planners import find_planner
+from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.memory import evaluate
+from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.smallest_limit import thriftiest
+from jvpipe.planners.solution import pricing_of
+
+BELIEVING = ("pipedream", "vpipe", "dawnpiper")
+"""Planners whose papers tell what they believe a stage to hold."""
+
+
+def keeping_all(costs: Costs) -> Costs:
+    """Costs in which nothing can be swapped or computed again: what layers keep is bound to their stage."""
+    kept = tuple(Shared((i,), x.options[0].kept_bytes + x.input_bytes) for i, x in enumerate(costs.layers))
+    layers = (replace(x, options=(replace(x.options[0], kept_bytes=0),), input_bytes=0) for x in costs.layers)
+    return replace(costs, layers=tuple(layers), shared=costs.shared + kept)
+
+
+def believed(problem: Problem, planner: str) -> Problem:
+    """A problem as a paper's memory model counts bytes.
+
+    vPipe counts parameters by version and activations by micro-batch in flight, and nothing that a layer needs while
+    it runs. DawnPiper counts all that a stage holds as often as it has micro-batches in flight (equation 2): of
+    gradients and optimizer state there are then as many copies as of parameters. PipeDream, as it was measured,
+    balances seconds and knows of no limit.
+    """
+    if planner == "pipedream":
+        return replace(problem, memory_limit_bytes=None)
+    counted = {"vpipe": _without_temporaries, "dawnpiper": _all_by_version}.get(planner, lambda layer: layer)
+    return replace(problem, costs=replace(problem.costs, layers=tuple(map(counted, problem.costs.layers))))
+
+
+def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
+    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits.
+
+    jvpipe's planner finds something wherever the thriftiest plan fits, which is found sooner than the fastest.
+    """
+    asked = problem if optimised else replace(problem, costs=keeping_all(problem.costs))
+    if planner == "jvpipe":
+        found = thriftiest(pricing_of(asked))
+        decision = Decision(found.bounds, found.choices)
+    else:
+        try:
+            decision = find_planner(planner)(asked)
+        except Infeasible:
+            return None
+    return decision if optimised else Decision.keeping_all(decision.bounds)
+
+
+def fits(problem: Problem, planner: str, optimised: bool) -> bool:
+    """Whether the planner finds a plan that fits in truth, told the truth or believing its own memory model."""
+    told = _fits(problem, problem, planner, optimised)
+    return told or (planner in BELIEVING and fits_as_believed(problem, planner, optimised))
+
+
+def fits_as_believed(problem: Problem, planner: str, optimised: bool) -> bool:
+    """Whether the plan that the planner finds by its own memory model fits in truth."""
+    return _fits(problem, believed(problem, planner), planner, optimised)
+
+
+def claims(problem: Problem, planner: str, optimised: bool) -> bool:
+    """Whether a plan fits by the planner's own memory model."""
+    return decided(believed(problem, planner), planner, optimised) is not None
+
+
+def _fits(problem: Problem, told: Problem, planner: str, optimised: bool) -> bool:
+    decision = decided(told, planner, optimised)
+    limit = problem.memory_limit_bytes
+    return decision is not None and (limit is None or evaluate(problem, decision).peak_bytes <= limit)
+
+
+def _without_temporaries(layer: LayerCost) -> LayerCost:
+    options = tuple(replace(option, extra_bytes=0) for option in layer.options)
+    return replace(layer, options=options, temporary_bytes=0)
+
+
+def _all_by_version(layer: LayerCost) -> LayerCost:
+    total = layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes
+    return replace(layer, parameter_bytes=total, gradient_bytes=0, optimizer_bytes=0)

@@ -1,0 +1,141 @@
+"""GPT-2 (Radford et al., 2019): a causal language model, in Flax NNX.
+
+Axes: B batch, T tokens, D model, H heads, V vocabulary.
+
+Layer norm stands before each sublayer and after the last block; positions are learned; the output projection is the
+token embedding transposed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.recipe import AdamW
+from jvpipe.models.transformer import (
+    Block,
+    Parts,
+    TransformerConfig,
+    configured,
+    cross_entropies,
+    dropped,
+    embedding,
+    normed,
+)
+from jvpipe.models.workload import Data, Workload
+
+
+@dataclass(frozen=True)
+class Gpt2Config(TransformerConfig):
+    """The shape of a GPT-2."""
+
+    vocabulary: int = 50257
+    tokens: int = 1024
+
+    def bias(self, tokens: int) -> Float[Array, "1 T T"]:
+        """Nobody looks ahead."""
+        iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
+        return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
+
+
+SIZES = {
+    "tiny": Gpt2Config(blocks=2, width=32, heads=2, vocabulary=300, tokens=16, dropout=0.0),
+    "mini": Gpt2Config(blocks=4, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0),
+    "small": Gpt2Config(blocks=12, width=768, heads=12),
+    "medium": Gpt2Config(blocks=24, width=1024, heads=16),
+    "770m": Gpt2Config(blocks=36, width=1280, heads=20),
+}
+
+
+class Embeddings(nnx.Module):
+    """A vector per token plus one per position."""
+
+    def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
+        self.tokens = embedding(config, rngs, config.vocabulary)
+        self.positions = embedding(config, rngs, config.tokens, spread=0.01)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The vectors that the first block reads."""
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
+        return dropped(self.dropout, x, key)
+
+
+class Head(nnx.Module):
+    """From a position's vector to the logits of the next token."""
+
+    def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
+        """Logits in float32; the embedding of `tokens` is the tied projection."""
+        return tokens.attend(normed(self.norm, x)).astype(jnp.float32)
+
+
+def parts(config: Gpt2Config) -> Parts:
+    """The model taken apart."""
+    return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
+
+
+def loss_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of next tokens, `loss_fn(params, batch, rng)`.
+
+    The batch holds `tokens` and `targets` [B, T] int32 and `weights` [B, T] float32; a position of weight 0 (padding)
+    does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
+    """
+    model = parts(config)
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        batch = jax.tree.map(jnp.asarray, batch)
+        key = rng if config.dropout > 0 else None
+        embeddings = model.part("embeddings", params["embeddings"])
+        x = embeddings(batch["tokens"], model.key("embeddings", key))
+        x = model.through("blocks", params["blocks"], x, key)
+        logits = model.part("head", params["head"])(x, embeddings.tokens)
+        weights = batch["weights"]
+        return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+
+    return loss_fn
+
+
+def abstract_batch(config: Gpt2Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch."""
+    shape = (batch_size, config.tokens)
+    dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def open_data(config: Gpt2Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Text as records whose every token is predicted from those before it."""
+    from jvpipe.models.text import open_next_tokens  # a plan needs no data, nor the libraries that read it
+
+    return open_next_tokens(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`), with fields replaced by `options`."""
+    size = size or "mini"
+    config = configured("gpt2", SIZES, size, options)
+    mini = size == "mini"
+    recipe = AdamW(3e-3 if mini else 2.5e-4)
+    return Workload(
+        name="gpt2",
+        size=size,
+        config=config,
+        init=parts(config).init,
+        loss_fn=loss_function(config),
+        abstract_batch=partial(abstract_batch, config),
+        open_data=partial(open_data, config),
+        optimizer=recipe.optimizer,
+        learning_rates=recipe.learning_rates,
+        batch_size=32,
+        steps=800 if mini else 100_000,
+    )

@@ -1,0 +1,202 @@
+"""T5 (arXiv:1910.10683): an encoder reads, a decoder writes, in Flax NNX.
+
+Axes: B batch, T tokens that are read, and as many that are written, D model, H heads, V vocabulary.
+
+The decoder predicts the second half of a record, and every block of it looks at the first half as the encoder left
+it. What differs from the paper: layer norm has a bias, products have biases, and tokens know where others are by ALiBi
+(arXiv:2108.12409) in place of learned distances.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.recipe import AdamW
+from jvpipe.models.transformer import (
+    Block,
+    Parts,
+    TransformerConfig,
+    configured,
+    cross_entropies,
+    distance_bias,
+    dropped,
+    embedding,
+    linear,
+    mixture,
+    normed,
+    residual_scale,
+)
+from jvpipe.models.workload import Data, Workload
+
+
+@dataclass(frozen=True)
+class T5Config(TransformerConfig):
+    """The shape of a T5; `blocks` are those of the encoder, and as many has the decoder."""
+
+    vocabulary: int = 32128
+    tokens: int = 128
+
+    def bias(self, tokens: int) -> Float[Array, "H T T"]:
+        """Less, the farther away a token is."""
+        return distance_bias(self.heads, tokens)
+
+
+class _DecoderConfig(T5Config):
+    def bias(self, tokens: int) -> Float[Array, "H T T"]:
+        """The same, and nobody looks ahead."""
+        iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
+        return jnp.where(iota(2) > iota(1), -jnp.inf, distance_bias(self.heads, tokens))
+
+
+SIZES = {
+    "tiny": T5Config(blocks=2, width=32, heads=2, vocabulary=300, tokens=8, dropout=0.0),
+    "mini": T5Config(blocks=2, width=256, heads=4, vocabulary=2048, tokens=32, dropout=0.0),
+    "small": T5Config(blocks=6, width=512, heads=8),
+    "780m": T5Config(blocks=24, width=1024, heads=16),
+}
+
+
+class Embeddings(nnx.Module):
+    """A vector per token."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        self.tokens = embedding(config, rngs, config.vocabulary)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The vectors that a first block reads."""
+        return dropped(self.dropout, self.tokens(tokens), key)
+
+
+class CrossAttention(nnx.Module):
+    """Tokens of the decoder look at those of the encoder."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.queries = linear(config, rngs, config.width, config.width)
+        self.inputs = linear(config, rngs, config.width, 2 * config.width)
+        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], key: jax.Array | None
+    ) -> Float[Array, "B T D"]:
+        """The mixture of the values of what was read."""
+        k, v = jnp.split(self.inputs(read), 2, axis=-1)
+        drop = partial(dropped, self.dropout, key=key)
+        return self.output(mixture(self.queries(x), k, v, self.config.heads, None, drop))
+
+
+class DecoderBlock(nnx.Module):
+    """A look at what was read, then a block whose tokens look back."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.reading = CrossAttention(config, rngs=rngs)
+        self.block = Block(_DecoderConfig(**dataclasses.asdict(config)), rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], key: jax.Array | None
+    ) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
+        x = x + dropped(self.dropout, self.reading(normed(self.norm, x), read, k0), k1)
+        return self.block(x, k2)
+
+
+class Head(nnx.Module):
+    """From a position's vector to the logits of the next token, by a projection of its own."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.output = linear(config, rngs, config.width, config.vocabulary)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in float32."""
+        return self.output(normed(self.norm, x)).astype(jnp.float32)
+
+
+class Read(nnx.Module):
+    """What the encoder passes on: its tokens, normed."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same for every block of the decoder."""
+        return normed(self.norm, x)
+
+
+def parts(config: T5Config) -> Parts:
+    """The model taken apart."""
+    kinds = {"embeddings": Embeddings, "encoder": Block, "read": Read, "decoder": DecoderBlock, "head": Head}
+    return Parts(config, kinds, stacked=("encoder", "decoder"))
+
+
+def loss_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of the tokens that are written, `loss_fn(params, batch, rng)`.
+
+    The batch holds `inputs`, `tokens` and `targets` [B, T] int32, which the encoder reads, the decoder reads and the
+    decoder predicts, and `weights` [B, T] float32; a position of weight 0 does not count. `total` is the sum of the
+    cross entropies in nats, `weight` their number.
+    """
+    model = parts(config)
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        batch = jax.tree.map(jnp.asarray, batch)
+        key = rng if config.dropout > 0 else None
+        embeddings = model.part("embeddings", params["embeddings"])
+        x = embeddings(batch["inputs"], model.key("embeddings", key))
+        read = model.part("read", params["read"])(model.through("encoder", params["encoder"], x, key))
+        y = embeddings(batch["tokens"], model.key("read", key))
+        y = model.through("decoder", params["decoder"], y, key, read)
+        logits, weights = model.part("head", params["head"])(y), batch["weights"]
+        return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+
+    return loss_fn
+
+
+def abstract_batch(config: T5Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch."""
+    shape = (batch_size, config.tokens)
+    dtypes = {"inputs": np.int32, "tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def open_data(config: T5Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Text as records whose second half is written when the first has been read."""
+    from jvpipe.models.text import open_halves  # a plan needs no data, nor the libraries that read it
+
+    return open_halves(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """T5 of a size (`tiny`, `mini`, `small`, `780m`), with fields of `T5Config` replaced by `options`."""
+    size = size or "mini"
+    config = configured("t5", SIZES, size, options)
+    mini = size == "mini"
+    recipe = AdamW(3e-3 if mini else 1e-4)
+    return Workload(
+        name="t5",
+        size=size,
+        config=config,
+        init=parts(config).init,
+        loss_fn=loss_function(config),
+        abstract_batch=partial(abstract_batch, config),
+        open_data=partial(open_data, config),
+        optimizer=recipe.optimizer,
+        learning_rates=recipe.learning_rates,
+        batch_size=32 if mini else 128,
+        steps=800 if mini else 100_000,
+    )

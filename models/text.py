@@ -1,0 +1,115 @@
+"""Text as training data: records of tokens, and how well one can guess them without reading."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from jvpipe.models.batches import Transform, fixed_batches, train_batches
+from jvpipe.models.corpus import open_corpus
+from jvpipe.models.tokens import SEP, cached_records, open_tokenizer
+from jvpipe.models.workload import Batch, Data
+
+_HELD_OUT_TOKENS = 32768
+
+
+def open_text(
+    data_path: Path | None,
+    run_dir: Path,
+    seed: int,
+    batch_size: int,
+    *,
+    vocabulary: int,
+    tokens: int,
+    first: int,
+    transform: Callable[[int], Transform],
+) -> Data:
+    """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
+
+    `transform` takes the size of the tokenizer's vocabulary to what makes an example of a record; targets are ids of
+    at least `first`.
+
+    Raises:
+        ValueError: what `open_corpus` and `open_tokenizer` raise, and a text too short for one record.
+
+    """
+    corpus = open_corpus(data_path)
+    documents, held_out_documents = corpus.split()
+    tokenizer = open_tokenizer(run_dir, documents, vocabulary)
+    records = cached_records(documents, tokenizer, tokens)
+    held_out_records = cached_records(held_out_documents, tokenizer, tokens)[: max(1, _HELD_OUT_TOKENS // tokens)]
+    if not len(records) or not len(held_out_records):
+        raise ValueError(
+            f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
+            "to hold out: give more text"
+        )
+    known = tokenizer.get_vocab_size()
+    held_out = fixed_batches(held_out_records, transform(known), batch_size)
+    return Data(
+        train=train_batches(records, transform(known), seed, batch_size),
+        held_out=held_out,
+        digest=corpus.digest,
+        baseline_loss=frequency_loss(records, held_out, known, first),
+    )
+
+
+def open_next_tokens(
+    data_path: Path | None, run_dir: Path, seed: int, batch_size: int, *, vocabulary: int, tokens: int
+) -> Data:
+    """Text as batches whose every token is predicted from those before it; raises what `open_text` does."""
+    return open_text(
+        data_path,
+        run_dir,
+        seed,
+        batch_size,
+        vocabulary=vocabulary,
+        tokens=tokens + 1,
+        first=SEP,
+        transform=lambda _: next_tokens,
+    )
+
+
+def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
+    """`tokens`, the `targets` that follow them, and `weights` of 1.
+
+    >>> found = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
+    >>> found["tokens"].tolist(), found["targets"].tolist()
+    ([1, 7, 8], [7, 8, 9])
+    """
+    return {"tokens": record[:-1], "targets": record[1:], "weights": np.ones(len(record) - 1, np.float32)}
+
+
+def open_halves(
+    data_path: Path | None, run_dir: Path, seed: int, batch_size: int, *, vocabulary: int, tokens: int
+) -> Data:
+    """Text as batches whose second half is predicted from the first; raises what `open_text` does."""
+    return open_text(
+        data_path,
+        run_dir,
+        seed,
+        batch_size,
+        vocabulary=vocabulary,
+        tokens=2 * tokens + 1,
+        first=SEP,
+        transform=lambda _: halves,
+    )
+
+
+def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
+    """`inputs`, then `tokens`, the `targets` that follow these, and `weights` of 1.
+
+    >>> found = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
+    >>> found["inputs"].tolist(), found["tokens"].tolist(), found["targets"].tolist()
+    ([1, 7], [8, 9], [9, 4])
+    """
+    half = len(record) // 2
+    return {"inputs": record[:half]} | next_tokens(record[half:], generator)
+
+
+def frequency_loss(records: Int32[np.ndarray, "N T"], held_out: Sequence[Batch], vocabulary: int, first: int) -> float:
+    """The mean loss, in nats, of predicting ids from `first` on by how often each occurs in `records`, plus one."""
+    counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
+    losses = np.log(counts.sum()) - np.log(counts)
+    total = sum(float((losses[batch["targets"] - first] * batch["weights"]).sum()) for batch in held_out)
+    return total / sum(float(batch["weights"].sum()) for batch in held_out)

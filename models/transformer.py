@@ -1,0 +1,230 @@
+"""What the transformers here share: pre-norm blocks (arXiv:1706.03762, arXiv:2002.04745) in Flax NNX.
+
+Axes: B batch, T tokens, D model, H heads, F feed-forward.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.names import did_you_mean
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a transformer; `tokens` is the length of a record.
+
+    `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+    """
+
+    blocks: int
+    width: int
+    heads: int
+    vocabulary: int
+    tokens: int
+    dropout: float = 0.1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        if min(self.blocks, self.width, self.heads) < 1 or self.tokens < 8 or self.vocabulary < 300:
+            raise ValueError(f"{self} is too small: it needs a block, a head, 8 tokens and a vocabulary of 300")
+
+    def bias(self, tokens: int) -> Float[Array, "#H T T"]:
+        """What is added to the scores of attention: who looks at whom."""
+        raise NotImplementedError
+
+
+Config = TypeVar("Config", bound=TransformerConfig)
+
+
+def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:
+    """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
+    if size not in sizes:
+        raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
+    fields = [field.name for field in dataclasses.fields(sizes[size])]
+    for name in options:
+        if name not in fields:
+            raise ValueError(did_you_mean(f"option of {model}", name, fields))
+    return dataclasses.replace(sizes[size], **options)
+
+
+def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
+    """What a head adds to its scores: less, the farther away a token is (ALiBi).
+
+    The first half of the heads looks back, the other half ahead: on the other side distances count fourfold. In each
+    half slopes fall from 1 towards 2^-8.
+
+    >>> distance_bias(2, 3)[0].astype("int32").tolist()
+    [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
+    """
+    half = (heads + 1) // 2
+    iota = partial(jax.lax.broadcasted_iota, jnp.float32)
+    slope = jnp.exp2(iota((half, 1, 1), 0) * (-8 / half))
+    ahead = iota((1, tokens, tokens), 2) - iota((1, tokens, tokens), 1)
+    back = slope * jnp.minimum(ahead, -4 * ahead)
+    return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
+
+
+class Attention(nnx.Module):
+    """Tokens look at tokens of their record, with H heads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.inputs = linear(config, rngs, config.width, 3 * config.width)
+        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The mixture of the other tokens' values; `key` draws the dropped weights."""
+        q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
+        bias = self.config.bias(x.shape[1])
+        return self.output(mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key)))
+
+
+def mixture(
+    q: Float[Array, "B T D"],
+    k: Float[Array, "B S D"],
+    v: Float[Array, "B S D"],
+    heads: int,
+    bias: Float[Array, "#H T S"] | None,
+    drop: Callable[[jax.Array], jax.Array],
+) -> Float[Array, "B T D"]:
+    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights."""
+    D = q.shape[2]
+    q, k, v = (y.reshape(*y.shape[:2], heads, D // heads) for y in (q, k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (D // heads) ** -0.5
+    scores = scores if bias is None else scores + bias[None]
+    weights = drop(jax.nn.softmax(scores).astype(q.dtype))
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], D)
+
+
+class Block(nnx.Module):
+    """Attention, then a feed-forward network of F = 4 D units, each added to its input."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.expand = linear(config, rngs, config.width, 4 * config.width)
+        self.contract = linear(config, rngs, 4 * config.width, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
+        x = x + dropped(self.dropout, self.attention(normed(self.attention_norm, x), k0), k1)
+        y = self.contract(jax.nn.gelu(self.expand(normed(self.feed_forward_norm, x))))
+        return x + dropped(self.dropout, y, k2)
+
+
+Part = Callable[..., nnx.Module]
+"""How a module is built: `part(config, rngs=rngs)`."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A transformer taken apart: its kinds of modules in their order, each built and traced once for all.
+
+    Those called as in `stacked` occur as often as the configuration has blocks.
+    """
+
+    config: TransformerConfig
+    kinds: Mapping[str, Part]
+    stacked: tuple[str, ...] = ("blocks",)
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
+        found = {}
+        for name, build in self._builds.items():
+            make, first = jax.jit(partial(_fresh, build)), self._first[name]
+            stack = {f"{i:03}": make(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
+            found[name] = stack if name in self.stacked else stack["000"]
+        return found
+
+    def part(self, name: str, params: Any) -> Any:
+        """A module of a kind with these parameters."""
+        graph, _, rest = self._structure[name]
+        return nnx.merge(graph, params, rest, copy=True)
+
+    def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
+        """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
+        return None if key is None else jax.random.fold_in(key, self._first[name] + i)
+
+    def through(self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array) -> jax.Array:
+        """The tokens after all blocks of a kind, each of which reads `others` too."""
+        for i in range(self.config.blocks):
+            x = self.part(name, blocks[f"{i:03}"])(x, *others, self.key(name, key, i))
+        return x
+
+    def _count(self, name: str) -> int:
+        return self.config.blocks if name in self.stacked else 1
+
+    @cached_property
+    def _first(self) -> dict[str, int]:
+        """The position of the first module of each kind."""
+        starts = accumulate(map(self._count, self.kinds), initial=0)
+        return dict(zip(self.kinds, starts, strict=False))
+
+    @cached_property
+    def _builds(self) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
+        return {name: lambda rngs, kind=kind: kind(self.config, rngs=rngs) for name, kind in self.kinds.items()}
+
+    @cached_property
+    def _structure(self) -> dict[str, Any]:
+        shapes = {name: nnx.eval_shape(partial(_built, build)) for name, build in self._builds.items()}
+        return {name: nnx.split(part, nnx.Param, ...) for name, part in shapes.items()}
+
+
+def embedding(config: TransformerConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
+    """A table of vectors of width D."""
+    init = nnx.initializers.normal(spread)
+    return nnx.Embed(rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def linear(config: TransformerConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0) -> nnx.Linear:
+    """A linear map whose results vary as its inputs do, times `scale`."""
+    init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+    return nnx.Linear(inputs, outputs, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def residual_scale(config: TransformerConfig) -> float:
+    """Sublayers that add to the residual stream start smaller the more of them there are (GPT-2's rule)."""
+    return (2 * config.blocks) ** -0.5
+
+
+def normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
+    """Layer norm in float32, whatever the type of `x`, which it keeps."""
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Dropout; none without a key."""
+    return x if key is None else dropout(x, rngs=key, deterministic=False)
+
+
+def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
+    """Nats for each target [*B]."""
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    return -jnp.squeeze(scores, -1)
+
+
+def _built(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
+    return build(nnx.Rngs(0))
+
+
+def _fresh(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Any:
+    return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
