@@ -17,12 +17,15 @@ for flag in flags:
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import optax  # noqa: E402
 from beartype import BeartypeConf  # noqa: E402
 from beartype.claw import beartype_package  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
+hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
+hypothesis.settings.load_profile("same every time")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

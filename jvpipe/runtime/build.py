@@ -22,8 +22,9 @@ from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules.emit import persistent_buffers
 from jvpipe.schedules.lower import lower_evaluation, lower_step
-from jvpipe.schedules.lower_stream import Step, StreamLowering
+from jvpipe.schedules.lower_stream import StreamLowering
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.slices import Step
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
 

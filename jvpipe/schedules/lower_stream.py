@@ -5,36 +5,21 @@ a stream is lowered once, up to there, and cut into its steps. A step begins wit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
-from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import LayerGraph, Signature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import Row, Task, TaskLists
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.schedules.emit import Key
-from jvpipe.schedules.lower import Form, backward, forward, losses, metric_keys, order, swapped
+from jvpipe.schedules.lower import Form, backward, forward, losses, order, swapped
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.slices import Slices, Step, dropping
 from jvpipe.schedules.stream import parts, versions
 from jvpipe.schedules.swaps import Swaps
-from jvpipe.schedules.versioned import VersionedEmitter, relative
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of a stream: its rows, the names of what is in flight before and after it, and who read what.
-
-    Its metrics end with the losses of its micro-batches.
-    """
-
-    lowered: Lowered
-    before: tuple[Key, ...]
-    after: tuple[Key, ...]
-    uses: tuple[Use, ...]
+from jvpipe.schedules.versioned import VersionedEmitter
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ class StreamLowering:
     def drain(self, steps: int) -> Step:
         """What is left to do after so many steps; it ends with nothing in flight."""
         n = min(steps, len(self.steps))
-        return _dropping(self._lower(n, drained=True)[-1], self.steps[n - 1])
+        return dropping(self._lower(n, drained=True)[-1], self.steps[n - 1])
 
     def _lower(self, steps: int, *, drained: bool) -> list[Step]:
         S, M = len(self.plan.stages), self.microbatches
@@ -91,7 +76,7 @@ class StreamLowering:
         if drained:
             pen.refresh()
             bounds[-1], names[-1] = len(pen.rows), pen.names()
-        return _cut(pen, bounds, names, uses, M, self.schedule.period(M), drained=drained)
+        return Slices(pen, bounds, names, uses, M, self.schedule.period(M), drained).steps()
 
     def _task(self, pen: VersionedEmitter, form: Form, swaps: Swaps, task: Task) -> list[Use]:
         s, kind, m = task
@@ -115,98 +100,3 @@ class StreamLowering:
 def _without_updates(lists: Sequence[TaskLists]) -> TaskLists:
     """Every stage's part of every step as a list of its own: swaps do not look beyond a step."""
     return tuple(tuple(task for task in tasks if task.kind != "U") for part in lists for tasks in part)
-
-
-def _cut(
-    pen: VersionedEmitter,
-    bounds: Sequence[int],
-    names: Sequence[dict[int, Key]],
-    uses: Sequence[Sequence[Use]],
-    M: int,
-    every: int,
-    *,
-    drained: bool,
-) -> list[Step]:
-    """The steps of a lowered stream, each with numbers of its own."""
-    last: dict[int, int] = {}
-    for i, row in enumerate(pen.rows):
-        last |= dict.fromkeys((*row.reads, *row.writes), i)
-    lasting = pen.lasting()
-    count = len(bounds) - 1 - drained
-    written = {k for layer in pen.graph.layers for k in layer.writing("state")}
-
-    def base(n: int) -> tuple[int, int]:
-        step = min(n, count)  # the drain counts from its end
-        return step * M, step * M // every
-
-    def alive(n: int) -> list[tuple[Key, int]]:
-        """What is in flight before step n, in the order of its names."""
-        if n == 0:
-            return [(pen.buffers[b].key, b) for b in range(pen.persistent)]
-        here = [b for b in names[n] if b in lasting or last.get(b, -1) >= bounds[n]]
-        if drained and n == len(bounds) - 1:
-            return [(key, pen.newest_id(key)) for key in pen.plain]
-        return sorted(((relative(names[n][b], *base(n), written), b) for b in here), key=lambda item: str(item[0]))
-
-    found = []
-    for n, (a, b) in enumerate(pairwise(bounds)):
-        before, after = alive(n), alive(n + 1)
-        ends = {buffer for _, buffer in after}
-        told = metric_keys(pen.graph, "step", n) + [("loss", 0, m, pen.home) for m in range(n * M, n * M + M)]
-        metrics = [pen.ids[key] for key in told if key in pen.ids]
-        ids = {buffer: i for i, (_, buffer) in enumerate(before)}
-        for row in pen.rows[a:b]:
-            for buffer in (*row.reads, *row.writes):
-                ids.setdefault(buffer, len(ids))
-        rows = []
-        m0, v0 = base(n)
-        final_use = {x: i for i in range(a, b) for x in (*pen.rows[i].reads, *pen.rows[i].writes)}
-        for i in range(a, b):
-            row = pen.rows[i]
-            touched = dict.fromkeys((*row.reads, *row.writes))
-            dead = [x for x in touched if final_use[x] == i and x not in ends and x not in metrics]
-            rows.append(_renumbered(row, ids, dead, m0))
-        gone = [x for _, x in before if x not in ends and x not in final_use]
-        assert not gone, "what nobody touches any more was kept"
-        called = {x: names[n].get(x) or names[n + 1].get(x) or pen.buffers[x].key for x in ids}
-        buffers = [replace(pen.buffers[x], key=relative(key, m0, v0, written)) for x, key in called.items()]
-        lowered = Lowered(
-            tuple(rows),
-            tuple(buffers),
-            len(before),
-            tuple(ids[x] for _, x in after),
-            tuple(ids[x] for x in metrics),
-        )
-        moved = tuple(use.moved(-m0, -v0) for use in uses[n])
-        found.append(Step(lowered, tuple(k for k, _ in before), tuple(k for k, _ in after), moved))
-    return found
-
-
-def _dropping(drain: Step, last: Step) -> Step:
-    """A drain that begins with all that a step leaves: versions that only later steps would have read are dropped."""
-    places = {key: i for i, key in enumerate(drain.before)}
-    sizes = {key: last.lowered.buffers[b] for key, b in zip(last.after, last.lowered.final, strict=True)}
-    assert places.keys() <= sizes.keys()
-    extra = [replace(sizes[key], key=key) for key in last.after if key not in places]
-    old, count = drain.lowered, len(last.after)
-    ids = {places[key]: i for i, key in enumerate(last.after) if key in places}
-    ids |= {b: b + len(extra) for b in range(len(drain.before), len(old.buffers))}
-    dropped = [i for i, key in enumerate(last.after) if key not in places]
-    buffers = [replace(sizes[key], key=key) for key in last.after] + list(old.buffers[len(drain.before) :])
-    drops = []
-    for d in dict.fromkeys(buffer.device for buffer in extra):
-        here = tuple(i for i in dropped if buffers[i].device == d)
-        drops.append(Row("DROP", d, -1, -1, -1, here, (), here))
-    rows = [_renumbered(row, ids, row.frees, 0) for row in old.rows]
-    final, metrics = (tuple(ids[b] for b in found) for found in (old.final, old.metrics))
-    return Step(Lowered((*drops, *rows), tuple(buffers), count, final, metrics), last.after, drain.after, drain.uses)
-
-
-def _renumbered(row: Row, ids: dict[int, int], dead: Sequence[int], m0: int) -> Row:
-    return replace(
-        row,
-        microbatch=row.microbatch - m0 if row.microbatch >= 0 else row.microbatch,  # -1: of none
-        reads=tuple(ids[x] for x in row.reads),
-        writes=tuple(ids[x] for x in row.writes),
-        frees=tuple(ids[x] for x in dead),
-    )

@@ -152,3 +152,16 @@ def test_mistakes_are_one_line_and_exit_2(text: Path, whole: Path, tmp_path: Pat
     other = train(text, whole, "--resume", "--size", "mini", "--steps", "7")
     assert other.returncode == 2
     assert "size is tiny there, mini here" in other.stderr
+
+
+def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "stream"
+    done = train(text, run, "--steps", "3", "--schedule", "pipedream")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(run)) == 3
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert sorted(set(line["staleness"])) == [0, 1]
+    assert line["grad_norm"] is None
+    other = train(text, run, "--resume", "--schedule", "1f1b", "--steps", "4")
+    assert other.returncode == 2
+    assert "was saved in flight under pipedream" in other.stderr

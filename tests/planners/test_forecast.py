@@ -99,13 +99,16 @@ def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> Non
 @settings(max_examples=20, deadline=None)
 @given(NUMBERS)
 def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
-    """A stream twice as long takes as much longer as its further micro-batches."""
+    """A stream twice as long takes as much longer as its further micro-batches.
+
+    To 5%: on a shared link stages may take turns over more micro-batches than a forecast looks at.
+    """
     problem, decision = planned(numbers)
     problem = replace(problem, schedule=find_schedule("pipedream"))
     stages = evaluate(problem, decision).stages
     long, longer = (replace(problem, schedule=find_schedule("1f1b"), microbatches=m) for m in (200, 400))
     rate_s = (simulated_step_s(longer, stages) - simulated_step_s(long, stages)) / 200
-    assert simulated_step_s(problem, stages) == pytest.approx(problem.microbatches * rate_s, rel=0.03)
+    assert simulated_step_s(problem, stages) == pytest.approx(problem.microbatches * rate_s, rel=0.05)
 
 
 def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
