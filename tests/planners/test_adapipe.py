@@ -105,7 +105,7 @@ def test_one_f_one_b_and_a_schedule_without_flush_differ() -> None:
     assert evaluate(stream, adapipe(stream)).bottleneck_s == 9.0
 
 
-def test_two_hundred_layers_on_eight_stages_fit() -> None:
+def test_a_hundred_layers_on_eight_stages_fit() -> None:
     problem = large("1f1b", 0.5)
     decision = adapipe(problem)
     limit = problem.memory_limit_bytes

@@ -44,7 +44,7 @@ def test_parameters_count_by_their_versions() -> None:
     assert BinaryPartition(Segments(chain([layer] * 26, 2))).memory_balanced(0, 26, 0, 1, 2) == 11
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(4, 24), st.integers(1, 30), st.sampled_from(["1f1b", "pipedream"]), st.floats(0.4, 1.0))
 def test_the_best_bound_of_two_stages_is_in_the_range(n: int, kept: int, schedule: str, share: float) -> None:
     """Theorem 4.1, on chains that meet its conditions, each bound with its memory optimised."""
@@ -121,7 +121,7 @@ def test_the_host_limit_holds(problem: Problem) -> None:
     assert sum(stage.host_bytes for stage in evaluate(problem, decision).stages) <= 40
 
 
-def test_two_hundred_layers_on_eight_stages_fit() -> None:
+def test_a_hundred_layers_on_eight_stages_fit() -> None:
     problem = large("1f1b", 0.5)
     decision = dawnpiper(problem)
     limit = problem.memory_limit_bytes

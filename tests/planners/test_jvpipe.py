@@ -99,7 +99,11 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
     rows: list[tuple[dict[int, float], float, float]] = []
     slowest, seconds_of = size, [size + 1 + s for s in range(stages)]
     at_work = [size + 1 + stages + s for s in range(stages)]
-    total = size + 1 + 2 * stages
+    total = size + 1 + (2 + n) * stages
+
+    def up_to(i: int, s: int) -> int:
+        return size + 1 + (2 + i) * stages + s
+
     for i in range(n):
         rows.append(({int(x): 1.0 for x in at[i].ravel()}, 1, 1))
     for i, s in itertools.product(range(n - 1), range(stages)):  # the next layer is on this stage or a later one
@@ -120,13 +124,12 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
             held[x] = v * layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes
             held[x] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (min(k, 2) - 1) * option.swapped_bytes
             built[x] = option.kept_bytes + layer.input_bytes + option.swapped_bytes
-        for i in range(n):
-            first = {int(x): built[int(x)] for x in at[: i + 1, s].ravel()}
-            works = {
-                int(x): o.extra_bytes + layers[i].temporary_bytes
-                for x, o in zip(at[i, s], layers[i].options, strict=True)
-            }
-            rows.append(({x: more + works.get(x, 0) for x, more in first.items()} | {at_work[s]: -1.0}, -np.inf, 0))
+        for i in range(n):  # what layers up to this one leave, and what it works with
+            before = {up_to(i - 1, s): 1.0} if i else {}
+            rows.append(({int(x): built[int(x)] for x in at[i, s]} | before | {up_to(i, s): -1.0}, 0, 0))
+            own = zip(at[i, s], layers[i].options, strict=True)
+            works = {int(x): option.extra_bytes + layers[i].temporary_bytes for x, option in own}
+            rows.append((works | {up_to(i, s): 1.0, at_work[s]: -1.0}, -np.inf, 0))
         rows.append((compute | {seconds_of[s]: -1.0}, -np.inf, 0))
         rows.append((link | {seconds_of[s]: -1.0}, -np.inf, -edges / problem.peer.bytes_per_s))
         rows.append((held | {at_work[s]: 1.0}, -np.inf, limit - waiting))

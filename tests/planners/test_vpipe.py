@@ -126,7 +126,7 @@ def test_the_host_limit_holds(problem: Problem) -> None:
     assert sum(stage.host_bytes for stage in evaluate(problem, decision).stages) <= 40
 
 
-def test_two_hundred_layers_on_eight_stages_fit() -> None:
+def test_a_hundred_layers_on_eight_stages_fit() -> None:
     problem = large("1f1b", 0.5)
     decision = vpipe(problem)
     limit = problem.memory_limit_bytes
