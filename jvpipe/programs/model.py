@@ -1,8 +1,12 @@
 """The programs of all layers of a model."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
+from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
@@ -42,3 +46,17 @@ def backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
     return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
+
+
+def single_backward_program(programs: LayerPrograms) -> Program:
+    """A layer's backward where every micro-batch is an update of its own: there are no sums to add to."""
+    signature, avals = programs.signature, programs.backward.in_avals
+    given = len(avals) - len(signature.gradients)
+    run = _jax.jaxpr_as_fun(programs.backward)
+
+    def fn(*arrays: jax.Array) -> tuple[Any, ...]:
+        zeros = (jnp.zeros(a.shape, a.dtype) for a in avals[given:])
+        return (*run(*arrays, *zeros), jnp.int32(0))
+
+    first = len(signature.sources) + len(signature.cotangents)
+    return Program(("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)))

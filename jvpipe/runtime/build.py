@@ -13,9 +13,9 @@ from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import COPIES, Row, RowKind
 from jvpipe.programs import weights
-from jvpipe.programs.layer import inference, program_key
+from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
-from jvpipe.programs.model import backward_program, forward_program, layer_programs
+from jvpipe.programs.model import backward_program, forward_program, layer_programs, single_backward_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
@@ -130,7 +130,7 @@ class Build:
             case "F" | "R":
                 return forward_program(self.programs[row.program][layer])
             case "B":
-                return backward_program(self.programs[row.program][layer])
+                return self.backward_program(self.programs[row.program][layer])
             case "E":
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
@@ -154,6 +154,11 @@ class Build:
             case _:
                 pieces = self.optimizer.update
                 return piece_program(pieces[row.program % len(pieces)], keeps=row.program >= len(pieces))
+
+    def backward_program(self, programs: LayerPrograms) -> Program:
+        """A layer's backward; it adds to sums unless every micro-batch is an update."""
+        single = not self.schedule.synchronous and self.schedule.period(self.microbatches) == 1
+        return single_backward_program(programs) if single else backward_program(programs)
 
     def _parameter(self, key: tuple[Hashable, ...]) -> jax.ShapeDtypeStruct:
         return shape(self.traced.graph.parameters[int(str(key[1]))].array)

@@ -17,7 +17,7 @@ from jvpipe.ir.layers import Layer, Ref
 from jvpipe.ir.use import Use
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import backward_program, forward_program
+from jvpipe.programs.model import forward_program
 from jvpipe.programs.pieces import Slot
 from jvpipe.programs.store import Program
 from jvpipe.runtime.build import Build
@@ -151,8 +151,10 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         sums = [layer.reads[i].index for i in signature.gradients]
-        arguments += [self._sums.get((p, layer.id), self._zero(p)) for p in sums]
-        out = self._run(backward_program(self._programs(layer)), arguments)
+        program = self._build.backward_program(self._programs(layer))
+        if len(program.inputs) > len(arguments):
+            arguments += [self._sums.get((p, layer.id), self._zero(p)) for p in sums]
+        out = self._run(program, arguments)
         self._sums |= {(p, layer.id): x for p, x in zip(sums, out, strict=False)}
         cotangents |= {layer.reads[i].index: x for i, x in zip(signature.returned, out[len(sums) :], strict=False)}
 

@@ -20,6 +20,7 @@ class Emitter:
         self.graph, self.optimizer = graph, optimizer
         self.stage = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
         self.device = {layer: plan.stages[s].devices[0] for layer, s in self.stage.items()}
+        self.accumulates = True  # several micro-batches per update: their gradients are added up
         self.rows: list[Row] = []
         self.buffers: list[Buffer] = []
         self.ids: dict[Key, int] = {}

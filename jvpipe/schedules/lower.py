@@ -315,7 +315,7 @@ def backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     _rerun(pen, form, layer, m)
     graph, d, signature = pen.graph, pen.device[layer.id], form.signatures[layer.id]
     sums = [pen.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
-    if sums and sums[0] not in pen.ids:
+    if pen.accumulates and sums and sums[0] not in pen.ids:
         _zeros(pen, layer, m)
     sources = {
         "input": lambda i: _left(pen, layer, layer.reads[i], m),
@@ -325,9 +325,9 @@ def backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     reads = [sources[kind](i) for kind, i in signature.sources]
     reads += [pen.ids["cotangent", layer.writes[i].index, m, d] for i in signature.cotangents]
     reads += [pen.ids["cotangent", layer.reads[i].index, m, d] for i in signature.partial]
-    reads += [pen.ids[key] for key in sums]
+    reads += [pen.ids[key] for key in sums if pen.accumulates]
     tensors = [layer.reads[i].index for i in signature.returned]
-    writes = [pen.ids[key] for key in sums]
+    writes = [pen.new(key, "gradient", graph.parameters[int(str(key[1]))].array.bytes, d) for key in sums]
     writes += [pen.new(("cotangent", t, m, d), "edge", graph.tensors[t].array.bytes, d) for t in tensors]
     pen.emit("B", layer.id, m, reads, writes, program=form.program)
     for t in tensors:

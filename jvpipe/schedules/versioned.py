@@ -34,6 +34,7 @@ class VersionedEmitter(Emitter):
     ) -> None:
         super().__init__(graph, plan, optimizer)
         self.schedule, self.versions, self.every = schedule, versions, schedule.period(microbatches)
+        self.accumulates = self.every > 1
         self.plan, self.stages = plan, len(plan.stages)
         self.home = home(graph, self.device)
         self.plain = tuple(buffer.key for buffer in self.buffers)
