@@ -5,9 +5,10 @@ from dataclasses import replace
 from jvpipe.cost.costs import Costs, LayerCost, Shared
 from jvpipe.planners import find_planner
 from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.jvpipe import jvpipe
 from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.smallest_limit import thriftiest
+from jvpipe.planners.solution import pricing_of
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 """Planners whose papers tell what they believe a stage to hold."""
@@ -35,13 +36,19 @@ def believed(problem: Problem, planner: str) -> Problem:
 
 
 def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
-    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits."""
+    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits.
+
+    jvpipe's planner finds something wherever the thriftiest plan fits, which is found sooner than the fastest.
+    """
     asked = problem if optimised else replace(problem, costs=keeping_all(problem.costs))
-    try:
-        # Whether jvpipe's planner finds a plan does not depend on the simulations that follow.
-        decision = jvpipe(asked, refine=False) if planner == "jvpipe" else find_planner(planner)(asked)
-    except Infeasible:
-        return None
+    if planner == "jvpipe":
+        found = thriftiest(pricing_of(asked))
+        decision = Decision(found.bounds, found.choices)
+    else:
+        try:
+            decision = find_planner(planner)(asked)
+        except Infeasible:
+            return None
     return decision if optimised else Decision.keeping_all(decision.bounds)
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jvpipe.planners.problem import RERUN, RERUN_ON, Problem, again_bytes
+from jvpipe.planners.problem import RERUN, RERUN_ON, Problem
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -52,7 +52,7 @@ class Choices:
         kept[:, RERUN] = given
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
-        working[:, -2:] = np.array([[again_bytes(layer) + layer.temporary_bytes] for layer in layers])
+        working[:, -2:] = (residual + temporary)[:, None]
         return Choices(allowed, kept, swapped, extra, working, residual, given, temporary)
 
     @property
