@@ -18,7 +18,10 @@ Tree = Any
 
 
 def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's device among them."""
+    """The distinct devices, and the index of each stage's device among them.
+
+    Devices that are given stay, used or not: a later plan may have more stages.
+    """
     given = list(jax.devices() if devices is None else devices)
     distinct = tuple(dict.fromkeys(given))
     if isinstance(stages, Plan):
@@ -28,7 +31,7 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
             f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages, "
             "or share devices by naming them more than once in devices="
         )
-    used = tuple(dict.fromkeys(given[:stages]))
+    used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
     return used, tuple(used.index(d) for d in given[:stages])
 
 

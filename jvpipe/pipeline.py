@@ -1,9 +1,9 @@
 """The facade: checks what the user gives and wires the parts. Pytrees end here; below are flat arrays per layer."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
-from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes, place_stages, reported_limit
-from jvpipe.ir.buffers import HOST
+from jvpipe.arguments import place_stages, reported_limit
+from jvpipe.builds import Builds, Settings
+from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.planners import find_planner
-from jvpipe.planners.by_hand import checkpointed, with_fates
-from jvpipe.planning import Planned, Request, decide, measure
-from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.planning import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.report.explain import explain
 from jvpipe.report.reasons import cut_reasons
@@ -29,15 +28,14 @@ from jvpipe.runtime.checkpoint import load_checkpoint, to_host
 from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.flight import lifted, names_of, plain_arrays, step_of
 from jvpipe.runtime.losses import LossWatch
+from jvpipe.runtime.migrate import Change, Limits, Migration, prepare
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
-from jvpipe.trace.graph import Traced
 from jvpipe.trace.loss import abstract, key_words
-from jvpipe.trace.model import trace_model
 from jvpipe.trace.stacks import Stacks
 
 Tree = Any
@@ -112,25 +110,36 @@ class Pipeline:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
         self._order.check(count, microbatches)
-        self._loss_fn, self._optimizer = loss_fn, optimizer
-        self._wanted, self._microbatches = stages, microbatches
-        self._schedule, self._planner = self._order.name, planner
-        self._host_limit = parse_bytes(host_memory_limit)
-        self._fates, self._checkpoint = dict(fates or {}), checkpoint
-        self._options = {"has_aux": has_aux, "has_state": has_state}
-        self._grad_norm = grad_norm
-        self._devices, self._places = place_stages(stages, devices)
-        self._limit = parse_bytes(memory_limit) or reported_limit(self._devices)
+        used, places = place_stages(stages, devices)
+        self._settings = Settings(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            stages=stages,
+            microbatches=microbatches,
+            schedule=self._order,
+            planner=planner,
+            memory_limit_bytes=parse_bytes(memory_limit) or reported_limit(used),
+            host_limit_bytes=parse_bytes(host_memory_limit),
+            fates=dict(fates or {}),
+            checkpoint=checkpoint,
+            devices=used,
+            places=places,
+            has_aux=has_aux,
+            has_state=has_state,
+            grad_norm=grad_norm,
+        )
+        self._devices, self._microbatches = used, microbatches
+        self._limits = Limits(self._settings.memory_limit_bytes, self._settings.host_limit_bytes)
         self._store = shared_store()
-        self._builds: dict[Any, Build] = {}
-        self._warm: dict[Any, Build] = {}  # for the synchronous steps before an asynchronous stream
+        self._builds = Builds(self._settings, self._store)
         self.ledger = Ledger(self._devices)
         if not self._order.synchronous:
             self.ledger.versions.period = self._order.period(microbatches)
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
-        self._planned: Planned | None = None
+        self._queue: deque[Migration] = deque()
+        self.history: list[Change] = []
 
     # Setting up
 
@@ -147,11 +156,11 @@ class Pipeline:
         if callable(params):
             if rng is None:
                 raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
-            build = self._trace(jax.eval_shape(params, rng), batch, rng, model_state)
-            leaves = made_leaves(self._store, lambda key: self._stacks.split(params(key)), rng)
+            build = self._builds.trace(jax.eval_shape(params, rng), batch, rng, model_state)
+            leaves = made_leaves(self._store, lambda key: self._builds.stacks.split(params(key)), rng)
         else:
-            build = self._trace(abstract(params), batch, rng, model_state)
-            leaves = given_leaves(jax.tree.leaves(self._stacks.split(params)))
+            build = self._builds.trace(abstract(params), batch, rng, model_state)
+            leaves = given_leaves(jax.tree.leaves(self._builds.stacks.split(params)))
         named = {("parameter", i): leaf for i, leaf in enumerate(leaves)}
         named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
         return self._place(build, named, None if rng is None else key_words(rng), 0)
@@ -159,73 +168,16 @@ class Pipeline:
     def _place(
         self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int, updates: int = 0
     ) -> State:
-        check_limit(build.peaks, self._devices, self._limit, self._host_limit)
+        self._check_limit(build.peaks)
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self._placing(build)
-        check_limit(placing.peaks(leaves), self._devices, self._limit, idle="while its arrays are made")
+        self._check_limit(placing.peaks(leaves), "while its arrays are made")
         arrays = placing.place(self.ledger, leaves, self._store)
         return State(arrays, words, step, updates=updates)
 
     def _placing(self, build: Build) -> Placing:
         return Placing(build.traced.graph, build.optimizer, build.persistent, self._devices)
-
-    def _trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
-        """Traces at the shapes of a batch; the first time this also plans."""
-        micro = micro_batch_shapes(batch, self._microbatches)
-        self._inputs = (abstract(params), rng, abstract(model_state))
-        self._batch = abstract(batch)
-        first = next(iter(self._builds.values()), None)
-        cuts = first.traced.cuts if first else None
-        model = trace_model(self._loss_fn, params, micro, rng, model_state, cuts, **self._options)
-        self._stacks, traced, graph = model.stacks, model.traced, model.traced.graph
-        cut = partial(cut_for, self._optimizer, graph, model.params, self._microbatches, grad_norm=self._grad_norm)
-        optimizer = first.optimizer if first else cut(self._order)
-        build = self._build(traced, first.plan, optimizer) if first else self._first_build(traced, optimizer)
-        if self._order.warmup_updates:
-            plain = find_schedule("1f1b")
-            self._warm[batch_shapes(batch)] = replace(build, schedule=plain, optimizer=cut(plain))
-        self._builds[batch_shapes(batch)] = build
-        return build
-
-    def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
-        plan.check(len(traced.graph.layers), len(self._devices))
-        layer_s = self._planned.layer_s if self._planned else None
-        return Build(traced, plan, self._order, optimizer, self._microbatches, self._devices, self._store, layer_s)
-
-    def _first_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
-        """Plans, unless the plan is given, and makes the plan ready to run."""
-        if isinstance(self._wanted, Plan):
-            plan = self._wanted.with_schedule(self._schedule)
-            return self._build(traced, self._by_hand(traced, plan), optimizer)
-        layers = len(traced.graph.layers)
-        if self._wanted > layers:
-            raise ValueError(
-                f"{self._wanted} stages need as many layers, the model has {layers}: use at most {layers} stages"
-            )
-        request = Request(
-            self._planner,
-            self._wanted,
-            self._schedule,
-            self._microbatches,
-            self._places,
-            self._limit,
-            self._host_limit,
-        )
-        problem = measure(request, traced, optimizer, self._devices[0], self._store)
-
-        def peak_bytes_of(plan: Plan) -> int:
-            build = self._build(traced, self._by_hand(traced, plan), optimizer)
-            return max(peak.bytes for peak in build.peaks[:HOST])
-
-        self._planned = decide(request, problem, peak_bytes_of)
-        return self._build(traced, self._by_hand(traced, self._planned.plan), optimizer)
-
-    def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
-        """A plan with the fates that the user gave."""
-        if self._checkpoint is not None:
-            plan = checkpointed(traced.graph, plan, self._checkpoint)
-        return with_fates(traced.graph, plan, self._fates)
 
     # Running
 
@@ -274,11 +226,58 @@ class Pipeline:
 
     def evaluate(self, state: State, batch: Tree) -> Metrics:
         """The metrics of a batch, forward only; nothing changes."""
-        build = self._build_for(batch)
+        build = self._builds.of(batch)
         arrays = self._plain(build, state)
-        check_limit(build.peaks_of(build.evaluation), self._devices, self._limit, self._host_limit)
+        self._check_limit(build.evaluation_peaks)
         _, values = self._controller.run(build.evaluation, arrays, self.feeds(batch, state.words, state.step))
         return self._metrics(build, values)
+
+    def migrate(self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked") -> State:
+        """Moves layers while training runs: from a micro-batch on, this plan holds. Values do not change.
+
+        Args:
+            state: the newest; consumed if the move is made at once.
+            plan: the new one: other cuts, other fates, another number of stages.
+            at: (step, micro-batch) of its first micro-batch; now unless given. Inside a step devices do not wait for
+                more than the layers' sums of gradients. A step that is not there yet is waited for.
+            why: kept in `history`.
+
+        Raises:
+            ValueError: the plan does not fit the model or the devices, or the moment is over.
+            MemoryLimitExceeded: the plan does not keep the limit, or the way to it does not.
+        """
+        step, microbatch = at or (state.step, 0)
+        if step < state.step or not 0 <= microbatch < self._microbatches:
+            raise ValueError(
+                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"{self._microbatches - 1}"
+            )
+        if self._queue and (earliest := self._queue[-1].change.step + 1) > step:
+            _log.warning("a migration is under way: the next one waits for step %d", earliest)
+            step, microbatch = earliest, 0
+        old = self._queue[-1].new if self._queue else self.build
+        self._queue.append(prepare(old, self._builds.under(plan, old), (step, microbatch), why, self._limits))
+        return self._moved(state)
+
+    def _moved(self, state: State, build: Build | None = None) -> State:
+        """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
+        while self._queue and self._queue[0].change.step <= state.step:
+            migration = self._queue[0]
+            if migration.change.how == "inside":
+                if migration.change.step == state.step and build in (None, migration.old):
+                    break
+                migration = prepare(migration.old, migration.new, (state.step, 0), migration.change.why, self._limits)
+            self._queue.popleft()
+            state.check(migration.bound.lowered.persistent)
+            arrays, _ = self._controller.run(migration.bound, state.arrays, {})
+            state = replace(state, arrays=arrays)
+            self._switch(migration)
+        return state
+
+    def _switch(self, migration: Migration) -> None:
+        self._builds.switch(migration.new)
+        self.history.append(migration.change)
+        _log.info("%s", migration.change)
 
     def wait(self, state: State) -> State:
         """Waits until a state is there; if a stage failed on the way to it, says which."""
@@ -289,19 +288,23 @@ class Pipeline:
 
     def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
         """One step of a run; also the losses of its micro-batches, if they are known apart."""
-        build = self._build_for(batch)
+        state = self._moved(state, self._builds.of(batch))
+        build = self._builds.of(batch)
+        inside = self._queue.popleft() if self._queue and self._queue[0].change.step == state.step else None
         self._controller.check(wait=False)
         warm = not self._order.synchronous and state.updates < self._order.warmup_updates
         if warm:
-            build = self._warm[batch_shapes(batch)]
+            build = self._builds.warm(batch)
         if warm or self._order.synchronous:
-            bound, uses, updates, flight = build.step, (), 1, 0
+            bound, uses, updates, flight = inside.bound if inside else build.step, (), 1, 0
         else:
             n = step_of(build, state.flight)
             bound, uses, flight = build.steps[n], build.stream.steps[n].uses, state.flight + 1
             updates = self._microbatches // self._order.period(self._microbatches)
         state.check(bound.lowered.persistent)
         arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
+        if inside:
+            self._switch(inside)
         if uses:
             self.ledger.versions.record(uses, state.step * self._microbatches, state.updates)
         losses = values[-self._microbatches :] if flight else []
@@ -311,33 +314,21 @@ class Pipeline:
     @property
     def build(self) -> Build:
         """What this pipeline runs, for whoever follows it."""
-        if not self._builds:
-            raise ValueError("this pipeline has no model yet: call init or restore first")
-        return next(iter(self._builds.values()))
+        return self._builds.first
 
     @property
     def stacks(self) -> Stacks:
         """How stacked parameters are split into layers."""
-        return self._stacks
+        return self._builds.stacks
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
         """As it was given."""
-        return self._optimizer
+        return self._settings.optimizer
 
     def _plain(self, build: Build, state: State) -> tuple[jax.Array, ...]:
         state.check(len(names_of(build, state.flight)) if state.flight else len(build.persistent))
         return plain_arrays(build, state)
-
-    def _build_for(self, batch: Tree) -> Build:
-        if not self._builds:
-            raise ValueError("this pipeline has no model yet: call init or restore first")
-        key = batch_shapes(batch)
-        if key not in self._builds:
-            _log.warning("the shapes of the batch changed: tracing and compiling for them")
-            params, rng, model_state = self._inputs
-            self._trace(params, batch, rng, model_state)
-        return self._builds[key]
 
     def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
         """What the micro-batches of a step read from the host; `words` are those of the run's key."""
@@ -353,7 +344,7 @@ class Pipeline:
     def _metrics(self, build: Build, values: list[jax.Array]) -> Metrics:
         groups = len(build.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
-        if self._options["has_aux"]:
+        if self._settings.has_aux:
             metrics["aux"] = jax.tree.unflatten(build.traced.loss.aux_tree, values[1 : 1 + groups])
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
@@ -364,7 +355,7 @@ class Pipeline:
     @property
     def programs(self) -> dict[Device, int]:
         """The number of compiled programs that steps use, per device."""
-        used = set().union(*(build.executables for build in self._builds.values()))
+        used = set().union(*(build.executables for build in self._builds))
         return {device: sum(d == device for _, d in used) for device in self._devices}
 
     @property
@@ -380,18 +371,19 @@ class Pipeline:
     def explain(self) -> str:
         """A text that says what runs where, what it costs and why."""
         build = self.build
-        reasons = cut_reasons(self._planned.problem, self._planned.decision) if self._planned else ()
+        planned = None if self.history else self._builds.planned
+        reasons = cut_reasons(planned.problem, planned.decision) if planned else ()
         return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices, reasons)
 
     def params(self, state: State) -> Tree:
         """The parameters as the caller gave them, as numpy arrays."""
         values = self._host_values(state, "parameter")
-        split = jax.tree.structure(self._stacks.split(self._inputs[0]))
-        return self._stacks.join(jax.tree.unflatten(split, values))
+        split = jax.tree.structure(self._builds.stacks.split(self._builds.inputs[0]))
+        return self._builds.stacks.join(jax.tree.unflatten(split, values))
 
     def model_state(self, state: State) -> Tree:
         """The model state as the caller gave it, as numpy arrays (keys as keys)."""
-        return jax.tree.unflatten(jax.tree.structure(self._inputs[2]), self._host_values(state, "state"))
+        return jax.tree.unflatten(jax.tree.structure(self._builds.inputs[2]), self._host_values(state, "state"))
 
     def _host_values(self, state: State, kind: str) -> list[Any]:
         found = self._placing(self.build).values(self._plain(self.build, state))
@@ -413,7 +405,7 @@ class Pipeline:
     @property
     def planned(self) -> Planned | None:
         """What the plan was decided on; None if it was given."""
-        return self._planned
+        return self._builds.planned
 
     # Keeping
 
@@ -424,21 +416,21 @@ class Pipeline:
         """
         saving = self._saving
         arrays = {kind: self._host_values(state, kind) for kind in saving.names}
-        params, rng, model_state = self._inputs
-        shapes = {"params": params, "batch": self._batch, "model_state": model_state}
+        params, rng, model_state = self._builds.inputs
+        shapes = {"params": params, "batch": self._builds.batch, "model_state": model_state}
         saving.write(path, state, arrays, rng, shapes, self.ledger.versions, extra or {})
 
     def restore(self, path: str | Path) -> State:
         """The state that `save` wrote, under this pipeline's own plan."""
         arrays, meta = load_checkpoint(path)
         if not self._builds:
-            self._trace(*saved_inputs(path, meta))
+            self._builds.trace(*saved_inputs(path, meta))
         saving, words = self._saving, saved_words(meta)
         if "flight" not in meta:
             leaves = saving.leaves(path, arrays)
             return self._place(self.build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
         saving.check_flight(path, meta["flight"])
-        check_limit(self.build.peaks, self._devices, self._limit, self._host_limit)
+        self._check_limit(self.build.peaks)
         steps, values = int(meta["flight"]["steps"]), arrays["flight"]
         found = lifted(self.build, steps, [values[name] for name in sorted(values)], self.ledger)
         self.ledger.versions = VersionLedger.from_json(meta["flight"]["versions"])
@@ -447,3 +439,6 @@ class Pipeline:
     @property
     def _saving(self) -> Saving:
         return Saving(self.build, self._order, self._microbatches)
+
+    def _check_limit(self, peaks: Sequence[Peak], idle: str = "between steps") -> None:
+        check_limit(peaks, self._devices, self._limits.device_bytes, self._limits.host_bytes, idle)

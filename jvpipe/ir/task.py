@@ -51,11 +51,27 @@ def read_csv(path: str | Path) -> TaskLists:
 
 
 RowKind = Literal[
-    "FEED", "F", "R", "E", "ZERO", "B", "SEND", "OUT", "FREE", "IN", "LOSS", "U", "WEIGHT", "SHIFT", "SETTLE", "DROP"
+    "FEED",
+    "F",
+    "R",
+    "E",
+    "ZERO",
+    "B",
+    "SEND",
+    "MOVE",
+    "OUT",
+    "FREE",
+    "IN",
+    "LOSS",
+    "U",
+    "WEIGHT",
+    "SHIFT",
+    "SETTLE",
+    "DROP",
 ]
 
 
-COPIES = frozenset({"FEED", "SEND", "OUT", "FREE", "IN", "DROP"})
+COPIES = frozenset({"FEED", "SEND", "MOVE", "OUT", "FREE", "IN", "DROP"})
 """Kinds of rows that run no program."""
 
 
@@ -64,8 +80,9 @@ class Row:
     """A lowered task: what the controller dispatches, one program or one copy.
 
     FEED brings a batch leaf from the host, F and B are a layer's forward and backward, R a forward that runs again,
-    E one without residuals, ZERO makes a device's gradient accumulators, SEND copies to another device, OUT to the
-    host, IN back from it, FREE waits until an OUT is done and ends its source, LOSS sums the losses, U is a piece of
+    E one without residuals, ZERO makes a device's gradient accumulators, SEND copies to another device, MOVE what
+    belongs to a layer that changes places, OUT to the host, IN back from it, FREE waits until a copy is done and ends
+    its source, LOSS sums the losses, U is a piece of
     the update. In an asynchronous stream WEIGHT sums the weights of an update's micro-batches, SHIFT predicts or
     corrects weights, SETTLE notes what an update did, DROP ends what nobody will read. `reads`, `writes` and `frees`
     are ids in the buffer table; a buffer both read and written is updated in place. `program` says which program of

@@ -27,6 +27,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "R": ("recompute", "#c3aed6"),
     "U": ("update", "#8cc084"),
     "SEND": ("send", "#b5bcc4"),
+    "MOVE": ("move", "#7a8a99"),
     "RETURN": ("send", "#b5bcc4"),
     "FEED": ("feed", "#d9dee3"),
     "OUT": ("swap out", "#d96c75"),

@@ -11,7 +11,7 @@ from jvpipe.ir.buffers import Lowered, Peak, peaks
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import COPIES, Row, RowKind
+from jvpipe.ir.task import COPIES, Row, RowKind, TaskLists
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
@@ -21,7 +21,7 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules.emit import persistent_buffers
-from jvpipe.schedules.lower import lower_evaluation, lower_step
+from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
 from jvpipe.schedules.lower_stream import StreamLowering
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.slices import Step
@@ -29,7 +29,7 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
 
 
-@dataclass
+@dataclass(eq=False)
 class Build:
     """Everything that a step of one batch shape needs; what is not asked for is not compiled."""
 
@@ -60,13 +60,23 @@ class Build:
     def _signatures(self) -> list[list[Signature]]:
         return [[p.signature for p in programs] for programs in self.programs]
 
+    @property
+    def lists(self) -> TaskLists:
+        """The tasks of each stage in a synchronous step."""
+        return self.schedule.lists(len(self.plan.stages), self.microbatches)
+
+    def forms(self, first: int = 0) -> list[Form]:
+        """How each micro-batch of a step runs; `first` numbers its programs."""
+        graph, (signatures, *last) = self.traced.graph, self._signatures
+        found = [Form.of(graph, self.plan, signatures, first)] * self.microbatches
+        if last:
+            found[-1] = Form(first + 1, self.plan, Fates.of(graph, self.plan.without_fates()), last[0])
+        return found
+
     @cached_property
     def step(self) -> Bound:
         """A synchronous step."""
-        signatures, *last = self._signatures
-        lists = self.schedule.lists(len(self.plan.stages), self.microbatches)
-        graph = self.traced.graph
-        return self._bound(lower_step(graph, signatures, self.plan, lists, self.optimizer, self.layer_s, *last))
+        return self.bound(lower_step(self.traced.graph, self.forms(), self.lists, self.optimizer, self.layer_s))
 
     @property
     def lowered(self) -> Lowered:
@@ -85,7 +95,7 @@ class Build:
     @cached_property
     def steps(self) -> tuple[Bound, ...]:
         """The steps of a stream that differ; all later ones are like the last."""
-        return tuple(self._bound(step.lowered) for step in self.stream.steps)
+        return tuple(self.bound(step.lowered) for step in self.stream.steps)
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
         """What is left to do of a stream after so many steps."""
@@ -93,7 +103,7 @@ class Build:
         if n not in self.drains:
             step = self.stream.drain(n)
             assert step.before == self.stream.steps[n - 1].after
-            self.drains[n] = step, self._bound(step.lowered)
+            self.drains[n] = step, self.bound(step.lowered)
         return self.drains[n]
 
     @cached_property
@@ -110,13 +120,20 @@ class Build:
         return tuple(max(column, key=lambda peak: peak.bytes) for column in zip(*found, strict=True))
 
     @cached_property
+    def evaluation_peaks(self) -> tuple[Peak, ...]:
+        """The same for an evaluation."""
+        return self.peaks_of(self.evaluation)
+
+    @cached_property
     def evaluation(self) -> Bound:
         """The forward alone."""
-        return self._bound(lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches))
+        return self.bound(lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches))
 
-    def _bound(self, lowered: Lowered) -> Bound:
+    def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
+        """Rows made ready to run; `programs` are those of the rows' forms, if they are not this build's."""
         tasks = {_task(row): row for row in lowered.rows if row.kind not in COPIES}
-        wanted = [(self._program(lowered, row), self.devices[row.device]) for row in tasks.values()]
+        known = programs or self.programs
+        wanted = [(self._program(lowered, row, known), self.devices[row.device]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device) for program, device in wanted}
         return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
@@ -124,13 +141,13 @@ class Build:
     def _calls_host(self, row: Row) -> bool:
         return row.kind in ("F", "R", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
 
-    def _program(self, lowered: Lowered, row: Row) -> Program:
+    def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
         graph, layer = self.traced.graph, row.layer
         match row.kind:
             case "F" | "R":
-                return forward_program(self.programs[row.program][layer])
+                return forward_program(programs[row.program][layer])
             case "B":
-                return self.backward_program(self.programs[row.program][layer])
+                return self.backward_program(programs[row.program][layer])
             case "E":
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
@@ -164,10 +181,10 @@ class Build:
         return shape(self.traced.graph.parameters[int(str(key[1]))].array)
 
 
-def _task(row: Row) -> tuple[RowKind, int, int, int, int]:
+def _task(row: Row) -> tuple[RowKind, int, int, int, int, int]:
     """What distinguishes executables: rows that differ in the micro-batch alone share one."""
     kind = "F" if row.kind == "R" else row.kind
-    return kind, row.layer, row.program, row.device, len(row.reads)
+    return kind, row.layer, row.program, row.device, len(row.reads), len(row.writes)
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:

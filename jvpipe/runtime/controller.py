@@ -81,7 +81,7 @@ def bind(
         target, source = (_place(buffers, found) if found else row.device for found in (born, dead))
         feed, temporary = None, 0
         match row.kind:
-            case "SEND":
+            case "SEND" | "MOVE":
                 run = _in_list(_jax.copier(devices[target]))
             case "OUT":
                 run = _in_list(_jax.swapper(devices[row.device], "pinned_host"))
@@ -165,6 +165,7 @@ class Controller:
         if monitor is not None:
             monitor.begin(lowered)
         instructions = bound.instructions
+        before = list(live)
         for index in turns(lowered.rows, bound.targets, table):
             run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row = instructions[index]
             live[target] += born
@@ -176,6 +177,7 @@ class Controller:
                 try:
                     out = run(*gather(table))
                 except Exception as error:
+                    live[:] = before
                     raise self.failure(error, row) from error
                 for b, x in zip(writes, out):  # noqa: B905 - a marker may follow
                     table[b] = x

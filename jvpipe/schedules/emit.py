@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from jvpipe.ir.buffers import PERSISTENT, Buffer, Lowered, Owner
+from jvpipe.ir.buffers import HOST, PERSISTENT, Buffer, Lowered, Owner
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Row, RowKind
@@ -11,15 +11,29 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 Key = tuple[Hashable, ...]
 GLOBAL = -1  # stands where a layer would, for what concerns all of them
+_PLACE = {
+    "parameter": 2,
+    "constant": 2,
+    "state": 3,
+    "gradient": 3,
+    "loss": 3,
+    "aux": 3,
+    "weight": 1,
+}  # where keys name the device
+_ALONE = ("gradient", "optimizer")  # of these there is one, where its layer runs
 
 
 class Emitter:
-    """Collects rows and buffers; a buffer is named by a key and made once."""
+    """Collects rows and buffers; a buffer is named by a key and made once.
+
+    `stage` and `device` say where layers run under the plan of the micro-batch that is written. Where that changes,
+    what a layer has left elsewhere is moved when it is read (`bring`).
+    """
 
     def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -> None:
         self.graph, self.optimizer = graph, optimizer
-        self.stage = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
-        self.device = {layer: plan.stages[s].devices[0] for layer, s in self.stage.items()}
+        self._places: dict[int, None] = {}  # the devices of all plans so far
+        self.enter(plan)
         self.accumulates = True  # several micro-batches per update: their gradients are added up
         self.rows: list[Row] = []
         self.buffers: list[Buffer] = []
@@ -27,9 +41,19 @@ class Emitter:
         self.reruns: set[tuple[int, int]] = set()  # layers and micro-batches whose forward ran again
         self.moved: dict[Key, Key] = {}  # where a backward finds what a forward left elsewhere
         self.successor: dict[int, int] = {}  # of a persistent buffer: the one that takes its place after the step
+        self.leaving: list[tuple[int, int]] = []  # persistent buffers whose layer has moved, and their copies
+        self.by_host = False  # what moves waits on the host until all of it has left
+        self.arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
         for buffer in persistent_buffers(graph, plan, optimizer):
             self.new(buffer.key, buffer.owner, buffer.bytes, buffer.device)
         self.persistent = len(self.buffers)
+
+    def enter(self, plan: Plan) -> None:
+        """What is written from here on runs under this plan."""
+        self.plan = plan
+        self.stage = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
+        self.device = {layer: plan.stages[s].devices[0] for layer, s in self.stage.items()}
+        self._places |= dict.fromkeys(self.device.values())
 
     def new(self, key: Key, owner: Owner, size: int, device: int) -> int:
         """The id of a buffer, made if there is none of this name yet."""
@@ -62,6 +86,58 @@ class Emitter:
             self.emit("SEND", layer, microbatch, [self.ids[key]], [new], device=source.device)
         return self.ids[target]
 
+    def find(self, key: Key) -> Key | None:
+        """The name of a buffer that holds what this name says, on its device or on another."""
+        if key in self.ids:
+            return key
+        at = _PLACE[str(key[0])]
+        names = ((*key[:at], d, *key[at + 1 :]) for d in self._places)
+        return next((name for name in names if name in self.ids), None)
+
+    def bring(self, key: Key, layer: int, m: int = -1) -> int:
+        """The buffer of this name; what still lies where its layer ran before is moved."""
+        if key in self.ids:
+            return self.ids[key]
+        found = self.find(key)
+        assert found is not None, key
+        return self._move(found, key, int(str(key[_PLACE[str(key[0])]])), layer, m)
+
+    def bring_optimizer(self, j: int, holder: int, device: int) -> int:
+        """A layer's part of the optimizer's state, on the layer's device."""
+        return self._move(("optimizer", j, holder), ("optimizer", j, holder), device, holder)
+
+    def _move(self, key: Key, target: Key, device: int, layer: int, m: int = -1) -> int:
+        b = self.ids[key]
+        source = self.buffers[b]
+        if source.device == device:
+            return b
+        if key[0] in _ALONE:
+            del self.ids[key]
+        new = self.new(target, source.owner, source.bytes, device)
+        if self.by_host:
+            host = self.new(("host", *target), source.owner, source.bytes, HOST)
+            self.emit("OUT", layer, m, [b], [host], device=source.device)
+            self.leaving.append((b, host))
+            self.arriving.append((host, new))
+        else:
+            self.emit("MOVE", layer, m, [b], [new], device=source.device)
+            if b < self.persistent:
+                self.leaving.append((b, new))
+        return new
+
+    def commit(self) -> None:
+        """Once the copies are there, what they were made of is freed: up to here nothing has left its place."""
+        staying = set(self._staying)
+        for old, new in self.leaving:
+            self.emit("FREE", GLOBAL, -1, [old, new], [], device=self.buffers[old].device)
+        for d in self._places:  # what the new plan has elsewhere, or newer
+            gone = [b for b in range(self.persistent) if b not in staying and self.buffers[b].device == d]
+            if gone:
+                self.emit("DROP", GLOBAL, -1, gone, [], device=d)
+        for host, new in self.arriving:
+            self.emit("IN", GLOBAL, -1, [host], [new], device=self.buffers[new].device)
+        self.leaving, self.arriving = [], []
+
     def parameter(self, p: int, layer: int, m: int, *, back: bool) -> Key:
         """Where a layer finds a parameter, in the forward of a micro-batch or, `back`, for its backward."""
         return ("parameter", p, self.device[layer])
@@ -80,9 +156,14 @@ class Emitter:
         self.buffers[b] = replace(self.buffers[b], key=new)
         return b
 
+    @property
+    def _staying(self) -> list[int]:
+        """What lies on the devices after the step."""
+        return [self.ids[buffer.key] for buffer in persistent_buffers(self.graph, self.plan, self.optimizer)]
+
     def lowered(self, metrics: Sequence[Key]) -> Lowered:
         """The finished step: every buffer is freed at the last row that touches it."""
-        final = tuple(self.successor.get(b, b) for b in range(self.persistent))
+        final = tuple(self.successor.get(b, b) for b in self._staying)
         named = tuple(self.ids[key] for key in metrics)
         lasting = {*final, *named}
         last = {b: i for i, row in enumerate(self.rows) for b in (*row.reads, *row.writes) if b not in lasting}
@@ -106,15 +187,19 @@ def persistent_buffers(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -
     for j, holder in sorted((j, GLOBAL if layer is None else layer) for j, layer in optimizer.holders):
         found.append(Buffer(("optimizer", j, holder), "optimizer", optimizer.state[j].array.bytes, places[holder]))
     for k, array in enumerate(graph.state):
-        reading = [layer.id for layer in graph.layers if k in layer.reading("state")]
-        writing = [layer.id for layer in graph.layers if k in layer.writing("state")]
-        touching = dict.fromkeys(device[layer] for layer in (reading or writing or [0]))
-        found += [Buffer(("state", k, -1, d), "state", array.bytes, d) for d in touching]
+        found += [Buffer(("state", k, -1, d), "state", array.bytes, d) for d in state_places(graph, device, k)]
     for c, array in enumerate(graph.constants):
         using = dict.fromkeys(device[layer.id] for layer in graph.layers if c in layer.reading("constant"))
         found += [Buffer(("constant", c, d), "constant", array.bytes, d) for d in using]
     assert all(buffer.owner in PERSISTENT for buffer in found)
     return tuple(found)
+
+
+def state_places(graph: LayerGraph, device: dict[int, int], k: int) -> tuple[int, ...]:
+    """The devices that hold a leaf of the model state."""
+    reading = [layer.id for layer in graph.layers if k in layer.reading("state")]
+    writing = [layer.id for layer in graph.layers if k in layer.writing("state")]
+    return tuple(dict.fromkeys(device[layer] for layer in (reading or writing or [0])))
 
 
 def home(graph: LayerGraph, device: dict[int, int]) -> int:

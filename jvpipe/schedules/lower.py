@@ -1,6 +1,6 @@
 """From a schedule's task lists to the rows that the controller dispatches, and the table of their buffers."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Lowered
@@ -9,123 +9,186 @@ from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home
+from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home, persistent_buffers, state_places
 from jvpipe.schedules.order import dispatch_order
 from jvpipe.schedules.swaps import Swaps
 from jvpipe.schedules.update import lower_update
 
 
 class Form(NamedTuple):
-    """How a micro-batch runs: the fates of what it leaves, and with them the programs of each layer.
+    """How a micro-batch runs: where, the fates of what it leaves, and with them the programs of each layer.
 
     `program` tells the forms of one step apart.
     """
 
     program: int
+    plan: Plan
     fates: Fates
     signatures: Sequence[Signature]
+
+    @staticmethod
+    def of(graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], program: int = 0) -> "Form":
+        """The form of a plan's fates and of the programs that were made for them."""
+        return Form(program, plan, Fates.of(graph, plan), signatures)
 
 
 def lower_step(
     graph: LayerGraph,
-    signatures: Sequence[Signature],
-    plan: Plan,
+    forms: Sequence[Form],
     lists: TaskLists,
     optimizer: OptimizerCut,
     layer_s: Sequence[float] | None = None,
-    last: Sequence[Signature] | None = None,
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
+    Where a micro-batch runs under another plan than the one before, what belongs to the layers that move follows:
+    their weights one micro-batch ahead, their sums of gradients and model state between two tasks.
+
     Args:
         graph: the layers.
-        signatures: of each layer's programs, under the plan's fates.
-        plan: where layers run, and the fates.
+        forms: of each micro-batch; the last one's plan is that of the step's end.
         lists: the tasks of each stage.
         optimizer: the update.
         layer_s: the layers' seconds, if known: they order the dispatch between devices.
-        last: the signatures for the last micro-batch, if that keeps everything (`plan.keep_last`).
     """
-    pen = Emitter(graph, plan, optimizer)
-    micro = 1 + max(task.microbatch for task in lists[0])
-    usual = Form(0, Fates.of(graph, plan), signatures)
-    forms = [usual] * micro
-    if last is not None:
-        forms[-1] = Form(1, Fates.of(graph, plan.without_fates()), last)
+    pen = Emitter(graph, forms[0].plan, optimizer)
+    micro = len(forms)
+    ahead = {m - 1: forms[m].plan for m in range(1, micro) if forms[m].plan is not forms[m - 1].plan}
     swaps = Swaps(pen, lists, lambda task: swapped(pen, forms[task.microbatch], task))
-    for task in order(graph, plan, lists, layer_s):
-        layers = [graph.layers[i] for i in plan.stages[task.stage].layers]
+    for task in order(graph, [form.plan for form in forms], lists, layer_s):
         m, form = task.microbatch, forms[task.microbatch]
+        if m in ahead:
+            resettle(pen, ahead.pop(m))
+        pen.enter(form.plan)
+        layers = [graph.layers[i] for i in form.plan.stages[task.stage].layers]
         swaps.before(task)
         if task.kind == "F":
             for layer in layers:
                 forward(pen, layer, m, form)
-                losses(pen, layer, m, range(micro))
+                losses(pen, layer, range(micro))
         else:
             for layer in reversed(layers):
                 backward(pen, layer, m, form)
         swaps.after(task)
-    for k, d in [(b.key[1], b.key[3]) for b in pen.buffers[: pen.persistent] if b.key[0] == "state"]:
-        pen.successor[pen.ids["state", k, -1, d]] = pen.ids.get(("state", k, micro - 1, d), pen.ids["state", k, -1, d])
+    pen.enter(forms[-1].plan)
+    for k in range(len(graph.state)):
+        for d in state_places(graph, pen.device, k):
+            left = pen.find(("state", k, micro - 1, d)) or ("state", k, -1, d)
+            pen.ids["state", k, -1, d] = pen.bring((*left[:3], d), GLOBAL)
+    if forms[-1].plan is not forms[0].plan:
+        pen.commit()
     metrics = metric_keys(graph)
     if lower_update(pen):
         metrics.append(("metric", "grad_norm"))
     return pen.lowered(metrics)
 
 
+def resettle(pen: Emitter, plan: Plan) -> None:
+    """Moves what lies on the devices between steps to where a plan has it; the model state follows its micro-batch."""
+    pen.enter(plan)
+    for buffer in persistent_buffers(pen.graph, plan, pen.optimizer):
+        kind, index, holder, *_ = buffer.key
+        if kind == "optimizer":
+            pen.bring_optimizer(int(str(index)), int(str(holder)), buffer.device)
+        elif kind != "state":
+            pen.bring(buffer.key, GLOBAL)
+
+
+def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> Lowered:
+    """Between two steps: from where one plan has everything to where another one does.
+
+    With `by_host` all that moves leaves its device before anything arrives.
+    """
+    pen = Emitter(graph, old, optimizer)
+    pen.by_host = by_host
+    resettle(pen, new)
+    for k in range(len(graph.state)):
+        for d in state_places(graph, pen.device, k):
+            pen.bring(("state", k, -1, d), GLOBAL)
+    pen.commit()
+    return pen.lowered(())
+
+
 def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int) -> Lowered:
     """Lowers forwards alone, without residuals; the model state stays as it is."""
     lists = tuple(tuple(Task(s, "F", m) for m in range(microbatches)) for s in range(len(plan.stages)))
     pen = Emitter(graph, plan, optimizer)
-    for task in order(graph, plan, lists, None):
+    for task in order(graph, [plan] * microbatches, lists, None):
         for layer in plan.stages[task.stage].layers:
             forward(pen, graph.layers[layer], task.microbatch, None)
-            losses(pen, graph.layers[layer], task.microbatch, range(microbatches))
+            losses(pen, graph.layers[layer], range(microbatches))
     return pen.lowered(metric_keys(graph))
+
+
+class _Neighbours:
+    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward."""
+
+    def __init__(self, graph: LayerGraph, plan: Plan, layer_s: Sequence[float] | None) -> None:
+        self.stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
+        self.devices = [found.devices[0] for found in plan.stages]
+        self.seconds = [sum(layer_s[i] if layer_s else 1.0 for i in found.layers) for found in plan.stages]
+        self.before: list[set[int]] = [set() for _ in plan.stages]
+        self.after: list[set[int]] = [set() for _ in plan.stages]
+        stage = self.stage
+        for tensor in graph.tensors:
+            for reader in tensor.readers:
+                if stage[reader] != stage[tensor.producer]:
+                    self.before[stage[reader]].add(stage[tensor.producer])
+                    if tensor.differentiable:
+                        self.after[stage[tensor.producer]].add(stage[reader])
+        for parameter in graph.parameters:  # the owner sends each version on, and waits for its readers' gradients
+            for reader in parameter.readers:
+                if stage[reader] != stage[parameter.owner]:
+                    self.before[stage[reader]].add(stage[parameter.owner])
+                    self.after[stage[parameter.owner]].add(stage[reader])
 
 
 def order(
     graph: LayerGraph,
-    plan: Plan,
+    plans: Sequence[Plan],
     lists: TaskLists,
     layer_s: Sequence[float] | None,
     done: Collection[Task] = (),
+    waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
-    """The tasks of all stages in one order in which they can be dispatched; `done` are those before."""
-    stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
-    cost = layer_s or [1.0] * len(graph.layers)
-    seconds = [sum(cost[layer] for layer in found.layers) for found in plan.stages]
-    before: list[set[int]] = [set() for _ in plan.stages]
-    after: list[set[int]] = [set() for _ in plan.stages]
-    for tensor in graph.tensors:
-        for reader in tensor.readers:
-            if stage[reader] != stage[tensor.producer]:
-                before[stage[reader]].add(stage[tensor.producer])
-                if tensor.differentiable:
-                    after[stage[tensor.producer]].add(stage[reader])
-    for parameter in graph.parameters:  # the owner sends each version on, and waits for its readers' gradients
-        for reader in parameter.readers:
-            if stage[reader] != stage[parameter.owner]:
-                before[stage[reader]].add(stage[parameter.owner])
-                after[stage[parameter.owner]].add(stage[reader])
+    """The tasks of all stages in one order in which they can be dispatched.
+
+    Args:
+        graph: the layers.
+        plans: of each micro-batch.
+        lists: the tasks of each stage.
+        layer_s: the layers' seconds, if known.
+        done: the tasks before.
+        waits_too: what a task waits for beside values: versions of the weights.
+    """
+    known = {id(plan): _Neighbours(graph, plan, layer_s) for plan in plans}
+    at = [known[id(plan)] for plan in plans]
     writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
-    carried = {
-        (stage[layer.id], stage[writer[k]]) for layer in graph.layers for k in layer.reading("state") if k in writer
-    }
+    carried = [(layer.id, writer[k]) for layer in graph.layers for k in layer.reading("state") if k in writer]
 
     def waits_for(task: Task) -> Iterable[Task]:
         s, kind, m = task
+        here, earlier = at[m], at[m - 1] if m else None
         if kind == "F":
-            yield from (Task(p, "F", m) for p in before[s])
-            yield from (Task(w, "F", m - 1) for r, w in carried if r == s != w and m > 0)
+            yield from (Task(p, "F", m) for p in here.before[s])
+            if earlier is not None:
+                there = {earlier.stage[w] for layer, w in carried if here.stage[layer] == s}
+                yield from (Task(w, "F", m - 1) for w in there if w != s)
         elif kind == "B":
             yield Task(s, "F", m)
-            yield from (Task(p, "B", m) for p in after[s])
+            yield from (Task(p, "B", m) for p in here.after[s])
+            if earlier is not None and earlier is not here:  # the sums of gradients come from there
+                there = {earlier.stage[layer] for layer, found in here.stage.items() if found == s}
+                yield from (Task(p, "B", m - 1) for p in there if p != s)
+        yield from waits_too(task)
 
     def task_s(task: Task) -> float:
-        return seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
+        return at[task.microbatch].seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
 
-    return dispatch_order(lists, waits_for, task_s, [found.devices[0] for found in plan.stages], done)
+    def device(task: Task) -> int:
+        return at[task.microbatch].devices[task.stage]
+
+    return dispatch_order(lists, waits_for, task_s, device, done)
 
 
 def _key(pen: Emitter, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Key:
@@ -145,11 +208,11 @@ def _read(pen: Emitter, layer: Layer, ref: Ref, m: int, *, back: bool = False) -
     key = _key(pen, layer, ref, m, back=back)
     if ref.kind == "state":  # as the previous micro-batch left it
         before = (ref.kind, ref.index, m - 1, pen.device[layer.id])
-        return pen.ids.get(before, pen.ids["state", ref.index, -1, pen.device[layer.id]])
+        return pen.bring(before if pen.find(before) else (ref.kind, ref.index, -1, pen.device[layer.id]), layer.id, m)
     if ref.kind in ("batch", "seed") and key not in pen.ids:
         size = pen.graph.batch[ref.index].bytes if ref.kind == "batch" else pen.graph.seed_bytes
         pen.emit("FEED", layer.id, m, [], [pen.new(key, "batch", size, pen.device[layer.id])])
-    return pen.ids[key]
+    return pen.bring(key, layer.id, m) if ref.kind in ("parameter", "constant") else pen.ids[key]
 
 
 def _write(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
@@ -191,7 +254,7 @@ def forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
             case "tensor":
                 places = [pen.device[reader] for reader in graph.tensors[ref.index].readers]
             case "state" if form is not None:
-                places = [b.device for b in pen.buffers[: pen.persistent] if b.key[:2] == ("state", ref.index)]
+                places = state_places(graph, pen.device, ref.index)
             case "aux":
                 places = [home(graph, pen.device)]
             case _:
@@ -202,7 +265,7 @@ def forward(pen: Emitter, layer: Layer, m: int, form: Form | None) -> None:
 
 def swapped(pen: Emitter, form: Form, task: Task) -> list[Key]:
     """What goes to the host after a forward: swapped residuals, and swapped edges that a backward here reads."""
-    (s, _, m), (_, fates, signatures) = task, form
+    (s, _, m), (_, _, fates, signatures) = task, form
     graph = pen.graph
     layers = [graph.layers[i] for i, stage in pen.stage.items() if stage == s]
     found: list[Key] = [
@@ -285,14 +348,14 @@ def _zeros(pen: Emitter, layer: Layer, m: int) -> None:
     pen.emit("ZERO", GLOBAL, -1, [], writes, device=d, program=min(together))
 
 
-def losses(pen: Emitter, layer: Layer, m: int, batch: range, *tag: Hashable) -> None:
+def losses(pen: Emitter, layer: Layer, batch: range, *tag: Hashable) -> None:
     """Once every micro-batch of a batch has its loss and aux: their sums, in buffers that `tag` tells apart."""
     graph, d = pen.graph, home(pen.graph, pen.device)
-    if m < batch[-1] or not (layer.writing("loss") or layer.writing("aux")):
+    if not (layer.writing("loss") or layer.writing("aux")):
         return
     parts = [("loss", i) for i in range(1 + graph.weighted)] + [("aux", i) for i in range(len(graph.aux))]
     keys = [(kind, i, n, d) for kind, i in parts for n in batch]
-    if all(key in pen.ids for key in keys) and ("metric", "loss", *tag) not in pen.ids:
+    if all(map(pen.find, keys)) and ("metric", "loss", *tag) not in pen.ids:
         writes = [pen.new(("metric", "loss", *tag), "metric", graph.loss_bytes, d)]
         if graph.weighted:
             writes.append(pen.new(("weight", d, *tag), "metric", graph.loss_bytes, d))
@@ -300,7 +363,7 @@ def losses(pen: Emitter, layer: Layer, m: int, batch: range, *tag: Hashable) -> 
             size = sum(graph.aux[i].bytes for i in found[:1])
             stacked = 1 if graph.aux_reduced(group) else len(batch)
             writes.append(pen.new(("metric", f"aux{group}", *tag), "metric", size * stacked, d))
-        pen.emit("LOSS", graph.loss_layer, -1, [pen.ids[key] for key in keys], writes)
+        pen.emit("LOSS", graph.loss_layer, -1, [pen.bring(key, GLOBAL) for key in keys], writes)
 
 
 def metric_keys(graph: LayerGraph, *tag: Hashable) -> list[Key]:
@@ -315,7 +378,7 @@ def backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     _rerun(pen, form, layer, m)
     graph, d, signature = pen.graph, pen.device[layer.id], form.signatures[layer.id]
     sums = [pen.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
-    if pen.accumulates and sums and sums[0] not in pen.ids:
+    if pen.accumulates and sums and not pen.find(sums[0]):
         _zeros(pen, layer, m)
     sources = {
         "input": lambda i: _left(pen, layer, layer.reads[i], m),
@@ -325,7 +388,7 @@ def backward(pen: Emitter, layer: Layer, m: int, form: Form) -> None:
     reads = [sources[kind](i) for kind, i in signature.sources]
     reads += [pen.ids["cotangent", layer.writes[i].index, m, d] for i in signature.cotangents]
     reads += [pen.ids["cotangent", layer.reads[i].index, m, d] for i in signature.partial]
-    reads += [pen.ids[key] for key in sums if pen.accumulates]
+    reads += [pen.bring(key, layer.id, m) for key in sums if pen.accumulates]
     tensors = [layer.reads[i].index for i in signature.returned]
     writes = [pen.new(key, "gradient", graph.parameters[int(str(key[1]))].array.bytes, d) for key in sums]
     writes += [pen.new(("cotangent", t, m, d), "edge", graph.tensors[t].array.bytes, d) for t in tensors]

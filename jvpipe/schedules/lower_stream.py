@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import LayerGraph, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
@@ -50,17 +49,17 @@ class StreamLowering:
 
     def _lower(self, steps: int, *, drained: bool) -> list[Step]:
         S, M = len(self.plan.stages), self.microbatches
-        lists = parts(self.schedule, S, M, steps, drained=drained)
+        lists, count = parts(self.schedule, S, M, steps, drained=drained), steps * M
         whole = self.schedule.with_updates(S, M, steps if drained else steps + 1 + -(-S // M))
         table = versions(self.schedule, whole, M)
         pen = VersionedEmitter(self.graph, self.plan, self.optimizer, self.schedule, table, M)
-        form = Form(0, Fates.of(self.graph, self.plan), self.signatures)
+        form = Form.of(self.graph, self.plan, self.signatures)
         swaps = Swaps(pen, _without_updates(lists), lambda task: swapped(pen, form, task))
         done: list[Task] = []
         bounds, names, uses = [0], [pen.names()], []
         ordered = []
         for part in lists:
-            ordered.append(order(self.graph, self.plan, part, self.layer_s, done))
+            ordered.append(order(self.graph, [self.plan] * count, part, self.layer_s, done))
             done += ordered[-1]
         pen.plan_reads(done)
         at = 0
@@ -90,7 +89,7 @@ class StreamLowering:
                 forward(pen, layer, m, form)
                 pen.send_tied(layer, m)
                 pen.weigh(layer, m)
-                losses(pen, layer, m, range(m // M * M, (m // M + 1) * M), "step", m // M)
+                losses(pen, layer, range(m // M * M, (m // M + 1) * M), "step", m // M)
             else:
                 backward(pen, layer, m, form)
         swaps.after(task)

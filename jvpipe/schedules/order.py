@@ -1,7 +1,7 @@
 """One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jvpipe.ir.task import Task, TaskLists
@@ -13,7 +13,7 @@ def dispatch_order(
     lists: TaskLists,
     waits_for: Waits,
     seconds: Callable[[Task], float],
-    device: Sequence[int],
+    device: Callable[[Task], int],
     done: Collection[Task] = (),
 ) -> list[Task]:
     """Merges task lists by simulated start time.
@@ -22,14 +22,14 @@ def dispatch_order(
         lists: per stage, its tasks in the order it runs them.
         waits_for: the tasks of other stages that a task needs the results of.
         seconds: how long a task takes; only ratios matter.
-        device: the device of each stage; stages on one device take turns.
+        device: where a task runs; stages on one device take turns.
         done: tasks that ran before.
 
     Raises:
         ValueError: the lists cannot progress; it says which task waits for what.
     """
     ended = dict.fromkeys(done, 0.0)
-    free = dict.fromkeys(device, 0.0)
+    free: dict[int, float] = {}
     at = [0] * len(lists)
     order = []
     ready: list[tuple[float, int, int]] = []
@@ -45,11 +45,12 @@ def dispatch_order(
     waiting = set(range(len(lists))) - {stage for *_, stage in ready}
     while ready:
         start, _, stage = heapq.heappop(ready)
-        if start < free[device[stage]]:  # its device is busy until later: look again then
-            heapq.heappush(ready, (free[device[stage]], -stage, stage))
-            continue
         task = lists[stage][at[stage]]
-        ended[task] = free[device[stage]] = start + seconds(task)
+        d = device(task)
+        if start < free.get(d, 0.0):  # its device is busy until later: look again then
+            heapq.heappush(ready, (free[d], -stage, stage))
+            continue
+        ended[task] = free[d] = start + seconds(task)
         order.append(task)
         at[stage] += 1
         for s in {*waiting, stage}:

@@ -27,7 +27,7 @@ def links_between_devices(lowered: Lowered) -> Links:
 
     def links(row: Row) -> Sequence[str]:
         match row.kind:
-            case "SEND":
+            case "SEND" | "MOVE":
                 return (f"device {row.device} to {lowered.buffers[row.writes[0]].device}",)
             case "OUT" | "IN":
                 return (f"device {row.device} host",)

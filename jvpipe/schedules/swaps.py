@@ -22,6 +22,7 @@ class Swaps:
 
     def __init__(self, pen: Emitter, lists: TaskLists, keys_of: Callable[[Task], list[Key]]) -> None:
         self._pen, self._keys_of = pen, keys_of
+        self._layer: dict[tuple[int, int], int] = {}  # the first of a stage under a micro-batch's plan
         self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
         self._keys: dict[tuple[int, int], list[Key]] = {}  # what each stage and micro-batch has swapped out
         self._leaving: list[list[int]] = [[] for _ in lists]  # micro-batches on their way out
@@ -46,6 +47,7 @@ class Swaps:
             self._back[s].discard(m)
         elif self._rests(task) and (keys := self._keys_of(task)):
             self._keys[s, m] = keys
+            self._layer[s, m] = next(layer for layer, stage in self._pen.stage.items() if stage == s)
             self._leaving[s].append(m)
             for key in keys:
                 source = self._pen.buffers[self._pen.ids[key]]
@@ -74,5 +76,4 @@ class Swaps:
 
     def _emit(self, kind: RowKind, s: int, m: int, key: Key, reads: list[int], writes: list[int]) -> None:
         d = self._pen.buffers[self._pen.ids[key]].device
-        layer = next(layer for layer, stage in self._pen.stage.items() if stage == s)
-        self._pen.emit(kind, layer, m, reads, writes, device=d)
+        self._pen.emit(kind, self._layer[s, m], m, reads, writes, device=d)

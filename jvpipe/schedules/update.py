@@ -32,7 +32,7 @@ def _read(pen: Emitter, slot: Slot, layer: int, d: int) -> int:
             key = ("gradient", slot.index, source)
             return pen.send((*key, pen.device[source]), (*key, d), d, source)
         case "weight":
-            return pen.send(("weight", here), ("weight", d), d, graph.loss_layer)
+            return pen.send(pen.find(("weight", here)) or (), ("weight", d), d, graph.loss_layer)
         case "partial":
             there = pen.device[slot.source]
             return pen.send((slot, there), (slot, d), d, slot.source)

@@ -23,7 +23,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.build import Build
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.lower import lower_step
+from jvpipe.schedules.lower import Form, lower_step
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 
 NAMES = [
@@ -72,7 +72,8 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(nam
         lists = problem.schedule.lists(stages, MICROBATCHES)
         signatures = [made.signature for made in programs(name)]
         for layer_s in (None, rng.uniform(0.1, 1, layers).tolist()):
-            step = lower_step(model.graph, signatures, plan, lists, optimizer(name), layer_s)
+            forms = [Form.of(model.graph, plan, signatures)] * MICROBATCHES
+            step = lower_step(model.graph, forms, lists, optimizer(name), layer_s)
             by_stage, share = shares(problem, decision, peaks(step, stages)[:stages])
             assert min(by_stage) >= 1, (stages, by_stage)
             if layer_s is None:
@@ -96,7 +97,8 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
         problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
         made = layer_programs(shared_store(), model, Fates.of(model.graph, plan))
         lists = problem.schedule.lists(stages, MICROBATCHES)
-        step = lower_step(model.graph, [p.signature for p in made], plan, lists, optimizer(name))
+        forms = [Form.of(model.graph, plan, [p.signature for p in made])] * MICROBATCHES
+        step = lower_step(model.graph, forms, lists, optimizer(name))
         *devices, host = peaks(step, stages)
         by_stage, share = shares(problem, decision, devices)
         assert min(by_stage) >= (0.93 if schedule == "gpipe" else 0.98), (stages, by_stage)

@@ -12,7 +12,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.lower import lower_evaluation, lower_step
+from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.loss import abstract, trace_loss
 from tests.zoo import CASES
@@ -35,7 +35,7 @@ def lowered(name: str, stages: int, schedule: str, micro: int = 4) -> tuple[Laye
     plan = Plan.from_cuts([each + (s < more) for s in range(stages)])
     signatures = [p.signature for p in layer_programs(shared_store(), traced)]
     lists = find_schedule(schedule).lists(stages, micro)
-    return graph, plan, lower_step(graph, signatures, plan, lists, optimizer)
+    return graph, plan, lower_step(graph, [Form.of(graph, plan, signatures)] * micro, lists, optimizer)
 
 
 CASES_HERE = [("pre-norm", 3, "1f1b"), ("resnet", 2, "gpipe"), ("three-readers", 4, "1f1b"), ("unused", 2, "1f1b")]

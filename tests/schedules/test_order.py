@@ -21,7 +21,9 @@ def straight(lists: TaskLists, seconds: list[int], devices: list[int]) -> list[T
             return [Task(task.stage - 1, "F", task.microbatch)] * (task.stage > 0)
         return [task._replace(stage=task.stage + 1) if task.stage < last else task._replace(kind="F")]
 
-    return dispatch_order(lists, waits_for, lambda t: seconds[t.stage] * (1 if t.kind == "F" else 2), devices)
+    return dispatch_order(
+        lists, waits_for, lambda t: seconds[t.stage] * (1 if t.kind == "F" else 2), lambda t: devices[t.stage]
+    )
 
 
 def test_dispatches_by_time() -> None:
@@ -69,5 +71,5 @@ def test_lists_that_cannot_progress_are_refused() -> None:
             lists,
             lambda t: [Task(1, "B", 0)] if t == Task(0, "B", 0) else [Task(1, "F", 0)] if t == Task(1, "B", 0) else [],
             lambda t: 1.0,
-            [0, 1],
+            lambda t: t.stage,
         )

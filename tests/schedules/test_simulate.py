@@ -14,7 +14,7 @@ from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.report.timeline import bubble_fraction
 from jvpipe.schedules.gpipe import gpipe
-from jvpipe.schedules.lower import lower_step
+from jvpipe.schedules.lower import Form, lower_step
 from jvpipe.schedules.simulate import simulate
 from jvpipe.schedules.timeline import Curve
 from jvpipe.trace.graph import build_graph
@@ -146,7 +146,9 @@ def test_swaps_of_a_model_stay_within_the_ledgers_peak() -> None:
     plan = Plan.from_cuts([len(graph.layers)])
     fates = {f"{graph.label(layer)}/{c.name}": "swap" for layer in graph.layers for c in layer.candidates}
     swapping = replace(plan, stages=(replace(plan.stages[0], fates=fates),))
-    kept, step = (lower_step(graph, signatures, p, gpipe(1, 4), optimizer) for p in (plan, swapping))
+    kept, step = (
+        lower_step(graph, [Form.of(graph, p, signatures)] * 4, gpipe(1, 4), optimizer) for p in (plan, swapping)
+    )
     assert {"OUT", "FREE", "IN"} <= {row.kind for row in step.rows}
     found = simulate(step, seconds)
     assert found.peak_bytes[0] < simulate(kept, seconds).peak_bytes[0]

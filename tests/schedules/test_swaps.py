@@ -13,7 +13,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.lower import lower_step
+from jvpipe.schedules.lower import Form, lower_step
 from jvpipe.trace.loss import abstract
 from jvpipe.trace.model import trace_model
 from tests.zoo import CASES
@@ -35,7 +35,9 @@ def swapped(schedule: str, stages: int = 3, micro: int = 5) -> Lowered:
     each, more = divmod(len(graph.layers), stages)
     plan = with_fates(graph, Plan.from_cuts([each + (s < more) for s in range(stages)]), {"*": "swap"})
     signatures = [p.signature for p in layer_programs(shared_store(), traced, Fates.of(graph, plan))]
-    return lower_step(graph, signatures, plan, find_schedule(schedule).lists(stages, micro), optimizer)
+    return lower_step(
+        graph, [Form.of(graph, plan, signatures)] * micro, find_schedule(schedule).lists(stages, micro), optimizer
+    )
 
 
 @pytest.mark.parametrize("schedule", DRAWN)

@@ -1,0 +1,162 @@
+"""What a pipeline runs: its loss, traced at the shapes of each batch it meets, under one plan."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jvpipe._jax import Device
+from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes
+from jvpipe.ir.buffers import HOST
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.by_hand import checkpointed, with_fates
+from jvpipe.planning import Planned, Request, decide, measure
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import ProgramStore
+from jvpipe.runtime.build import Build
+from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.loss import abstract
+from jvpipe.trace.model import trace_model
+
+Tree = Any
+_log = logging.getLogger("jvpipe")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of a pipeline, checked; `places[s]` is the device of stage s, as an index."""
+
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    stages: int | Plan
+    microbatches: int
+    schedule: Schedule
+    planner: str
+    memory_limit_bytes: int | None
+    host_limit_bytes: int | None
+    fates: Mapping[str, str]
+    checkpoint: str | None
+    devices: tuple[Device, ...]
+    places: tuple[int, ...]
+    has_aux: bool
+    has_state: bool
+    grad_norm: bool
+
+
+class Builds:
+    """The builds of a pipeline by the shapes of their batch; the first to be traced decides the plan of all."""
+
+    def __init__(self, settings: Settings, store: ProgramStore) -> None:
+        self._settings, self._store = settings, store
+        self._known: dict[Any, Build] = {}
+        self._warm: dict[Any, Build] = {}
+        self.planned: Planned | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __iter__(self) -> Any:
+        return iter(self._known.values())
+
+    @property
+    def first(self) -> Build:
+        """What everybody asks who has no batch at hand."""
+        if not self._known:
+            raise ValueError("this pipeline has no model yet: call init or restore first")
+        return next(iter(self._known.values()))
+
+    def of(self, batch: Tree) -> Build:
+        """What runs a batch; a shape that is new is traced and compiled for."""
+        self.first  # noqa: B018 - there must be one
+        key = batch_shapes(batch)
+        if key not in self._known:
+            _log.warning("the shapes of the batch changed: tracing and compiling for them")
+            params, rng, model_state = self.inputs
+            self.trace(params, batch, rng, model_state)
+        return self._known[key]
+
+    def warm(self, batch: Tree) -> Build:
+        """What runs a batch in the synchronous steps before an asynchronous stream."""
+        return self._warm[batch_shapes(batch)]
+
+    def trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
+        """Traces at the shapes of a batch; the first time this also plans."""
+        settings = self._settings
+        micro = micro_batch_shapes(batch, settings.microbatches)
+        self.inputs = (abstract(params), rng, abstract(model_state))
+        self.batch = abstract(batch)
+        first = self.first if self._known else None
+        cuts = first.traced.cuts if first else None
+        options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
+        model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, **options)
+        self.stacks, traced, graph = model.stacks, model.traced, model.traced.graph
+        cut = partial(
+            cut_for, settings.optimizer, graph, model.params, settings.microbatches, grad_norm=settings.grad_norm
+        )
+        optimizer = first.optimizer if first else cut(settings.schedule)
+        build = self._build(traced, first.plan, optimizer) if first else self._planned_build(traced, optimizer)
+        if settings.schedule.warmup_updates:
+            plain = find_schedule("1f1b")
+            self._warm[batch_shapes(batch)] = replace(build, schedule=plain, optimizer=cut(plain))
+        self._known[batch_shapes(batch)] = build
+        return build
+
+    def under(self, plan: Plan, base: Build | None = None) -> Build:
+        """The first build, or that of a `base`, under another plan."""
+        base = base or self.first
+        plan = replace(plan, schedule=self._settings.schedule.name)
+        return self._build(base.traced, plan, base.optimizer)
+
+    def switch(self, build: Build) -> None:
+        """From here on everything runs under the plan of `build`, which takes the place of the first."""
+        (first, _), *others = self._known.items()
+        self._known = {first: build, **{key: self.under(build.plan, other) for key, other in others}}
+        self._warm = {key: replace(warm, plan=build.plan) for key, warm in self._warm.items()}
+
+    def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
+        settings = self._settings
+        plan.check(len(traced.graph.layers), len(settings.devices))
+        layer_s = self.planned.layer_s if self.planned else None
+        return Build(
+            traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, self._store, layer_s
+        )
+
+    def _planned_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
+        """Plans, unless the plan is given, and makes the plan ready to run."""
+        settings = self._settings
+        if isinstance(settings.stages, Plan):
+            plan = settings.stages.with_schedule(settings.schedule.name)
+            return self._build(traced, self._by_hand(traced, plan), optimizer)
+        layers = len(traced.graph.layers)
+        if settings.stages > layers:
+            raise ValueError(
+                f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
+            )
+        request = Request(
+            settings.planner,
+            settings.stages,
+            settings.schedule.name,
+            settings.microbatches,
+            settings.places,
+            settings.memory_limit_bytes,
+            settings.host_limit_bytes,
+        )
+        problem = measure(request, traced, optimizer, settings.devices[0], self._store)
+
+        def peak_bytes_of(plan: Plan) -> int:
+            build = self._build(traced, self._by_hand(traced, plan), optimizer)
+            return max(peak.bytes for peak in build.peaks[:HOST])
+
+        self.planned = decide(request, problem, peak_bytes_of)
+        return self._build(traced, self._by_hand(traced, self.planned.plan), optimizer)
+
+    def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
+        """A plan with the fates that the user gave."""
+        if self._settings.checkpoint is not None:
+            plan = checkpointed(traced.graph, plan, self._settings.checkpoint)
+        return with_fates(traced.graph, plan, self._settings.fates)

@@ -1,0 +1,116 @@
+"""Moving layers between devices while training runs.
+
+A micro-batch runs whole under one plan: its forwards, its backwards, in a stream its updates. From a given micro-batch
+on that is the new plan. So residuals never move, and what a micro-batch computes does not know of the move. What
+belongs to a layer follows it: its weights and optimizer state one micro-batch ahead, beside the devices' work; its
+sums of gradients and its model state between the last task at the old place and the first at the new one.
+
+What was left behind is freed once all copies are there. Until then, should anything fail, the old state is whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.build import Build
+from jvpipe.runtime.controller import Bound
+from jvpipe.runtime.tensors import MemoryLimitExceeded, check_limit
+from jvpipe.schedules.lower import lower_move, lower_step
+from jvpipe.schedules.splice import spliced
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A plan that took another one's place: when, why, what moved, and how.
+
+    `layers` are (layer, device before, device after). `how`: "inside" a step, "between" two steps, or "by host":
+    between two steps, through the host's memory, since a device cannot hold what leaves and what arrives at once.
+    """
+
+    step: int
+    microbatch: int
+    why: str
+    old: Plan
+    new: Plan
+    layers: tuple[tuple[int, int, int], ...]
+    moved_bytes: int
+    how: str
+
+    def __str__(self) -> str:
+        moved = ", ".join(f"{layer} from {a} to {b}" for layer, a, b in self.layers)
+        return (
+            f"step {self.step}, micro-batch {self.microbatch}: {self.why}; cuts {list(self.old.cuts)} to "
+            f"{list(self.new.cuts)}, {self.moved_bytes:,} bytes moved {self.how}"
+            + (f"; layers {moved}" if moved else "; only fates changed")
+        )
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone."""
+
+    change: Change
+    old: Build
+    new: Build
+    bound: Bound
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a migration must keep at every instant."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limits) -> Migration:
+    """Lowers and compiles a change of plan at (step, micro-batch): as late as asked for if the memory allows.
+
+    Raises:
+        MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
+    """
+    check_limit(new.peaks, new.devices, limits.device_bytes, limits.host_bytes)
+    step, microbatch = at
+    ways = [("inside", microbatch)] if microbatch else []
+    for how, m in (*ways, ("between", 0), ("by host", 0)):
+        bound = _step(old, new, m) if m else new.bound(_moves(old, new, by_host=how == "by host"))
+        try:
+            check_limit(new.peaks_of(bound), new.devices, limits.device_bytes, limits.host_bytes, "while layers move")
+        except MemoryLimitExceeded:
+            if how == "by host":
+                raise
+            continue
+        moved_bytes = _moved_bytes(bound.lowered)
+        change = Change(step, m, why, old.plan, new.plan, moved_layers(old.plan, new.plan), moved_bytes, how)
+        return Migration(change, old, new, bound)
+    raise AssertionError("the last way raises")
+
+
+def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
+    """The layers that change devices: (layer, before, after).
+
+    >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
+    ((1, 0, 1),)
+    """
+    before, after = ({i: s.devices[0] for s in plan.stages for i in s.layers} for plan in (old, new))
+    return tuple((layer, d, after[layer]) for layer, d in before.items() if after[layer] != d)
+
+
+def _step(old: Build, new: Build, microbatch: int) -> Bound:
+    """A step whose micro-batches run under the old plan, then under the new one."""
+    forms = [*old.forms()[:microbatch], *new.forms(len(old.programs))[microbatch:]]
+    lists = spliced(old.lists, new.lists, microbatch)
+    lowered = lower_step(new.traced.graph, forms, lists, new.optimizer, new.layer_s)
+    return new.bound(lowered, [*old.programs, *new.programs])
+
+
+def _moves(old: Build, new: Build, *, by_host: bool) -> Lowered:
+    return lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
+
+
+def _moved_bytes(lowered: Lowered) -> int:
+    """What went over the links because layers changed places."""
+    found: Sequence[int] = [b for row in lowered.rows if row.kind == "MOVE" for b in row.writes]
+    found = found or [b for row in lowered.rows if row.kind == "OUT" for b in row.writes]
+    return sum(lowered.buffers[b].bytes for b in found if found)
