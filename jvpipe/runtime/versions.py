@@ -64,13 +64,10 @@ class VersionLedger:
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
         """What happened to a layer and a micro-batch."""
-        layer, m = at
-        found = {use.kind: use.version for use in self.uses() if (use.layer, use.microbatch) == at and use.kind != "U"}
-        if "F" not in found:
-            raise KeyError(f"micro-batch {m} has not passed layer {layer}")
-        last = m // self.period * self.period + self.period - 1
-        made = [use.version for use in self.uses() if (use.kind, use.layer, use.microbatch) == ("U", layer, last)]
-        return Reads(found["F"], found.get("B"), made[0] if made else None)
+        table = self.table()
+        if at not in table:
+            raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")
+        return table[at]
 
     def table(self) -> dict[tuple[int, int], Reads]:
         """`Reads` by layer and micro-batch."""
@@ -85,16 +82,19 @@ class VersionLedger:
 
     def staleness(self, layers: int) -> tuple[int, ...]:
         """The staleness of each layer's last update; 0 before there was one."""
-        latest = dict.fromkeys(range(layers), 0)
-        read: dict[tuple[int, int], int] = {}
-        for run in self._runs[-64:]:
+        made: dict[int, tuple[int, int]] = {}  # by layer, the last update: its micro-batch, the version before it
+        found: dict[int, int] = {}
+        for run in reversed(self._runs):  # asked for at every step, so it looks no further back than it must
             uses, microbatch, version = run or ((), 0, 0)
-            for use in (use.moved(microbatch, version) for use in uses):
-                if use.kind == "F":
-                    read[use.layer, use.microbatch] = use.version
-                elif use.kind == "U" and (use.layer, use.microbatch) in read:
-                    latest[use.layer] = use.version - 1 - read[use.layer, use.microbatch]
-        return tuple(latest.values())
+            for use in reversed(uses):
+                m, v = use.microbatch + microbatch, use.version + version
+                if use.kind == "U":
+                    made.setdefault(use.layer, (m, v - 1))
+                elif use.kind == "F" and use.layer in made and made[use.layer][0] == m:
+                    found.setdefault(use.layer, made[use.layer][1] - v)
+            if len(found) == layers:
+                break
+        return tuple(found.get(layer, 0) for layer in range(layers))
 
     def to_json(self) -> Any:
         """For a checkpoint."""
