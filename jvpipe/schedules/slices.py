@@ -74,7 +74,7 @@ class Slices:
         if n == 0:
             return [(pen.buffers[b].key, b) for b in range(pen.persistent)]
         if self.drained and n == len(self.bounds) - 1:
-            return [(key, pen.newest_id(key)) for key in pen.plain]
+            return list(pen.newest_ids().items())
         here = (b for b in self.names[n] if b in self._lasting or self._last.get(b, -1) >= self.bounds[n])
         named = ((relative(self.names[n][b], *self._base(n), self._written), b) for b in here)
         return sorted(named, key=lambda item: str(item[0]))

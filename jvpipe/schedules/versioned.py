@@ -215,22 +215,24 @@ class VersionedEmitter(Emitter):
                 if there != d:
                     self.send(("parameter", p, d, v), ("parameter", p, there, v), there, parameter.owner)
 
-    def newest_id(self, key: Key) -> int:
-        """The buffer that holds what a synchronous step knows under this name."""
-        match key:
-            case ("parameter", p, d):
-                found = [other[3] for other in self.ids if other[:3] == ("parameter", p, d)]
-                return self.ids["parameter", p, d, max(int(str(v)) for v in found)]
-            case ("state", k, _, d):
-                found = [other[2] for other in self.ids if other[:2] == ("state", k) and other[3] == d]
-                return self.ids["state", k, max(int(str(m)) for m in found), d]
-            case _:
-                return self.ids[key]
+    def newest_ids(self) -> dict[Key, int]:
+        """The buffers that hold what a synchronous step knows, by the names that it has for them."""
+        found: dict[Key, tuple[int, int]] = {}
+        for key, b in self.ids.items():
+            match key:
+                case ("parameter", p, d, int(number)):
+                    plain: Key = ("parameter", p, d)
+                case ("state", k, int(number), d):
+                    plain = ("state", k, -1, d)
+                case _:
+                    plain, number = key, 0
+            found[plain] = max(found.get(plain, (number, b)), (number, b))
+        return {key: found[key][1] for key in self.plain}
 
     def lasting(self) -> set[int]:
         """The buffers that outlive every step: the newest of each kind, and what is remembered."""
         kinds = ("delta", "applied", "updates")
-        return {self.newest_id(key) for key in self.plain} | {b for key, b in self.ids.items() if key[0] in kinds}
+        return {*self.newest_ids().values(), *(b for key, b in self.ids.items() if key[0] in kinds)}
 
 
 def relative(key: Key, m0: int, v0: int, written: Collection[int]) -> Key:
