@@ -12,7 +12,7 @@ stage 0 read, max(0, m - (S - 1)), and hold S.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, at_least
 
 
 def _in_flight(stage: int, stages: int) -> int:
@@ -31,8 +31,7 @@ class PipeDream(Schedule):
     """
 
     def __init__(self, *, vertical_sync: bool = False, update_every: int = 1) -> None:
-        if update_every < 1:
-            raise ValueError(f"update_every must be at least 1, not {update_every}")
+        at_least(1, update_every=update_every)
         super().__init__(
             name="pipedream-vertical-sync" if vertical_sync else "pipedream",
             lists=one_f_one_b,

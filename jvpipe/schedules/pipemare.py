@@ -13,7 +13,7 @@ parameter that several stages read follows its first reader in all of them, and 
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, at_least
 
 
 def _and_correction(stage: int, stages: int) -> int:
@@ -32,13 +32,8 @@ class PipeMare(Schedule):
     ) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"decay must lie between 0 and 1, not be {decay}")
-        for name, value, least in (
-            ("anneal_updates", anneal_updates, 0),
-            ("warmup_updates", warmup_updates, 0),
-            ("update_every", update_every, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        at_least(0, anneal_updates=anneal_updates, warmup_updates=warmup_updates)
+        at_least(1, update_every=update_every)
         super().__init__(
             name="pipemare",
             lists=one_f_one_b,

@@ -98,6 +98,18 @@ class Schedule:
             )
 
 
+def at_least(least: int, **options: int) -> None:
+    """Raises ValueError if one of a schedule's options is less.
+
+    >>> at_least(1, update_every=0)
+    Traceback (most recent call last):
+    ValueError: update_every must be at least 1, not 0
+    """
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
 def _updates(task: Task, every: int) -> bool:
     return task.kind == "B" and (task.microbatch + 1) % every == 0
 

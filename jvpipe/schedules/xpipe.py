@@ -7,7 +7,7 @@ reads the backward's weights. A parameter that several stages read is neither pr
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, at_least
 
 
 def _and_prediction(stage: int, stages: int) -> int:
@@ -22,8 +22,7 @@ class XPipe(Schedule):
     """
 
     def __init__(self, *, update_every: int = 1) -> None:
-        if update_every < 1:
-            raise ValueError(f"update_every must be at least 1, not {update_every}")
+        at_least(1, update_every=update_every)
         super().__init__(
             name="xpipe",
             lists=one_f_one_b,
