@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-Arrays = dict[str, dict[str, np.ndarray]]  # kind -> path -> array
+from jvpipe.trace.keys import is_key
+
+Arrays = dict[str, dict[str, Any]]  # kind -> path -> array, of numbers or of typed keys
 
 
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
@@ -22,7 +24,11 @@ def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -
     """
     final = Path(path).absolute()
     fresh, old = final.with_name(final.name + ".new"), final.with_name(final.name + ".old")
-    items = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(dict(meta)))
+    named = [(kind, name, x) for kind, found in arrays.items() for name, x in found.items() if is_key(x)]
+    impls = [[kind, name, str(jax.random.key_impl(x))] for kind, name, x in named]
+    words = {kind: {name: _words(x) for name, x in found.items()} for kind, found in arrays.items()}
+    told = ocp.args.JsonSave({**meta, "keys": impls})
+    items = ocp.args.Composite(arrays=ocp.args.StandardSave(words), meta=told)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(fresh if final.exists() else final, items, force=True)
     if fresh.exists():
@@ -38,7 +44,10 @@ def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
     meta = load_meta(folder)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         found = checkpointer.restore(folder, ocp.args.Composite(arrays=ocp.args.StandardRestore()))
-    return dict(found.arrays), meta
+    arrays = dict(found.arrays)
+    for kind, name, impl in meta.get("keys", []):
+        arrays[kind][name] = jax.random.wrap_key_data(jax.numpy.asarray(arrays[kind][name]), impl=impl)
+    return arrays, meta
 
 
 def load_meta(path: str | Path) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     return load_meta(path)["extra"]
 
 
-def check_paths(saved: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
+def check_paths(saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
     """Raises ValueError unless saved arrays have the wanted names, shapes and types; names the first that differs."""
     for path, (shape, dtype) in wanted.items():
         if path not in saved:
@@ -72,17 +81,12 @@ def check_paths(saved: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tupl
 
 def to_host(array: jax.Array) -> Any:
     """A copy on the host that no later step can overwrite."""
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         words = jax.numpy.asarray(np.array(jax.random.key_data(array)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return np.array(array)
 
 
-def savable(value: Any) -> np.ndarray:
-    """Arrays that a checkpoint can hold: keys as their words."""
-    return np.asarray(jax.random.key_data(value)) if savable_dtype(str(value.dtype)) != str(value.dtype) else value
-
-
-def savable_dtype(dtype: str) -> str:
-    """The type under which a checkpoint holds arrays of a type."""
-    return "uint32" if dtype.startswith("key<") else dtype
+def _words(value: Any) -> np.ndarray:
+    """What a checkpoint can hold: of keys their words."""
+    return np.asarray(jax.random.key_data(value)) if is_key(value) else value

@@ -5,9 +5,9 @@ A plain state has the arrays that lie on the devices when nothing is in flight; 
 """
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
@@ -54,7 +54,7 @@ def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
     return tuple(found)
 
 
-def lifted(build: Build, flight: int, values: Sequence[np.ndarray], ledger: Ledger) -> tuple[jax.Array, ...]:
+def lifted(build: Build, flight: int, values: Sequence[Any], ledger: Ledger) -> tuple[jax.Array, ...]:
     """The arrays of a state in flight, from host arrays in their order, each where it lay."""
     step = build.stream.steps[step_of(build, flight - 1)]
     found = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from jvpipe.runtime import skeleton
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.checkpoint import check_paths, savable, savable_dtype, save_checkpoint, to_host
+from jvpipe.runtime.checkpoint import check_paths, save_checkpoint, to_host
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
@@ -46,8 +46,7 @@ class Saving:
         extra: dict[str, Any],
     ) -> None:
         """Writes a state; `values` are its newest arrays by kind, `shapes` what it was traced with."""
-        named = {kind: zip(names, map(savable, values[kind]), strict=True) for kind, names in self.names.items()}
-        arrays = {kind: dict(found) for kind, found in named.items()}
+        arrays = {kind: dict(zip(names, values[kind], strict=True)) for kind, names in self.names.items()}
         meta = {
             "step": state.step,
             "updates": state.updates,
@@ -59,10 +58,10 @@ class Saving:
         }
         if state.flight:
             meta["flight"] = {"steps": state.flight, "bound_to": self._binding, "versions": versions.to_json()}
-            arrays["flight"] = {f"{i:06d}": savable(to_host(x)) for i, x in enumerate(state.arrays)}
+            arrays["flight"] = {f"{i:06d}": to_host(x) for i, x in enumerate(state.arrays)}
         save_checkpoint(path, arrays, meta)
 
-    def leaves(self, path: str | Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> dict[Name, Leaf]:
+    def leaves(self, path: str | Path, arrays: Mapping[str, Mapping[str, Any]]) -> dict[Name, Leaf]:
         """The saved arrays by name.
 
         Raises:
@@ -96,7 +95,7 @@ class Saving:
             "optimizer": [leaf.array for leaf in optimizer.state],
             "state": graph.state,
         }
-        return [(tuple(a.shape), savable_dtype(str(a.dtype))) for a in arrays[kind]]
+        return [(tuple(a.shape), str(a.dtype)) for a in arrays[kind]]
 
 
 def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:

@@ -1,10 +1,12 @@
 """Asynchronous runs: replayed to the bit, counted to the byte, stopped and resumed anywhere."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +18,7 @@ from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
 from jvpipe.trace.model import trace_model
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
-from tests.zoo import CASES, Case
+from tests.zoo import CASES, Case, mean_square, quick_key
 
 MICRO = 4
 SCHEDULES: dict[str, Schedule] = {
@@ -168,6 +170,41 @@ def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> 
     assert_same(later.model_state(resumed), whole.model_state(state))
     assert later.ledger.versions.table() == whole.ledger.versions.table()
     assert later.ledger.live == whole.ledger.live
+
+
+def key_in_state() -> Case:
+    """A model that carries its own key from micro-batch to micro-batch."""
+    base = CASES["mlp"]()
+
+    def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        key, noise = jax.random.split(state)
+        x = batch["x"] + 0.1 * jax.random.normal(noise, batch["x"].shape)
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"][None])
+        return mean_square(x, batch["y"]), key
+
+    return Case(loss_fn, base.params, base.batch, None, quick_key(3), has_state=True)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+@pytest.mark.parametrize("make", [CASES["chained-keys"], key_in_state], ids=["key read by a backward", "key in state"])
+def test_keys_are_saved_as_keys(make: Callable[[], Case], drained: bool, tmp_path: Path) -> None:
+    m = make()
+    graph = graph_of(m)
+    plan = jvpipe.Plan.from_cuts([len(graph.layers) - 1, 1])  # the chain's keys are read within its first stage
+    first = plan.stages[0]
+    layers = [graph.layers[i] for i in first.layers]
+    bits = {f"{graph.label(layer)}/{c.name}": "recompute" for layer in layers for c in layer.candidates}
+    plan = replace(plan, stages=(replace(first, fates=bits), plan.stages[1]))
+    pipe, later = (pipeline(m, PipeDream(), plan) for _ in range(2))
+    batches = batches_of(m, 4)
+    state = ran(pipe, pipe.init(m.params, batches[0], key_of(m), m.state), batches[:2])
+    state = pipe.drain(state) if drained else state
+    assert any("key" in str(x.dtype) for x in state.arrays) or drained
+    pipe.save(tmp_path / "saved", state)
+    later.init(m.params, batches[0], key_of(m), m.state)
+    resumed = ran(later, later.restore(tmp_path / "saved"), batches[2:])
+    assert_same(later.params(resumed), pipe.params(ran(pipe, state, batches[2:])))
 
 
 def test_a_state_in_flight_belongs_to_its_schedule_and_cuts(tmp_path: Path) -> None:
