@@ -18,6 +18,7 @@ from jvpipe.builds import Builds, Settings
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.use import synchronous_uses
 from jvpipe.planners import find_planner
 from jvpipe.planning import Planned
 from jvpipe.programs.store import shared_store
@@ -133,8 +134,6 @@ class Pipeline:
         self._store = shared_store()
         self._builds = Builds(self._settings, self._store)
         self.ledger = Ledger(self._devices)
-        if not self._order.synchronous:
-            self.ledger.versions.period = self._order.period(microbatches)
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
@@ -289,14 +288,13 @@ class Pipeline:
     def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
         """One step of a run; also the losses of its micro-batches, if they are known apart."""
         state = self._moved(state, self._builds.of(batch))
-        build = self._builds.of(batch)
+        build = self.build_at(batch, state.updates)
         inside = self._queue.popleft() if self._queue and self._queue[0].change.step == state.step else None
         self._controller.check(wait=False)
-        warm = not self._order.synchronous and state.updates < self._order.warmup_updates
-        if warm:
-            build = self._builds.warm(batch)
-        if warm or self._order.synchronous:
+        if build.schedule.synchronous:
             bound, uses, updates, flight = inside.bound if inside else build.step, (), 1, 0
+            if not self._order.synchronous:
+                uses = synchronous_uses(len(build.traced.graph.layers), self._microbatches)
         else:
             n = step_of(build, state.flight)
             bound, uses, flight = build.steps[n], build.stream.steps[n].uses, state.flight + 1
@@ -310,6 +308,11 @@ class Pipeline:
         losses = values[-self._microbatches :] if flight else []
         metrics = self._metrics(build, values[: len(values) - len(losses)])
         return State(arrays, state.words, state.step + 1, flight, state.updates + updates), metrics, losses
+
+    def build_at(self, batch: Tree, updates: int) -> Build:
+        """What a batch runs after so many updates: an asynchronous schedule may begin with synchronous steps."""
+        build = self._builds.of(batch)
+        return self._builds.warm(batch) if updates < self._order.warmup_updates else build
 
     @property
     def build(self) -> Build:

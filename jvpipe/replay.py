@@ -27,8 +27,7 @@ def replay(
     Args:
         ledger: that of the run, `pipe.ledger`: which weights every forward and backward read.
         pipe: whose layers, optimizer and fates.
-        params: what the run began with, its optimizer fresh. PipeMare's synchronous warm-up is not in the ledger: a
-            run with one can be replayed from its end if the optimizer has no state.
+        params: what the run began with, its optimizer fresh.
         batches: what it saw since.
         rng: the key of the run.
         model_state: with `has_state`.
@@ -69,7 +68,8 @@ def replay(
         for m, (uses, drained) in zip(range(build.microbatches), found, strict=False):
             feeds = feeds or pipe.feeds(batch, words, uses[0].microbatch // build.microbatches)
             leaves = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
-            losses.append(run.microbatch(uses, leaves, None if rng is None else feeds["seed", 0][m]))
+            step = pipe.build_at(batch, uses[0].version)
+            losses.append(run.microbatch(step, uses, leaves, None if rng is None else feeds["seed", 0][m]))
             if drained:
                 run.forget()
     joined = pipe.stacks.join(jax.tree.unflatten(jax.tree.structure(split), run.parameters))

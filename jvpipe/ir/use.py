@@ -27,3 +27,13 @@ class Use:
         """
         tied = tuple((p, v + versions) for p, v in self.tied)
         return Use(self.kind, self.layer, self.microbatch + microbatches, self.version + versions, tied, self.shift)
+
+
+def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
+    """A synchronous step: all of its micro-batches read one version, and one update makes the next.
+
+    >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
+    ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']
+    """
+    found = [Use(kind, layer, m, 0) for m in range(microbatches) for layer in range(layers) for kind in "FB"]
+    return (*found, *(Use("U", layer, microbatches - 1, 1) for layer in range(layers)))

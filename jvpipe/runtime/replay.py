@@ -28,7 +28,7 @@ class Replay:
     """A sequential run of a build's model: parameters by version, everything else by micro-batch.
 
     Args:
-        build: whose layers, optimizer and fates.
+        build: whose layers and fates.
         parameters: the leaves at the start, as the layers see them.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
@@ -61,8 +61,12 @@ class Replay:
         newest = dict(sorted(self._versions))
         return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
 
-    def microbatch(self, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
-        """Forward, backward and updates of one micro-batch, as its uses say; returns its loss."""
+    def microbatch(self, build: Build, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
+        """Forward, backward and updates of one micro-batch, as its uses say; returns its loss.
+
+        `build` has the backwards and the optimizer: those of a synchronous beginning are others.
+        """
+        self._build = build
         self._at = {(use.kind, use.layer): use for use in uses}
         self._values: dict[Ref, Any] = {Ref("batch", i): x for i, x in enumerate(batch)}
         self._values |= {Ref("constant", i): x for i, x in enumerate(self._constants)}

@@ -3,6 +3,7 @@
 A run that follows it, on one device and in any order that it allows, computes the same bits: `jvpipe.replay`.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,6 @@ class Reads:
 class VersionLedger:
     """What was read and made, in the order in which it was dispatched; a drain is a None."""
 
-    period: int = 1  # micro-batches per update
     _runs: list[tuple[Sequence[Use], int, int] | None] = field(default_factory=list)
 
     def record(self, uses: Sequence[Use], microbatch: int, version: int) -> None:
@@ -71,13 +71,18 @@ class VersionLedger:
 
     def table(self) -> dict[tuple[int, int], Reads]:
         """`Reads` by layer and micro-batch."""
-        by_kind: dict[str, dict[tuple[int, int], int]] = {"F": {}, "B": {}, "U": {}}
+        read: dict[str, dict[tuple[int, int], int]] = {"F": {}, "B": {}}
+        made: dict[int, list[tuple[int, int]]] = {}  # by layer, its updates: after which micro-batch, which version
         for use in self.uses():
-            by_kind[use.kind][use.layer, use.microbatch] = use.version
-        made, found = by_kind["U"], {}
-        for (layer, m), version in by_kind["F"].items():
-            last = m // self.period * self.period + self.period - 1
-            found[layer, m] = Reads(version, by_kind["B"].get((layer, m)), made.get((layer, last)))
+            if use.kind == "U":
+                made.setdefault(use.layer, []).append((use.microbatch, use.version))
+            else:
+                read[use.kind][use.layer, use.microbatch] = use.version
+        found = {}
+        for (layer, m), version in read["F"].items():
+            updates = made.get(layer, [])
+            later = updates[bisect_left(updates, (m, 0)) :][:1]
+            found[layer, m] = Reads(version, read["B"].get((layer, m)), later[0][1] if later else None)
         return found
 
     def staleness(self, layers: int) -> tuple[int, ...]:
@@ -98,11 +103,10 @@ class VersionLedger:
 
     def to_json(self) -> Any:
         """For a checkpoint."""
-        runs = [
+        return [
             run and [[[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in run[0]], *run[1:]]
             for run in self._runs
         ]
-        return {"period": self.period, "runs": runs}
 
     @staticmethod
     def from_json(found: Any) -> "VersionLedger":
@@ -113,6 +117,6 @@ class VersionLedger:
             return Use(kind, layer, m, version, tuple((p, v) for p, v in tied), shift)
 
         runs: list[tuple[Sequence[Use], int, int] | None] = []
-        for run in found["runs"]:
+        for run in found:
             runs.append(run and (tuple(map(use, run[0])), run[1], run[2]))
-        return VersionLedger(found["period"], runs)
+        return VersionLedger(runs)

@@ -10,7 +10,7 @@ from jvpipe.runtime.versions import Reads, VersionLedger
 
 def stream(layers: int, steps: int, late: int, micro: int, every: int) -> VersionLedger:
     """Steps of a stream in which backwards run `late` micro-batches after their forwards, an update after `every`."""
-    ledger = VersionLedger(every)
+    ledger = VersionLedger()
     for step in range(steps):
         uses = []
         for m in range(step * micro, (step + 1) * micro):
