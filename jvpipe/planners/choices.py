@@ -2,7 +2,8 @@
 
 Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
 and needs `working_bytes` while it runs. In a run of layers computed again (one `RERUN`, then `RERUN_ON`s) the working
-bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on.
+bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the layer at work
+takes `again_bytes` in the place of its residuals.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jvpipe.planners.problem import RERUN, RERUN_ON, Problem
+from jvpipe.planners.problem import RERUN, RERUN_ON, Problem, again_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -29,7 +30,6 @@ class Choices:
     working_bytes: PerChoice  # of RERUN_ON: of this layer alone
     residual_bytes: PerLayer
     input_bytes: PerLayer
-    temporary_bytes: PerLayer
 
     @staticmethod
     def of(problem: Problem, swaps: bool = True) -> "Choices":
@@ -48,12 +48,11 @@ class Choices:
                 allowed[row, c] = swaps or swapped[row, c] == 0
         given = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
-        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         kept[:, RERUN] = given
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
-        working[:, -2:] = (residual + temporary)[:, None]
-        return Choices(allowed, kept, swapped, extra, working, residual, given, temporary)
+        working[:, -2:] = np.array([[again_bytes(layer) + layer.temporary_bytes] for layer in layers])
+        return Choices(allowed, kept, swapped, extra, working, residual, given)
 
     @property
     def columns(self) -> int:

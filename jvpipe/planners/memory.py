@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.problem import RERUN, RERUN_ON, Decision, Problem
+from jvpipe.planners.problem import RERUN_ON, Decision, Problem, again_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _Left(NamedTuple):
 
 
 def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left]:
-    """A run of layers computed again has all their residuals at once."""
+    """A run of layers computed again has all their residuals at once; those of its last its backward makes itself."""
     run = 0
     for layer, choice in zip(layers, choices, strict=True):
         if choice >= 0:
@@ -93,9 +93,9 @@ def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left
             working = option.extra_bytes + layer.temporary_bytes
             yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
         else:
-            run = layer.options[0].kept_bytes + (run + layer.input_bytes if choice == RERUN_ON else 0)
-            kept = layer.input_bytes if choice == RERUN else 0
-            yield _Left(kept, 0, layer.forward_s, run + layer.temporary_bytes)
+            run, kept = (run + layer.input_bytes, 0) if choice == RERUN_ON else (0, layer.input_bytes)
+            yield _Left(kept, 0, layer.forward_s, run + again_bytes(layer) + layer.temporary_bytes)
+            run += layer.options[0].kept_bytes
 
 
 def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:

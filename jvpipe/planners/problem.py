@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.ir.plan import Plan, Stage
 from jvpipe.schedules.schedule import Schedule
@@ -13,6 +13,11 @@ RERUN = -1
 """The layer's forward runs again before its backward, from its input, which is kept."""
 RERUN_ON = -2
 """The same, but its input is dropped too: the layer before it, run again as well, makes it again."""
+
+
+def again_bytes(layer: LayerCost) -> int:
+    """What a layer that is run again works with: its residuals, or what its backward takes to make them itself."""
+    return max(layer.options[0].kept_bytes, layer.options[-1].extra_bytes)
 
 
 @dataclass(frozen=True)

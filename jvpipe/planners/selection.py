@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.problem import RERUN, Problem
+from jvpipe.planners.problem import RERUN, Problem, again_bytes
 from jvpipe.planners.segments import Segments
 
 
@@ -40,7 +40,7 @@ def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
         held = k * kept + min(k, 2) * swapped
         working = option.extra_bytes + layer.temporary_bytes
         found.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
-    working = layer.options[0].kept_bytes + layer.temporary_bytes
+    working = again_bytes(layer) + layer.temporary_bytes
     return (*found, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
 
 

@@ -62,7 +62,7 @@ class Growth:
         working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
         grown[RUN, :, RERUN] = table.residual_bytes[layer]
         grown[RUN, :, RERUN_ON] = states[RUN] + table.residual_bytes[layer] + table.input_bytes[layer]
-        working[:, RERUN_ON] = grown[RUN, :, RERUN_ON] + table.temporary_bytes[layer]
+        working[:, RERUN_ON] += states[RUN] + table.input_bytes[layer]
         grown[HELD] = np.where(working <= self.high, states[HELD][:, None] + self.held[at, columns], np.inf)
         left = table.left_bytes[layer, columns] + self.given[at]
         grown[BEYOND] = np.maximum(states[BEYOND][:, None] - left, working)

@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.choices import Choices, PerLayer
+from jvpipe.planners.problem import RERUN
 from jvpipe.planners.segments import Block, Grid, sums
 
 RUNS = 3
@@ -50,7 +51,7 @@ def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier,
     """The tiers of a model's choices under a limit, at most so many for runs."""
     single = choices.working_bytes[choices.allowed]
     one = float(single[single <= limit_bytes].max(initial=0.0))
-    most = min(limit_bytes, float(choices.run_bytes.sum() + choices.temporary_bytes.max()))
+    most = min(limit_bytes, float(choices.run_bytes.sum() + choices.working_bytes[:, RERUN].max()))
     found = [Tier(0.0, one, *_runs(choices, one))]
     if most > one:
         highs = np.floor(np.geomspace(max(one, most / 1e6, 1.0), most, runs + 1))[1:].tolist()
@@ -63,14 +64,14 @@ def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier,
 def _next(choices: Choices, above: float) -> float:
     """A lower bound of the working bytes of runs that are above a number."""
     found, n = np.inf, len(choices.residual_bytes)
-    run = choices.residual_bytes
+    run, last = choices.residual_bytes, choices.working_bytes[:, RERUN] - choices.residual_bytes
     for length in range(2, n + 1):
         if length > LONGEST:
             return above + 1
         run = run[:-1] + choices.run_bytes[length - 1 :]
         if run.min() > above:  # and longer runs need more
             return min(found, float(run.min()))
-        working = run + choices.temporary_bytes[length - 1 :]
+        working = run + last[length - 1 :]
         found = min(found, float(working[working > above].min(initial=np.inf)))
     return found
 

@@ -148,8 +148,10 @@ def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tupl
     most = beyond = left = 0
     for at in reversed(range(i, j)):
         layer, choice = problem.costs.layers[at], choices[at]
-        option = layer.options[choice] if choice >= 0 else Option(0, extra_bytes=layer.options[0].kept_bytes)
+        again, option = layer.options[-1], Option(0) if choice == RERUN else layer.options[choice]
         works = option.extra_bytes + layer.temporary_bytes
+        if choice == RERUN:  # its forward leaves all residuals; or its backward makes what it needs of them
+            works += max(layer.options[0].kept_bytes, again.extra_bytes)
         most, beyond = max(most, works), max(beyond, works - left)
         left += option.kept_bytes + option.swapped_bytes + layer.input_bytes
         for shared in problem.costs.shared:

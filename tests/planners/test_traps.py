@@ -156,6 +156,16 @@ def test_a_layer_may_be_run_again_from_an_input_that_is_run_again_too() -> None:
         best(replace(problem, memory_limit_bytes=64 * 10 + 3 * 100 + 2 * 10 - 1))
 
 
+def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() -> None:
+    """Its residuals as its forward leaves them take 100; made by its backward, with all between, 150."""
+    options = Option(100), Option(0, extra_s=1.0, extra_bytes=150)
+    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, options, input_bytes=10) for i in range(2))
+    problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 3)
+    alone, run = (evaluate(problem, Decision((0, 2), choices)) for choices in ((RERUN, RERUN), (RERUN, RERUN_ON)))
+    assert alone.peak_bytes == 2 * (10 + 10) + 10 + 10 + 150
+    assert run.peak_bytes == 2 * 10 + 10 + 100 + 10 + 150
+
+
 def test_runs_are_as_long_as_pays() -> None:
     """A run keeps one input for each micro-batch, but has all residuals at once: here pairs are best."""
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=30) for i in range(4))
