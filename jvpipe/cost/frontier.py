@@ -25,12 +25,9 @@ OPTIONS = 24  # of a layer, at most
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured points of a layer: pairs (modelled, measured) of seconds that its backward takes longer, and the bytes
-    that it takes more when it computes everything again.
-    """
+    """Measured points of a layer: pairs (modelled, measured) of seconds that its backward takes longer."""
 
     extra_s: tuple[tuple[float, float], ...]
-    extra_bytes: int
 
 
 def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator) -> list[Recompute]:
@@ -102,18 +99,11 @@ def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) 
 
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
-    """Options whose seconds and bytes agree with what was measured; in between they are interpolated."""
+    """Options whose seconds agree with what was measured; in between they are interpolated."""
     modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
     measured_s = np.maximum.accumulate(measured_s)  # noise must not make it cheaper to compute more again
-    most = options[-1].extra_bytes
-    scale = max(measured.extra_bytes, 0) / most if most else 0.0
     return tuple(
-        replace(
-            option,
-            extra_s=float(np.interp(option.extra_s, modelled_s, measured_s)),
-            extra_bytes=int(option.extra_bytes * scale),
-        )
-        for option in options
+        replace(option, extra_s=float(np.interp(option.extra_s, modelled_s, measured_s))) for option in options
     )
 
 

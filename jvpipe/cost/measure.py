@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe._jax import Device
+from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs
@@ -62,7 +63,8 @@ def measured_costs(
         optimizer: counts its state.
         microbatches: in a step.
         fates: whether layers have options other than keeping everything. Then their backwards are also measured with
-            half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree.
+            half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
+            many bytes each option needs more is what its backward needs as compiled.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: layer_programs(store, traced, share) for share in shares}
@@ -84,11 +86,12 @@ def measured_costs(
             found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
             measured.append(_calibration(recompute, found))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
+        options = with_compiled_bytes(traced, options, store, device)
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
-    """How much longer a layer's backward took, and how many bytes more, than with everything kept."""
+    """How much longer a layer's backward took than with everything kept."""
     least = runs["all"]
     points = []
     for share, run in runs.items():
@@ -96,7 +99,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
             kept = kept_names(recompute.candidates, share)
             modelled = recompute.extra_s(recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1])
             points.append((modelled, max(run.seconds - least.seconds, 0.0)))
-    return Calibration(tuple(points), runs["nothing"].temporary_bytes - least.temporary_bytes)
+    return Calibration(tuple(points))
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:

@@ -1,0 +1,55 @@
+"""What backwards need beside what they are given, told by the compiler: which values it lets overlap cannot be modelled.
+
+A backward that computes half of its layer again may need more than one that computes all of it, or as much as one that
+is given everything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jvpipe._jax import Device
+from jvpipe.cost.costs import Option
+from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.programs.model import backward_program
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.trace.graph import Traced
+
+
+def with_compiled_bytes(
+    traced: Traced, options: Sequence[Sequence[Option]], store: ProgramStore, device: Device
+) -> list[tuple[Option, ...]]:
+    """The options of all layers with `extra_bytes` as compiled; nothing is run, backwards alike are compiled once.
+
+    Args:
+        traced: the model.
+        options: of each layer, the first of which keeps everything.
+        store: where the programs are kept.
+        device: what they are compiled for.
+    """
+    made: dict[tuple[int, frozenset[str]], Program] = {}
+    backwards: list[list[Program]] = []
+    for layer, body, own in zip(traced.graph.layers, traced.bodies, options, strict=True):
+        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
+        backwards.append([])
+        for option in own:
+            kept = _kept(traced.graph, layer, option)
+            if (layer.id, kept) not in made:
+                made[layer.id, kept] = backward_program(store.layer(body, sorted(kept), later))
+            backwards[-1].append(made[layer.id, kept])
+    distinct = {program.key: program for program in made.values()}
+    executables = store.compile([(program, device) for program in distinct.values()])
+    temporary = {
+        key: executable.memory_analysis().temp_size_in_bytes
+        for key, executable in zip(distinct, executables, strict=True)
+    }
+    found = []
+    for own, programs in zip(options, backwards, strict=True):
+        least, *more = (temporary[program.key] for program in programs)
+        found.append((own[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in zip(own[1:], more, strict=True))))
+    return found
+
+
+def _kept(graph: LayerGraph, layer: Layer, option: Option) -> frozenset[str]:
+    """The candidates that a layer's forward leaves for its backward, on the device or on the host."""
+    label = graph.label(layer)
+    return frozenset(c.name for c in layer.candidates if option.fates.get(f"{label}/{c.name}") != "recompute")
