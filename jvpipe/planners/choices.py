@@ -2,8 +2,8 @@
 
 Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
 and needs `working_bytes` while it runs. In a run of layers computed again (one `RERUN`, then `RERUN_ON`s) the working
-bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the layer at work
-takes `again_bytes` in the place of its residuals.
+bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
+`again_bytes` in the place of its residuals. What a layer adds to a run is at least `run_bytes`.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,11 @@ class Choices:
     kept_bytes: PerChoice
     swapped_bytes: PerChoice
     extra_s: PerChoice
-    working_bytes: PerChoice  # of RERUN_ON: of this layer alone
+    working_bytes: PerChoice  # of RERUN and RERUN_ON: at least, of this layer alone
     residual_bytes: PerLayer
+    again_bytes: PerLayer
     input_bytes: PerLayer
+    temporary_bytes: PerLayer
 
     @staticmethod
     def of(problem: Problem, swaps: bool = True) -> "Choices":
@@ -51,8 +53,10 @@ class Choices:
         kept[:, RERUN] = given
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
-        working[:, -2:] = np.array([[again_bytes(layer) + layer.temporary_bytes] for layer in layers])
-        return Choices(allowed, kept, swapped, extra, working, residual, given)
+        again = np.array([float(again_bytes(layer)) for layer in layers])
+        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
+        working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
+        return Choices(allowed, kept, swapped, extra, working, residual, again, given, temporary)
 
     @property
     def columns(self) -> int:
@@ -66,8 +70,8 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """What a layer adds to the working bytes of a run, but for the first layer's input."""
-        return self.residual_bytes + self.input_bytes
+        """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
+        return np.minimum(self.residual_bytes, self.again_bytes) + self.input_bytes
 
     @cached_property
     def least_working_bytes(self) -> PerLayer:

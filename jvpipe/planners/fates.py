@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jvpipe.planners.choices import PerChoice
 from jvpipe.planners.prices import Pricing
-from jvpipe.planners.states import BEYOND, EXTRA, HELD, SWAPPED, Growth, States, Step, front, to_come
+from jvpipe.planners.states import BEYOND, EXTRA, HELD, SWAPPED, Growth, States, Step, beyond_held, front, to_come
 from jvpipe.planners.tiers import Tier
 
 OVER = 5
@@ -136,7 +136,7 @@ class StageFates:
         link_s = asked.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held, beyond = self.growth.held_bytes(states, done), self.mu * states[BEYOND]
+            held, beyond = self.growth.held_bytes(states, done), self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
             priced = priced + self.mu * np.where(fits, held - asked.room_bytes, 0.0) + to_come
         else:
@@ -146,7 +146,7 @@ class StageFates:
     def _fittest(self, states: States, bound: np.ndarray, done: int, width: int) -> np.ndarray:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
         extra_s, link_s, held, left = (expected[done] for expected in self.expected)
-        beyond = np.maximum(states[BEYOND] - left, self.last_bytes)
+        beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         over = self.growth.held_bytes(states, done) + held + beyond - self.asked.room_bytes
         compute_s = self.asked.compute_s + states[EXTRA] + extra_s
         link_s = self.asked.traffic_s + 2 * self._swap_s(states) + link_s

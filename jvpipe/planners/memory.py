@@ -86,7 +86,7 @@ class _Left(NamedTuple):
 def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left]:
     """A run of layers computed again has all their residuals at once; those of its last its backward makes itself."""
     run = 0
-    for layer, choice in zip(layers, choices, strict=True):
+    for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
         if choice >= 0:
             option = layer.options[choice]
             kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
@@ -94,8 +94,10 @@ def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left
             yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
         else:
             run, kept = (run + layer.input_bytes, 0) if choice == RERUN_ON else (0, layer.input_bytes)
-            yield _Left(kept, 0, layer.forward_s, run + again_bytes(layer) + layer.temporary_bytes)
-            run += layer.options[0].kept_bytes
+            residual = layer.options[0].kept_bytes
+            own = residual if following == RERUN_ON else again_bytes(layer)
+            yield _Left(kept, 0, layer.forward_s, run + own + layer.temporary_bytes)
+            run += residual
 
 
 def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:

@@ -16,8 +16,9 @@ RERUN_ON = -2
 
 
 def again_bytes(layer: LayerCost) -> int:
-    """What a layer that is run again works with: its residuals, or what its backward takes to make them itself."""
-    return max(layer.options[0].kept_bytes, layer.options[-1].extra_bytes)
+    """What a backward takes to make the layer's residuals itself; what the last option does not drop is there."""
+    last = layer.options[-1]
+    return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Choices of a segment's first layers, side by side: how they grow by a layer, and which of them can be forgotten.
 
-Legend: a state is known by five numbers: extra seconds, swapped bytes, bytes held for all micro-batches in flight, the
-run of layers computed again that it ends in (its working bytes; infinite outside a run), and what is needed beyond what
-is held (`tiers.py`): the most working bytes less what later layers leave of one micro-batch. Of two states, one that is
-nowhere larger dominates, whatever comes after.
+Legend: a state is known by six numbers: extra seconds, swapped bytes, bytes held for all micro-batches in flight, the
+run of layers computed again that it ends in (its residuals and the inputs between; infinite outside a run), and what is
+needed beyond what is held (`tiers.py`): the most working bytes less what later layers leave of one micro-batch, if the
+run ends here and if it goes on (infinite outside a run). Of two states, one that is nowhere larger dominates, whatever
+comes after.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from jvpipe.planners.problem import RERUN, RERUN_ON
 from jvpipe.planners.segments import sums
 from jvpipe.planners.tiers import Tier
 
-States = Float[np.ndarray, "5 _"]
-EXTRA, SWAPPED, HELD, RUN, BEYOND = range(5)
+States = Float[np.ndarray, "6 _"]
+EXTRA, SWAPPED, HELD, RUN, BEYOND, OPEN = range(6)
 CHUNK = 128
 EARLIER = np.tri(CHUNK, k=-1, dtype=bool)
 
@@ -50,23 +51,28 @@ class Growth:
 
     def begin(self) -> States:
         """The choices of no layers."""
-        return np.array([[0.0], [0.0], [0.0], [np.inf], [0.0]])
+        return np.array([[0.0], [0.0], [0.0], [np.inf], [0.0], [np.inf]])
 
     def grown(self, states: States, at: int) -> States:
         """Every state with every choice of the next layer, the `at`-th; choices that the tier lacks hold too much."""
         table, layer, columns = self.table, self.i + at, self.columns[at]
-        grown = np.empty((5, states.shape[1], len(columns)))
+        grown = np.empty((6, states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + table.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
-        grown[RUN] = np.inf
+        run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
+        run[:, RERUN], run[:, RERUN_ON] = 0.0, states[RUN] + table.input_bytes[layer]
+        grown[RUN] = run + table.residual_bytes[layer] if at < len(self.columns) - 1 else np.inf  # the last run ends
         working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
-        grown[RUN, :, RERUN] = table.residual_bytes[layer]
-        grown[RUN, :, RERUN_ON] = states[RUN] + table.residual_bytes[layer] + table.input_bytes[layer]
-        working[:, RERUN_ON] += states[RUN] + table.input_bytes[layer]
-        grown[HELD] = np.where(working <= self.high, states[HELD][:, None] + self.held[at, columns], np.inf)
+        own = table.temporary_bytes[layer]
+        working[:, [RERUN, RERUN_ON]] = run[:, [RERUN, RERUN_ON]] + table.again_bytes[layer] + own
         left = table.left_bytes[layer, columns] + self.given[at]
-        grown[BEYOND] = np.maximum(states[BEYOND][:, None] - left, working)
-        return grown.reshape(5, -1)
+        beyond = np.repeat(states[BEYOND][:, None], len(columns), axis=1)
+        beyond[:, RERUN_ON] = states[OPEN]
+        for number, needed in ((BEYOND, working), (OPEN, grown[RUN] + own)):
+            grown[number] = np.where(needed <= self.high, np.maximum(beyond - left, needed), np.inf)
+        fits = np.isfinite(beyond_held(grown))
+        grown[HELD] = np.where(fits, states[HELD][:, None] + self.held[at, columns], np.inf)
+        return grown.reshape(6, -1)
 
     def held_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What states hold, but for what is charged to layers to come: of the input of a run a part each."""
@@ -78,7 +84,7 @@ class Growth:
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What states will take at least, held and beyond, whatever the layers to come choose."""
-        beyond = np.maximum(states[BEYOND] + self.spare_to_come[done], self.most_to_come[done])
+        beyond = np.maximum(beyond_held(states) + self.spare_to_come[done], self.most_to_come[done])
         return self.held_bytes(states, done) + beyond
 
     def step(self, kept: Int[np.ndarray, "M"], at: int) -> Step:
@@ -93,6 +99,11 @@ class Growth:
             found.append(self.table.choice(int(columns[at])))
             at = int(parents[at])
         return tuple(reversed(found))
+
+
+def beyond_held(states: np.ndarray) -> np.ndarray:
+    """What states need at least beyond what they hold, whether their runs end or go on."""
+    return np.minimum(states[BEYOND], states[OPEN])
 
 
 def to_come(per_layer: np.ndarray) -> np.ndarray:
@@ -121,6 +132,6 @@ def _dominated(states: States, by: States) -> np.ndarray:
 def _below(states: States, by: States) -> np.ndarray:
     """[a, b]: whether state b of `by` is nowhere larger than state a."""
     below = by[0] <= states[0][:, None]
-    for number in range(1, 5):
+    for number in range(1, len(states)):
         below &= by[number] <= states[number][:, None]
     return below

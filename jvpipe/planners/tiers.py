@@ -7,8 +7,8 @@ held for k - 1 micro-batches. The first is near the truth where layers are run a
 are long. So choices are bounded tier by tier: in a tier the most that any layer works with is in [low, high]; choices
 that need more are not there.
 
-A run [a, b) keeps the input of layer a alone, and works with at least sum(h) - input(a), where h = residuals + input of
-a layer. In a tier sum(h) <= high + input(a), so charging each layer of the run input x h / (high + input) of what the
+A run [a, b) keeps the input of layer a alone, and works with at least sum(h) - input(a), where h is what a layer adds
+to a run. In a tier sum(h) <= high + input(a), so charging each layer of the run input x h / (high + input) of what the
 run keeps never charges too much: additive too.
 """
 
@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.choices import Choices, PerLayer
-from jvpipe.planners.problem import RERUN
 from jvpipe.planners.segments import Block, Grid, sums
 
 RUNS = 3
@@ -51,7 +50,7 @@ def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier,
     """The tiers of a model's choices under a limit, at most so many for runs."""
     single = choices.working_bytes[choices.allowed]
     one = float(single[single <= limit_bytes].max(initial=0.0))
-    most = min(limit_bytes, float(choices.run_bytes.sum() + choices.working_bytes[:, RERUN].max()))
+    most = min(limit_bytes, _most(choices))
     found = [Tier(0.0, one, *_runs(choices, one))]
     if most > one:
         highs = np.floor(np.geomspace(max(one, most / 1e6, 1.0), most, runs + 1))[1:].tolist()
@@ -64,16 +63,25 @@ def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier,
 def _next(choices: Choices, above: float) -> float:
     """A lower bound of the working bytes of runs that are above a number."""
     found, n = np.inf, len(choices.residual_bytes)
-    run, last = choices.residual_bytes, choices.working_bytes[:, RERUN] - choices.residual_bytes
-    for length in range(2, n + 1):
+    least = np.minimum(choices.residual_bytes, choices.again_bytes)
+    before = np.zeros(n)  # of the layers before the run's last, with the inputs between
+    for length in range(1, n + 1):
         if length > LONGEST:
             return above + 1
-        run = run[:-1] + choices.run_bytes[length - 1 :]
-        if run.min() > above:  # and longer runs need more
-            return min(found, float(run.min()))
-        working = run + last[length - 1 :]
-        found = min(found, float(working[working > above].min(initial=np.inf)))
+        if length > 1:
+            before = before[:-1] + choices.residual_bytes[length - 2 : -1] + choices.input_bytes[length - 1 :]
+        if (fewest := float((before + least[length - 1 :]).min())) > above:  # and longer runs need more
+            return min(found, fewest)
+        for own in (choices.residual_bytes, choices.again_bytes):
+            working = before + (own + choices.temporary_bytes)[length - 1 :]
+            found = min(found, float(working[working > above].min(initial=np.inf)))
     return found
+
+
+def _most(choices: Choices) -> float:
+    """What a run of all layers works with at most."""
+    last = np.maximum(choices.residual_bytes, choices.again_bytes) + choices.temporary_bytes
+    return float((choices.residual_bytes + choices.input_bytes).sum() + last.max())
 
 
 def _runs(choices: Choices, high: float) -> tuple[PerLayer, PerLayer]:

@@ -150,8 +150,8 @@ def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tupl
         layer, choice = problem.costs.layers[at], choices[at]
         again, option = layer.options[-1], Option(0) if choice == RERUN else layer.options[choice]
         works = option.extra_bytes + layer.temporary_bytes
-        if choice == RERUN:  # its forward leaves all residuals; or its backward makes what it needs of them
-            works += max(layer.options[0].kept_bytes, again.extra_bytes)
+        if choice == RERUN:  # its backward makes what the last option drops
+            works += again.kept_bytes + again.swapped_bytes + again.extra_bytes
         most, beyond = max(most, works), max(beyond, works - left)
         left += option.kept_bytes + option.swapped_bytes + layer.input_bytes
         for shared in problem.costs.shared:
