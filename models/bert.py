@@ -10,7 +10,6 @@ MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segm
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.recipe import AdamW
 from jvpipe.models.transformer import (
     Block,
     Parts,
     TransformerConfig,
-    configured,
-    cross_entropies,
     distance_bias,
     dropped,
     embedding,
     linear,
     normed,
+    prediction_loss,
 )
-from jvpipe.models.workload import Data, Workload
+from jvpipe.models.workload import Data, Workload, sized
 
 
 @dataclass(frozen=True)
@@ -117,9 +114,7 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)
         x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
-        logits = model.part("head", params["head"])(x, embeddings.tokens)
-        weights = batch["weights"]
-        return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+        return prediction_loss(model.part("head", params["head"])(x, embeddings.tokens), batch)
 
     return loss_fn
 
@@ -153,20 +148,15 @@ def open_data(config: BertConfig, data_path: Path | None, run_dir: Path, seed: i
 
 def workload(size: str | None = None, **options: Any) -> Workload:
     """BERT of a size (`tiny`, `mini`, `base`, `large`, `48`), with fields of `BertConfig` replaced by `options`."""
-    size = size or "mini"
-    config = configured("bert", SIZES, size, options)
-    mini = size == "mini"
-    recipe = AdamW(3e-3 if mini else 1e-4)
-    return Workload(
-        name="bert",
-        size=size,
-        config=config,
-        init=parts(config).init,
-        loss_fn=loss_function(config),
-        abstract_batch=partial(abstract_batch, config),
-        open_data=partial(open_data, config),
-        optimizer=recipe.optimizer,
-        learning_rates=recipe.learning_rates,
-        batch_size=32 if mini else 64,
-        steps=800 if mini else 100_000,
+    return sized(
+        "bert",
+        SIZES,
+        size,
+        options,
+        init=lambda config: parts(config).init,
+        loss_function=loss_function,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=1e-4,
+        batch_size=64,
     )

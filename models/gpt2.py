@@ -19,18 +19,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.recipe import AdamW
 from jvpipe.models.transformer import (
     Block,
     Parts,
     TransformerConfig,
-    configured,
-    cross_entropies,
     dropped,
     embedding,
     normed,
+    prediction_loss,
 )
-from jvpipe.models.workload import Data, Workload
+from jvpipe.models.workload import Data, Workload, sized
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ def loss_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], 
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)
-        logits = model.part("head", params["head"])(x, embeddings.tokens)
-        weights = batch["weights"]
-        return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+        return prediction_loss(model.part("head", params["head"])(x, embeddings.tokens), batch)
 
     return loss_fn
 
@@ -122,20 +118,15 @@ def open_data(config: Gpt2Config, data_path: Path | None, run_dir: Path, seed: i
 
 def workload(size: str | None = None, **options: Any) -> Workload:
     """GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`), with fields replaced by `options`."""
-    size = size or "mini"
-    config = configured("gpt2", SIZES, size, options)
-    mini = size == "mini"
-    recipe = AdamW(3e-3 if mini else 2.5e-4)
-    return Workload(
-        name="gpt2",
-        size=size,
-        config=config,
-        init=parts(config).init,
-        loss_fn=loss_function(config),
-        abstract_batch=partial(abstract_batch, config),
-        open_data=partial(open_data, config),
-        optimizer=recipe.optimizer,
-        learning_rates=recipe.learning_rates,
+    return sized(
+        "gpt2",
+        SIZES,
+        size,
+        options,
+        init=lambda config: parts(config).init,
+        loss_function=loss_function,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=2.5e-4,
         batch_size=32,
-        steps=800 if mini else 100_000,
     )

@@ -21,22 +21,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.recipe import AdamW
 from jvpipe.models.transformer import (
     Block,
     Parts,
     TransformerConfig,
-    configured,
-    cross_entropies,
     distance_bias,
     dropped,
     embedding,
     linear,
     mixture,
     normed,
+    prediction_loss,
     residual_scale,
 )
-from jvpipe.models.workload import Data, Workload
+from jvpipe.models.workload import Data, Workload, sized
 
 
 @dataclass(frozen=True)
@@ -161,8 +159,7 @@ def loss_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], We
         read = model.part("read", params["read"])(model.through("encoder", params["encoder"], x, key))
         y = embeddings(batch["tokens"], model.key("read", key))
         y = model.through("decoder", params["decoder"], y, key, read)
-        logits, weights = model.part("head", params["head"])(y), batch["weights"]
-        return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+        return prediction_loss(model.part("head", params["head"])(y), batch)
 
     return loss_fn
 
@@ -183,20 +180,15 @@ def open_data(config: T5Config, data_path: Path | None, run_dir: Path, seed: int
 
 def workload(size: str | None = None, **options: Any) -> Workload:
     """T5 of a size (`tiny`, `mini`, `small`, `780m`), with fields of `T5Config` replaced by `options`."""
-    size = size or "mini"
-    config = configured("t5", SIZES, size, options)
-    mini = size == "mini"
-    recipe = AdamW(3e-3 if mini else 1e-4)
-    return Workload(
-        name="t5",
-        size=size,
-        config=config,
-        init=parts(config).init,
-        loss_fn=loss_function(config),
-        abstract_batch=partial(abstract_batch, config),
-        open_data=partial(open_data, config),
-        optimizer=recipe.optimizer,
-        learning_rates=recipe.learning_rates,
-        batch_size=32 if mini else 128,
-        steps=800 if mini else 100_000,
+    return sized(
+        "t5",
+        SIZES,
+        size,
+        options,
+        init=lambda config: parts(config).init,
+        loss_function=loss_function,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=1e-4,
+        batch_size=128,
     )

@@ -3,12 +3,12 @@
 Axes: B batch, T tokens, D model, H heads, F feed-forward.
 """
 
-import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(ABC):
     """The shape of a transformer; `tokens` is the length of a record.
 
     `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
@@ -43,23 +44,9 @@ class TransformerConfig:
         if min(self.blocks, self.width, self.heads) < 1 or self.tokens < 8 or self.vocabulary < 300:
             raise ValueError(f"{self} is too small: it needs a block, a head, 8 tokens and a vocabulary of 300")
 
+    @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"]:
         """What is added to the scores of attention: who looks at whom."""
-        raise NotImplementedError
-
-
-Config = TypeVar("Config", bound=TransformerConfig)
-
-
-def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:
-    """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
-    if size not in sizes:
-        raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
-    fields = [field.name for field in dataclasses.fields(sizes[size])]
-    for name in options:
-        if name not in fields:
-            raise ValueError(did_you_mean(f"option of {model}", name, fields))
-    return dataclasses.replace(sizes[size], **options)
 
 
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
@@ -220,6 +207,12 @@ def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, 
     """Nats for each target [*B]."""
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     return -jnp.squeeze(scores, -1)
+
+
+def prediction_loss(logits: Float[Array, "*B V"], batch: Mapping[str, Any]) -> Weighted:
+    """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B]."""
+    weights = batch["weights"]
+    return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
 
 
 def _built(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:

@@ -1,10 +1,12 @@
 """A workload: what a command line needs to know of a model in order to plan and train it."""
 
+import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,8 +14,10 @@ import optax
 
 from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models.recipe import AdamW
 
 Tree = Any
+Config = TypeVar("Config")
 Batch = dict[str, np.ndarray]
 
 _MODULES = {name: f"jvpipe.models.{name}" for name in ("bert", "gpt2", "t5")}
@@ -97,3 +101,51 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     if name not in _MODULES:
         raise ValueError(did_you_mean("model", name, list(_MODULES)))
     return importlib.import_module(_MODULES[name]).workload(size, **options)
+
+
+def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:
+    """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
+    if size not in sizes:
+        raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
+    chosen: Any = sizes[size]
+    fields = [field.name for field in dataclasses.fields(chosen)]
+    for name in options:
+        if name not in fields:
+            raise ValueError(did_you_mean(f"option of {model}", name, fields))
+    return dataclasses.replace(chosen, **options)
+
+
+def sized(
+    name: str,
+    sizes: Mapping[str, Config],
+    size: str | None,
+    options: Mapping[str, Any],
+    *,
+    init: Callable[[Config], Callable[[jax.Array], Tree]],
+    loss_function: Callable[[Config], Callable[[Tree, Tree, jax.Array | None], Weighted]],
+    abstract_batch: Callable[[Config, int], Tree],
+    open_data: Callable[[Config, Path | None, Path, int, int], Data],
+    learning_rate: float,
+    batch_size: int,
+) -> Workload:
+    """A model of one of its sizes with fields replaced by `options`: each function takes the configuration first.
+
+    The size `mini`, the default, is trained within minutes by a recipe of its own; rate and batch are the others'.
+    """
+    size = size or "mini"
+    config = configured(name, sizes, size, options)
+    mini = size == "mini"
+    recipe = AdamW(3e-3 if mini else learning_rate)
+    return Workload(
+        name=name,
+        size=size,
+        config=config,
+        init=init(config),
+        loss_fn=loss_function(config),
+        abstract_batch=partial(abstract_batch, config),
+        open_data=partial(open_data, config),
+        optimizer=recipe.optimizer,
+        learning_rates=recipe.learning_rates,
+        batch_size=32 if mini else batch_size,
+        steps=800 if mini else 100_000,
+    )

@@ -8,6 +8,7 @@ import pytest
 
 from jvpipe.models import load
 from jvpipe.models.workload import Batch, Workload
+from tests.models.plain import gelu, linear, norm, shaken
 
 SHAPE = {"blocks": 1, "width": 16, "heads": 2, "vocabulary": 300, "tokens": 8, "mask_rate": 0.4}
 KEY = jax.random.key(7)
@@ -26,29 +27,6 @@ def fake_batch(workload: Workload, size: int = 3, seed: int = 0) -> Batch:
         "targets": rng.integers(5, config.vocabulary, (size, config.masked)).astype(np.int32),
         "weights": rng.integers(0, 2, (size, config.masked)).astype(np.float32),
     }
-
-
-def shaken(workload: Workload) -> dict:
-    """Parameters in which every bias and scale tells."""
-    rng = np.random.default_rng(1)
-
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        return rng.normal(path[-1].key == "scale", 0.1 + 0.1 * len(leaf.shape), leaf.shape).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(workload.init, KEY))
-
-
-def norm(x: np.ndarray, p: dict) -> np.ndarray:
-    centred = x - x.mean()
-    return centred / np.sqrt((centred * centred).mean() + 1e-6) * p["scale"] + p["bias"]
-
-
-def linear(x: np.ndarray, p: dict) -> np.ndarray:
-    return x @ p["kernel"] + p["bias"]
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def plain_loss(params: dict, lookup: np.ndarray, projection: np.ndarray, batch: Batch) -> tuple[float, float]:
