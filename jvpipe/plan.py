@@ -152,7 +152,15 @@ def model_costs(options: Options, cluster: Cluster) -> Costs:
     batch = workload.abstract_batch(options.batch_size or workload.batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(workload.init, key)
-    model = trace_model(workload.loss_fn, params, micro_batch_shapes(batch, options.microbatches), jax.random.key(0))
+    micro_batch = micro_batch_shapes(batch, options.microbatches)
+    model = trace_model(
+        workload.loss_fn,
+        params,
+        micro_batch,
+        jax.random.key(0),
+        workload.initial_state(),
+        has_state=workload.has_state,
+    )
     graph = model.traced.graph
     optimizer = cut_optimizer(
         workload.optimizer(workload.steps),

@@ -148,6 +148,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
         memory_limit=options.memory_limit,
         host_memory_limit=options.host_memory_limit,
         checkpoint=options.checkpoint,
+        has_state=workload.has_state,
         grad_norm=order.synchronous,
     )
     run.path.mkdir(parents=True, exist_ok=True)
@@ -156,7 +157,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
     if options.resume:
         run.check({"data_digest": data.digest})
     key = jax.random.key(options.seed)
-    state = pipe.init(workload.init, data.held_out[0], key)
+    state = pipe.init(workload.init, data.held_out[0], key, workload.initial_state())
     if options.resume and run.checkpoints():
         last = run.checkpoints()[-1]
         state = pipe.restore(last)

@@ -13,14 +13,13 @@ import numpy as np
 import optax
 
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.weighted import Weighted
 from jvpipe.models.recipe import AdamW
 
 Tree = Any
 Config = TypeVar("Config")
 Batch = dict[str, np.ndarray]
 
-_MODULES = {name: f"jvpipe.models.{name}" for name in ("bert", "gpt2", "t5")}
+_MODULES = {name: f"jvpipe.models.{name}" for name in ("bert", "gpt2", "t5", "amoebanet")}
 
 
 @runtime_checkable
@@ -61,27 +60,38 @@ class Workload:
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
     tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient
     transformation (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each
-    update. `batch_size` and `steps` are the defaults.
+    update. `batch_size` and `steps` are the defaults. With `model_state` the loss carries a state (batch norm): it maps
+    (parameters, state, batch, key) to the loss and the new state, and `model_state` makes the first one.
     """
 
     name: str
     size: str
     config: Any
     init: Callable[[jax.Array], Tree]
-    loss_fn: Callable[[Tree, Tree, jax.Array | None], Weighted]
+    loss_fn: Callable[..., Any]
     abstract_batch: Callable[[int], Tree]
     open_data: Callable[[Path | None, Path, int, int], Data]
     optimizer: Callable[..., optax.GradientTransformation]
     learning_rates: Callable[[int], np.ndarray]
     batch_size: int
     steps: int
+    model_state: Callable[[], Tree] | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the loss carries a state."""
+        return self.model_state is not None
+
+    def initial_state(self) -> Tree:
+        """The model state before any step; None if there is none."""
+        return None if self.model_state is None else self.model_state()
 
 
 def load(name: str, size: str | None = None, **options: Any) -> Workload:
     """The workload called `name`.
 
     Args:
-        name: `bert`, `gpt2` or `t5`.
+        name: `bert`, `gpt2`, `t5` or `amoebanet`.
         size: one of the model's sizes; its smallest if None.
         **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
 
@@ -95,7 +105,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     >>> load("brt")
     Traceback (most recent call last):
     ...
-    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5
+    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5, amoebanet
 
     """
     if name not in _MODULES:
@@ -122,11 +132,12 @@ def sized(
     options: Mapping[str, Any],
     *,
     init: Callable[[Config], Callable[[jax.Array], Tree]],
-    loss_function: Callable[[Config], Callable[[Tree, Tree, jax.Array | None], Weighted]],
+    loss_function: Callable[[Config], Callable[..., Any]],
     abstract_batch: Callable[[Config, int], Tree],
     open_data: Callable[[Config, Path | None, Path, int, int], Data],
     learning_rate: float,
     batch_size: int,
+    model_state: Callable[[Config], Callable[[], Tree]] | None = None,
 ) -> Workload:
     """A model of one of its sizes with fields replaced by `options`: each function takes the configuration first.
 
@@ -148,4 +159,5 @@ def sized(
         learning_rates=recipe.learning_rates,
         batch_size=32 if mini else batch_size,
         steps=800 if mini else 100_000,
+        model_state=model_state(config) if model_state else None,
     )

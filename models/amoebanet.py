@@ -1,0 +1,353 @@
+"""AmoebaNet-D (arXiv:1802.01548), scaled as GPipe does (arXiv:1811.06965), in plain JAX.
+
+Axes: B batch, Y and X of an image, C channels.
+
+Cells stand in a chain, but each reads the one before its predecessor too. Groups of normal cells, which keep the
+image, stand between reductions, which halve it and double the channels. An operation is a pooling or a chain of
+convolutions, each after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation, whose
+normal cell returns other values than the paper's: with them GPipe's parameter counts are met.
+
+The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
+of the statistics of the batch, and stay.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.transformer import prediction_loss
+from jvpipe.models.workload import Data, Workload, sized
+
+Tree = Any
+Image = Float[Array, "B _Y _X _C"]
+
+
+@dataclass(frozen=True)
+class AmoebaNetConfig:
+    """The shape of an AmoebaNet-D: GPipe's (L, D) are the normal `cells`, and the `filters` of the first group.
+
+    Of large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side. `dtype` is that of
+    the computation, float32 or bfloat16; parameters are float32.
+    """
+
+    cells: int
+    filters: int
+    side: int = 224
+    classes: int = 1000
+    stem_reductions: int = 2
+    groups: int = 3
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if min(self.cells, self.groups) < 1 or self.cells % self.groups:
+            raise ValueError(f"cells={self.cells} must be a multiple of groups={self.groups}")
+        if self.filters < 8 or self.filters % 8:
+            raise ValueError(f"filters={self.filters} must be a multiple of 8: operations work on quarters and halves")
+        if self.stem_reductions not in (0, 1, 2):
+            raise ValueError(f"stem_reductions={self.stem_reductions} must be 0 for small images, else 1 or 2")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        if self.side < 8 or self.classes < 2:
+            raise ValueError(f"{self} is too small: it needs a side of 8 and 2 classes")
+
+
+SIZES = {
+    "tiny": AmoebaNetConfig(cells=2, filters=8, side=8, classes=4, stem_reductions=0, groups=2),
+    "mini": AmoebaNetConfig(cells=3, filters=32, side=16, classes=10, stem_reductions=0),
+    "28m": AmoebaNetConfig(cells=18, filters=120),
+    "82m": AmoebaNetConfig(cells=18, filters=208),
+}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """ReLU, convolution, batch norm; with `shifted`, half of the channels see the image moved by one pixel."""
+
+    inputs: int
+    outputs: int
+    kernel: tuple[int, int] = (1, 1)
+    strides: tuple[int, int] = (1, 1)
+    shifted: bool = False
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters (He's initialisation)."""
+        draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
+        kernel = draw(key, (*self.kernel, self.inputs, self.outputs))
+        return {"kernel": kernel, "scale": jnp.ones(self.outputs), "bias": jnp.zeros(self.outputs)}
+
+    def averages(self) -> Tree:
+        """The running averages before any step."""
+        return {"mean": np.zeros(self.outputs, np.float32), "variance": np.ones(self.outputs, np.float32)}
+
+    def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
+        """The image after it, and the new averages."""
+        x, kernel = jax.nn.relu(x), p["kernel"].astype(x.dtype)
+        if self.shifted:
+            moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
+            halves = zip((x, moved), jnp.split(kernel, 2, axis=3), strict=True)
+            y = jnp.concatenate([convolved(image, half, self.strides) for image, half in halves], axis=3)
+        else:
+            y = convolved(x, kernel, self.strides)
+        return batch_norm(p, averages, y, training)
+
+
+def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
+    """A convolution that keeps the image, but for strides."""
+    return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
+    """Each channel with mean 0 and variance 1 (arXiv:1502.03167), scaled and moved; in float32.
+
+    In training these are of the batch, and move the averages by a tenth.
+    """
+    wide = x.astype(jnp.float32)
+    mean, variance = averages["mean"], averages["variance"]
+    if training:
+        mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
+        averages = {
+            "mean": 0.9 * averages["mean"] + 0.1 * mean,
+            "variance": 0.9 * averages["variance"] + 0.1 * variance,
+        }
+    y = (wide - mean[None, None, None]) * jax.lax.rsqrt(variance + 1e-5)[None, None, None]
+    return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(x.dtype), averages
+
+
+POOLINGS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
+    "none": lambda x, stride: x,
+    "max_pool_2x2": lambda x, stride: nnx.max_pool(x, (2, 2), (stride, stride), "SAME"),
+    "max_pool_3x3": lambda x, stride: nnx.max_pool(x, (3, 3), (stride, stride), "SAME"),
+    "avg_pool_3x3": lambda x, stride: nnx.avg_pool(x, (3, 3), (stride, stride), "SAME", count_include_pad=False),
+}
+CONVOLUTIONS = {"conv_1x1": [(1, 1)], "conv_3x3": [(3, 3)], "conv_1x7_7x1": [(1, 7), (7, 1)]}
+"""Kernels; larger ones than 1 x 1 work on a quarter of the channels."""
+
+
+def convolutions(operation: str, channels: int, stride: int) -> tuple[Convolution, ...]:
+    """The chain of convolutions that an operation is; none for a pooling.
+
+    >>> [c.kernel for c in convolutions("conv_1x7_7x1", 8, 1)]
+    [(1, 1), (1, 7), (7, 1), (1, 1)]
+    """
+    if operation in POOLINGS:
+        return ()
+    if operation == "conv_1x1":
+        return (Convolution(channels, channels, strides=(stride, stride)),)
+    quarter, kernels = channels // 4, CONVOLUTIONS[operation]
+    along = lambda n: stride if n > 1 else 1  # noqa: E731
+    inner = (Convolution(quarter, quarter, k, (along(k[0]), along(k[1]))) for k in kernels)
+    return (Convolution(channels, quarter), *inner, Convolution(quarter, channels))
+
+
+@dataclass(frozen=True)
+class Genotype:
+    """What a cell computes: value 0 is its predecessor's, 1 the one before; each pair adds one, the sum of its two.
+
+    A pair holds two operations with the value that each reads; `outputs` are concatenated.
+    """
+
+    pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
+    outputs: tuple[int, ...]
+
+
+NORMAL = Genotype(
+    pairs=(
+        (("conv_1x1", 1), ("max_pool_3x3", 1)),
+        (("none", 1), ("conv_1x7_7x1", 0)),
+        (("conv_1x1", 0), ("conv_1x7_7x1", 0)),
+        (("max_pool_3x3", 2), ("none", 2)),
+        (("avg_pool_3x3", 1), ("conv_1x1", 5)),
+    ),
+    outputs=(0, 3, 4, 6),
+)
+REDUCTION = Genotype(
+    pairs=(
+        (("max_pool_2x2", 0), ("max_pool_3x3", 0)),
+        (("none", 2), ("conv_3x3", 1)),
+        (("conv_1x7_7x1", 2), ("max_pool_3x3", 2)),
+        (("none", 3), ("max_pool_2x2", 1)),
+        (("avg_pool_3x3", 2), ("conv_1x1", 3)),
+    ),
+    outputs=(4, 5, 6),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A genotype at its place: it works on `channels`, of `near` and `far` ones that its two inputs have.
+
+    `halve`: the cell halves the image. `far_is_large`: its predecessor did, so that the far input is twice as large.
+    """
+
+    genotype: Genotype
+    channels: int
+    near: int
+    far: int
+    halve: bool = False
+    far_is_large: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """The number of channels that it returns."""
+        return self.channels * len(self.genotype.outputs)
+
+    @property
+    def chains(self) -> dict[str, tuple[Convolution, ...]]:
+        """The convolutions by name, e.g. `2_right_conv_1x1`; poolings have none."""
+        far = Convolution(self.far, self.channels)
+        if self.far_is_large:
+            far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
+        fits = self.far == self.channels and not self.far_is_large
+        found = {"near": (Convolution(self.near, self.channels),), "far": () if fits else (far,)}
+        return found | {
+            name: convolutions(operation, self.channels, self._stride(value))
+            for pair in self._named()
+            for name, operation, value in pair
+        }
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters."""
+        units = list(self._units())
+        keys = (jax.random.fold_in(key, i) for i in range(len(units)))
+        return {name: unit.init(k) for (name, unit), k in zip(units, keys, strict=True)}
+
+    def averages(self) -> Tree:
+        """The running averages before any step."""
+        return {name: unit.averages() for name, unit in self._units()}
+
+    def __call__(self, p: Tree, averages: Tree, near: Image, far: Image, training: bool) -> tuple[Image, Tree]:
+        """The image that the cell returns, and the new averages."""
+        new: dict[str, Tree] = {}
+
+        def through(chain: str, x: Image) -> Image:
+            for i, unit in enumerate(self.chains[chain]):
+                name = f"{chain}_{i}"
+                x, new[name] = unit(p[name], averages[name], x, training)
+            return x
+
+        values = [through("near", near), through("far", far)]
+        for pair in self._named():
+            read = [
+                POOLINGS.get(operation, lambda x, _: x)(through(name, values[value]), self._stride(value))
+                for name, operation, value in pair
+            ]
+            values.append(read[0] + read[1])
+        return jnp.concatenate([values[i] for i in self.genotype.outputs], axis=3), new
+
+    def _named(self) -> Iterator[list[tuple[str, str, int]]]:
+        for i, pair in enumerate(self.genotype.pairs):
+            yield [(f"{i}_{side}_{op}", op, value) for side, (op, value) in zip(("left", "right"), pair, strict=True)]
+
+    def _units(self) -> Iterator[tuple[str, Convolution]]:
+        for chain, units in self.chains.items():
+            yield from ((f"{chain}_{i}", unit) for i, unit in enumerate(units))
+
+    def _stride(self, value: int) -> int:
+        return 2 if self.halve and value < 2 else 1
+
+
+@dataclass(frozen=True)
+class AmoebaNet:
+    """The model: a stem, cells, and a linear map of each channel's mean."""
+
+    config: AmoebaNetConfig
+
+    @property
+    def stem(self) -> Convolution:
+        """From colours to channels."""
+        config, stride = self.config, 2 if self.config.stem_reductions else 1
+        return Convolution(3, config.filters >> config.stem_reductions, (3, 3), (stride, stride))
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """The cells in their order, by name."""
+        config = self.config
+        group = ["halve"] + ["normal"] * (config.cells // config.groups)
+        kinds = ["halve"] * config.stem_reductions + (group * config.groups)[1:]
+        channels = near = far = self.stem.outputs
+        found: dict[str, Cell] = {}
+        before = "normal"
+        for i, kind in enumerate(kinds):
+            halve = kind == "halve"
+            channels *= 1 + halve
+            cell = Cell(REDUCTION if halve else NORMAL, channels, near, far, halve, before == "halve")
+            found[f"{i:03}"] = cell
+            near, far, before = cell.outputs, near, kind
+        return found
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters: nested dicts of float32 arrays, e.g. `cells/003/near_0/kernel`."""
+        cells, last = self.cells, list(self.cells.values())[-1]
+        keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
+        draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        classes = self.config.classes
+        return {
+            "stem": self.stem.init(keys[0]),
+            "cells": {name: cell.init(k) for (name, cell), k in zip(cells.items(), keys[2:], strict=True)},
+            "head": {"kernel": draw(keys[1], (last.outputs, classes)), "bias": jnp.zeros(classes)},
+        }
+
+    def averages(self) -> Tree:
+        """The running averages before any step: the model state."""
+        return {"stem": self.stem.averages(), "cells": {name: cell.averages() for name, cell in self.cells.items()}}
+
+    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
+        """The loss of classes, and the new averages; without a key the averages stay and are used.
+
+        The batch holds `images` [B, Y, X, 3] float32, `targets` [B] int32 and `weights` [B] float32. `total` is the
+        sum of the cross entropies in nats, `weight` their number.
+        """
+        batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
+        x = batch["images"].astype(self.config.dtype)
+        x, stem = self.stem(params["stem"], averages["stem"], x, training)
+        before, new = x, {}
+        for name, cell in self.cells.items():
+            y, new[name] = cell(params["cells"][name], averages["cells"][name], x, before, training)
+            before, x = x, y
+        means = jnp.mean(jax.nn.relu(x).astype(jnp.float32), (1, 2))
+        logits = means @ params["head"]["kernel"] + params["head"]["bias"][None]
+        return prediction_loss(logits, batch), {"stem": stem, "cells": new}
+
+
+def abstract_batch(config: AmoebaNetConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch."""
+    shape = partial(jax.ShapeDtypeStruct, dtype=np.float32)
+    return {
+        "images": shape((batch_size, config.side, config.side, 3)),
+        "targets": jax.ShapeDtypeStruct((batch_size,), np.int32),
+        "weights": shape((batch_size,)),
+    }
+
+
+def open_data(config: AmoebaNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Images of classes."""
+    from jvpipe.models.images import open_images  # a plan needs no data, nor the libraries that read it
+
+    return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """AmoebaNet-D of a size (`tiny`, `mini`, `28m`, `82m`), with fields of `AmoebaNetConfig` replaced by `options`."""
+    return sized(
+        "amoebanet",
+        SIZES,
+        size,
+        options,
+        init=lambda config: AmoebaNet(config).init,
+        loss_function=lambda config: AmoebaNet(config).loss_fn,
+        model_state=lambda config: AmoebaNet(config).averages,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=1e-3,
+        batch_size=128,
+    )

@@ -1,0 +1,97 @@
+"""Images as training data: of a file, or drawn, so that nothing need be fetched.
+
+Axes: N images, Y and X of an image.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from jvpipe.models.batches import fixed_batches, train_batches
+from jvpipe.models.text import frequency_loss
+from jvpipe.models.workload import Batch, Data
+
+_DRAWN = 4096
+_HELD_OUT = 16  # one in so many
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images; `image` maps the number of one to its [Y, X, 3]."""
+
+    labels: Int32[np.ndarray, "N"]
+    image: Callable[[int], np.ndarray]
+    digest: str
+
+
+def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int) -> Data:
+    """Images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
+
+    Raises:
+        ValueError: what `read_images` raises.
+
+    """
+    found = drawn_images(side, classes) if data_path is None else read_images(data_path, side, classes)
+
+    def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
+        i = int(record[0])
+        return {"images": found.image(i), "targets": found.labels[i], "weights": np.ones((), np.float32)}
+
+    order = np.random.default_rng(0).permutation(len(found.labels)).astype(np.int32)[:, None]
+    held_out_records, records = np.split(order, [max(1, len(order) // _HELD_OUT)])
+    held_out = fixed_batches(held_out_records, example, batch_size)
+    return Data(
+        train=train_batches(records, example, seed, batch_size),
+        held_out=held_out,
+        digest=found.digest,
+        baseline_loss=frequency_loss(found.labels[records], held_out, classes, 0),
+    )
+
+
+def drawn_images(side: int, classes: int) -> Images:
+    """Coloured waves: a class is four of them, an image shows them from some point, under noise.
+
+    >>> drawn_images(8, 3).labels[:5].tolist()
+    [0, 1, 2, 0, 1]
+    """
+    labels = np.arange(_DRAWN, dtype=np.int32) % classes
+
+    def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
+        waves, view = np.random.default_rng((1, labels[i])), np.random.default_rng((2, i))
+        cycles, colours = waves.integers(-3, 4, (2, 4)), waves.normal(size=(4, 3))
+        steps = np.arange(side) / side + view.random((2, 1))
+        phases = cycles[0, :, None, None] * steps[0][:, None] + cycles[1, :, None, None] * steps[1]
+        seen = np.einsum("wyx,wc->yxc", np.cos(2 * np.pi * phases), colours)
+        return (0.5 * seen + 0.2 * view.normal(size=seen.shape)).astype(np.float32)
+
+    return Images(labels, image, hashlib.sha256(f"waves {_DRAWN} {side} {classes}".encode()).hexdigest())
+
+
+def read_images(path: Path, side: int, classes: int) -> Images:
+    """The arrays `images` [N, side, side, 3] and `labels` [N] of an .npz file; bytes become numbers from -1 to 1.
+
+    Raises:
+        ValueError: there is no such file, or arrays of other shapes or labels.
+
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            images, labels = file["images"], file["labels"].astype(np.int32)
+    except (OSError, KeyError, ValueError) as problem:
+        raise ValueError(f"'{path}' is no .npz file of `images` and `labels`: {problem}") from problem
+    if images.shape[1:] != (side, side, 3) or labels.shape != images.shape[:1] or len(labels) < 2:
+        wanted = f"[N, {side}, {side}, 3] and [N]"
+        raise ValueError(f"'{path}': images {images.shape} and labels {labels.shape} are not {wanted}")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(f"'{path}': labels {labels.min()} to {labels.max()} are not among {classes} classes")
+
+    def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
+        found = images[i].astype(np.float32)
+        return found / np.float32(127.5) - 1 if images.dtype == np.uint8 else found
+
+    digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
+    return Images(labels, image, digest)
