@@ -20,6 +20,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
+from jvpipe.schedules.course import Leg
 from jvpipe.schedules.emit import persistent_buffers
 from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
 from jvpipe.schedules.lower_stream import StreamLowering
@@ -86,10 +87,9 @@ class Build:
     @cached_property
     def stream(self) -> StreamLowering:
         """The steps of an asynchronous stream, lowered."""
-        (signatures,) = self._signatures
-        graph = self.traced.graph
+        legs = [Leg(0, self.forms()[0])]
         return StreamLowering(
-            graph, signatures, self.plan, self.schedule, self.microbatches, self.optimizer, self.layer_s
+            self.traced.graph, legs, self.schedule, self.microbatches, self.optimizer, self.layer_s
         )
 
     @cached_property

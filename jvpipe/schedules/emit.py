@@ -11,16 +11,10 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 Key = tuple[Hashable, ...]
 GLOBAL = -1  # stands where a layer would, for what concerns all of them
-_PLACE = {
-    "parameter": 2,
-    "constant": 2,
-    "state": 3,
-    "gradient": 3,
-    "loss": 3,
-    "aux": 3,
-    "weight": 1,
-}  # where keys name the device
-_ALONE = ("gradient", "optimizer")  # of these there is one, where its layer runs
+# where a key names the device
+_PLACE = dict.fromkeys(("parameter", "constant", "delta", "applied", "updates"), 2)
+_PLACE |= dict.fromkeys(("state", "gradient", "loss", "aux"), 3) | {"weight": 1}
+_ALONE = ("gradient", "optimizer", "delta", "applied", "updates")  # of these there is one, where its layer runs
 
 
 class Emitter:
@@ -33,7 +27,7 @@ class Emitter:
     def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -> None:
         self.graph, self.optimizer = graph, optimizer
         self._places: dict[int, None] = {}  # the devices of all plans so far
-        self.enter(plan)
+        self._lay(plan)
         self.accumulates = True  # several micro-batches per update: their gradients are added up
         self.rows: list[Row] = []
         self.buffers: list[Buffer] = []
@@ -50,6 +44,10 @@ class Emitter:
 
     def enter(self, plan: Plan) -> None:
         """What is written from here on runs under this plan."""
+        if plan is not self.plan:
+            self._lay(plan)
+
+    def _lay(self, plan: Plan) -> None:
         self.plan = plan
         self.stage = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.layers}
         self.device = {layer: plan.stages[s].devices[0] for layer, s in self.stage.items()}
@@ -88,8 +86,8 @@ class Emitter:
 
     def find(self, key: Key) -> Key | None:
         """The name of a buffer that holds what this name says, on its device or on another."""
-        if key in self.ids:
-            return key
+        if key in self.ids or key[0] not in _PLACE:
+            return key if key in self.ids else None
         at = _PLACE[str(key[0])]
         names = ((*key[:at], d, *key[at + 1 :]) for d in self._places)
         return next((name for name in names if name in self.ids), None)

@@ -1,6 +1,6 @@
 """From a schedule's task lists to the rows that the controller dispatches, and the table of their buffers."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Lowered
@@ -55,7 +55,8 @@ def lower_step(
     micro = len(forms)
     ahead = {m - 1: forms[m].plan for m in range(1, micro) if forms[m].plan is not forms[m - 1].plan}
     swaps = Swaps(pen, lists, lambda task: swapped(pen, forms[task.microbatch], task))
-    for task in order(graph, [form.plan for form in forms], lists, layer_s):
+    plans = [form.plan for form in forms]
+    for task in order(graph, plans, lists, layer_s, waits_too=lambda task: sums_from(plans, task)):
         m, form = task.microbatch, forms[task.microbatch]
         if m in ahead:
             resettle(pen, ahead.pop(m))
@@ -177,9 +178,6 @@ def order(
         elif kind == "B":
             yield Task(s, "F", m)
             yield from (Task(p, "B", m) for p in here.after[s])
-            if earlier is not None and earlier is not here:  # the sums of gradients come from there
-                there = {earlier.stage[layer] for layer, found in here.stage.items() if found == s}
-                yield from (Task(p, "B", m - 1) for p in there if p != s)
         yield from waits_too(task)
 
     def task_s(task: Task) -> float:
@@ -189,6 +187,14 @@ def order(
         return at[task.microbatch].devices[task.stage]
 
     return dispatch_order(lists, waits_for, task_s, device, done)
+
+
+def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
+    """The backwards that a backward waits for because they add to the same sums of gradients, at another stage."""
+    s, kind, m = task
+    if kind == "B" and m and plans[m] is not plans[m - 1]:
+        there = {plans[m - 1].stage_of(layer) for layer in plans[m].stages[s].layers}
+        yield from (Task(p, "B", m - 1) for p in there if p != s)
 
 
 def _key(pen: Emitter, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Key:

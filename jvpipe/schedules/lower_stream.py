@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jvpipe.ir.layers import LayerGraph, Signature
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.schedules.course import Course, Leg
 from jvpipe.schedules.lower import Form, backward, forward, losses, order, swapped
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.slices import Slices, Step, dropping
-from jvpipe.schedules.stream import parts, versions
 from jvpipe.schedules.swaps import Swaps
 from jvpipe.schedules.versioned import VersionedEmitter
 
@@ -26,8 +25,7 @@ class StreamLowering:
     """What a stream is lowered from: what `lower_step` takes."""
 
     graph: LayerGraph
-    signatures: Sequence[Signature]
-    plan: Plan
+    legs: Sequence[Leg]
     schedule: Schedule
     microbatches: int
     optimizer: OptimizerCut
@@ -36,11 +34,17 @@ class StreamLowering:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps that differ; all later ones are like the last."""
-        S, M = len(self.plan.stages), self.microbatches
-        fill = 2 + -(-S // M)
+        S, M = max(len(leg.form.plan.stages) for leg in self.legs), self.microbatches
+        begun = self.begun
+        fill = begun + 2 + -(-S // M)
         found = self._lower(fill + 2 + -(-2 * S // M), drained=False)
-        first = next(n for n in range(1, fill + 2) if found[n] == found[n + 1])
+        first = next(n for n in range(begun + 1, fill + 2) if found[n] == found[n + 1])
         return tuple(found[: first + 1])
+
+    @property
+    def begun(self) -> int:
+        """The step in which the last leg begins."""
+        return self.legs[-1].start // self.microbatches
 
     def drain(self, steps: int) -> Step:
         """What is left to do after so many steps; it ends with nothing in flight."""
@@ -48,18 +52,16 @@ class StreamLowering:
         return dropping(self._lower(n, drained=True)[-1], self.steps[n - 1])
 
     def _lower(self, steps: int, *, drained: bool) -> list[Step]:
-        S, M = len(self.plan.stages), self.microbatches
-        lists, count = parts(self.schedule, S, M, steps, drained=drained), steps * M
-        whole = self.schedule.with_updates(S, M, steps if drained else steps + 1 + -(-S // M))
-        table = versions(self.schedule, whole, M)
-        pen = VersionedEmitter(self.graph, self.plan, self.optimizer, self.schedule, table, M)
-        form = Form.of(self.graph, self.plan, self.signatures)
-        swaps = Swaps(pen, _without_updates(lists), lambda task: swapped(pen, form, task))
+        M = self.microbatches
+        course = Course(self.graph, self.legs, self.schedule, M, steps, drained=drained)
+        pen = VersionedEmitter(course, self.optimizer)
+        swaps = Swaps(pen, _without_updates(course.parts), lambda task: swapped(pen, course.form(task.microbatch), task))
+        starts = {leg.start: leg.form.plan for leg in self.legs[1:]}
         done: list[Task] = []
         bounds, names, uses = [0], [pen.names()], []
         ordered = []
-        for part in lists:
-            ordered.append(order(self.graph, [self.plan] * count, part, self.layer_s, done))
+        for part in course.parts:
+            ordered.append(order(self.graph, course.plans, part, self.layer_s, done, course.waits))
             done += ordered[-1]
         pen.plan_reads(done)
         at = 0
@@ -67,12 +69,17 @@ class StreamLowering:
             used: list[Use] = []
             for task in tasks:
                 pen.at = at
-                used += self._task(pen, form, swaps, task)
+                pen.depart()
+                if task.microbatch in starts:
+                    pen.settle(starts.pop(task.microbatch))
+                pen.enter(course.plans[task.microbatch])
+                used += self._task(pen, course.form(task.microbatch), swaps, task)
                 at += 1
             uses.append(used)
             bounds.append(len(pen.rows))
             names.append(pen.names())
         if drained:
+            pen.enter(self.legs[-1].form.plan)
             pen.refresh()
             bounds[-1], names[-1] = len(pen.rows), pen.names()
         return Slices(pen, bounds, names, uses, M, self.schedule.period(M), drained).steps()
@@ -80,7 +87,7 @@ class StreamLowering:
     def _task(self, pen: VersionedEmitter, form: Form, swaps: Swaps, task: Task) -> list[Use]:
         s, kind, m = task
         M = self.microbatches
-        layers = [self.graph.layers[i] for i in self.plan.stages[s].layers]
+        layers = [self.graph.layers[i] for i in form.plan.stages[s].layers]
         if kind == "U":
             return [Use("U", layer, m, v) for layer, v in pen.update(s, m)]
         swaps.before(task)

@@ -84,7 +84,7 @@ class Slices:
         rows = pen.rows[self.bounds[n] : self.bounds[n + 1]]
         before, after = self._alive(n), self._alive(n + 1)
         told = metric_keys(pen.graph, "step", n) + [("loss", 0, m, pen.home) for m in range(n * M, n * M + M)]
-        metrics = [pen.ids[key] for key in told if key in pen.ids]
+        metrics = [pen.ids[key] for key in map(pen.find, told) if key]
         touched = dict.fromkeys(b for row in rows for b in (*row.reads, *row.writes))
         ids = {b: i for i, b in enumerate(dict.fromkeys([b for _, b in before] + list(touched)))}
         staying = {*metrics, *(b for _, b in after)}

@@ -24,9 +24,10 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """One stage; it has no tasks in a plan that does not know it."""
     found: dict[Task, None] = {}
+    known = {t for t in old if t.microbatch < microbatch} | {t for t in new if t.microbatch >= microbatch}
 
     def add(tasks: Sequence[Task]) -> None:
-        found.update(dict.fromkeys(t for t in tasks if (old if t.microbatch < microbatch else new)))
+        found.update(dict.fromkeys(task for task in tasks if task in known))
 
     for m in range(1 + max((task.microbatch for task in (*old, *new)), default=-1)):
         own = old if m < microbatch else new
@@ -35,4 +36,5 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
             add([task for task in own[:forward] if task.kind != "F"])
             add([own[forward]])
     add(new or old)
+    assert found.keys() == known
     return tuple(found)

@@ -59,22 +59,24 @@ def _counted(tasks: tuple[Task, ...], kind: str) -> list[int]:
     return found
 
 
-def parts(schedule: Schedule, stages: int, microbatches: int, steps: int, *, drained: bool) -> list[TaskLists]:
-    """The lists of the first steps of a stream; `drained`: and what is left to do if it ends there.
+def parts(longer: TaskLists, microbatches: int, steps: int, ended: TaskLists | None = None) -> list[TaskLists]:
+    """The lists of the first steps of a stream, from those of at least one step more.
+
+    With those of a stream that has `ended` after these steps, also what is left to do then.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
-    >>> [text(part[0]) for part in parts(find_schedule("pipedream"), 2, 2, 2, drained=True)]
+    >>> lists = [find_schedule("pipedream").with_updates(2, 2, steps) for steps in (2, 3)]
+    >>> [text(part[0]) for part in parts(lists[1], 2, 2, ended=lists[0])]
     ['0F0 0F1 0B0 0U0', '0F2 0B1 0U1 0F3 0B2 0U2', '0B3 0U3']
     """
-    longer = schedule.with_updates(stages, microbatches, steps + 1)
     found: list[list[tuple[Task, ...]]] = [[] for _ in range(steps)]
-    for s, tasks in enumerate(longer):
-        bounds = [tasks.index(Task(s, "F", n * microbatches)) for n in range(steps + 1)]
-        for part, (a, b) in zip(found, pairwise(bounds), strict=True):
+    for tasks in longer:
+        forwards = [(task.microbatch, at) for at, task in enumerate(tasks) if task.kind == "F"]
+        bounds = [next((at for m, at in forwards if m >= n * microbatches), len(tasks)) for n in range(steps + 1)]
+        for part, (a, b) in zip(found, pairwise([0, *bounds[1:]]), strict=True):
             part.append(tasks[a:b])
-    if drained:
-        done = [{task for part in found for task in part[s]} for s in range(stages)]
-        whole = schedule.with_updates(stages, microbatches, steps)
-        found.append([tuple(t for t in tasks if t not in done[s]) for s, tasks in enumerate(whole)])
+    if ended:
+        done = {task for part in found for tasks in part for task in tasks}
+        found.append([tuple(task for task in tasks if task not in done) for tasks in ended])
     return [tuple(part) for part in found]

@@ -6,57 +6,79 @@ A parameter that several stages read follows its first reader: its versions are 
 """
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.buffers import PERSISTENT
+from jvpipe.ir.layers import Layer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
 from jvpipe.ir.use import Use
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot
-from jvpipe.schedules.emit import Emitter, Key, home
-from jvpipe.schedules.schedule import Schedule
-from jvpipe.schedules.stream import Versions
+from jvpipe.schedules.course import Course
+from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home, persistent_buffers
+
+_WINDOW = 2  # a layer's old place is free so many tasks of each stage after it has left
 
 
 class VersionedEmitter(Emitter):
     """Writes the rows of a stream."""
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        plan: Plan,
-        optimizer: OptimizerCut,
-        schedule: Schedule,
-        versions: Versions,
-        microbatches: int,
-    ) -> None:
-        super().__init__(graph, plan, optimizer)
-        self.schedule, self.versions, self.every = schedule, versions, schedule.period(microbatches)
+    def __init__(self, course: Course, optimizer: OptimizerCut) -> None:
+        super().__init__(course.graph, course.form(0).plan, optimizer)
+        self.course, self.schedule, self.every = course, course.schedule, course.every
         self.accumulates = self.every > 1
-        self.plan, self.stages = plan, len(plan.stages)
-        self.home = home(graph, self.device)
-        self.plain = tuple(buffer.key for buffer in self.buffers)
-        self.newest = [0] * len(graph.parameters)
-        self.tied = [len({self.stage[r] for r in p.readers}) > 1 for p in graph.parameters]
+        self.newest = [0] * len(self.graph.parameters)
         self.at = 0  # the number of the task whose rows are written
         self._last_read: dict[tuple[int, int, int], int] = {}  # of a version on a device
         self._pieces = [(i, piece) for i, piece in enumerate(optimizer.update)]
-        for key in self.plain:
-            if key[0] == "parameter":
-                self.rename(key, (*key, 0))
+        self._moves: deque[tuple[int, int, int]] = deque()  # when what belongs to a layer was sent after it, old and new
+        for buffer in list(self.buffers):
+            if buffer.owner == "parameter":
+                self.rename(buffer.key, (*buffer.key, 0))
+
+    def _lay(self, plan: Plan) -> None:
+        super()._lay(plan)
+        self.stages, self.home = len(plan.stages), home(self.graph, self.device)
+        self.tied = [len({self.stage[r] for r in p.readers}) > 1 for p in self.graph.parameters]
+
+    def _move(self, key: Key, target: Key, device: int, layer: int, m: int = -1) -> int:
+        b = self.ids[key]
+        new = super()._move(key, target, device, layer, m)
+        if new != b and self.buffers[b].owner in PERSISTENT:
+            self._moves.append((self.at, b, new))
+        return new
+
+    def depart(self) -> None:
+        """Frees what was sent after a layer a few tasks ago, once it has arrived."""
+        while self._moves and self._moves[0][0] + _WINDOW * self.stages < self.at:
+            _, old, new = self._moves.popleft()
+            self.emit("FREE", GLOBAL, -1, [old, new], [], device=self.buffers[old].device)
 
     def names(self) -> dict[int, Key]:
         """What each buffer is called by now."""
         return {b: key for key, b in self.ids.items()}
 
+    def settle(self, plan: Plan) -> None:
+        """Moves what no task would: constants, and state that all layers share."""
+        self.enter(plan)
+        written = {k for layer in self.graph.layers for k in layer.writing("state")}
+        for buffer in persistent_buffers(self.graph, plan, self.optimizer):
+            match buffer.key:
+                case ("optimizer", int(j), -1):
+                    self.bring_optimizer(j, GLOBAL, buffer.device)
+                case ("state", k, *_) if k in written:
+                    pass
+                case ("constant" | "state", *_):
+                    self.bring(buffer.key, GLOBAL)
+
     # Reading
 
     def version(self, p: int, m: int, *, back: bool) -> int:
         """The version of a parameter that the forward, or the backward, of a micro-batch reads."""
-        table = self.versions.backward if back and not self.tied[p] else self.versions.forward
-        return table[self.stage[self.graph.parameters[p].owner]][m]
+        return self.course.version(self.graph.parameters[p].owner, m, back=back and not self.tied[p])
 
     def tau(self, stage: int) -> int:
         """The updates between a forward of a stage and its update."""
@@ -64,12 +86,23 @@ class VersionedEmitter(Emitter):
 
     def plan_reads(self, tasks: Sequence[Task]) -> None:
         """Notes when each version is read for the last time, so that its update may overwrite it."""
+        start = self.plan
         for at, (s, kind, m) in enumerate(tasks):
             if kind != "U":
+                self.enter(self.course.form(m).plan)
                 for layer in self.plan.stages[s].layers:
                     for p in self.graph.layers[layer].reading("parameter"):
                         v = self.version(p, m, back=kind == "B")
                         self._last_read[p, self.device[layer], v] = at
+                        self._last_read[p, self._made_on(p, v), v] = at
+        self.enter(start)
+
+    def _made_on(self, p: int, v: int) -> int:
+        """The device on which a version was made, if its owner has left it; else none, -1."""
+        owner = self.graph.parameters[p].owner
+        made = self.course.form(max(v * self.every - 1, 0)).plan
+        there = made.stages[made.stage_of(owner)].devices[0]
+        return there if there != self.device[owner] else -1
 
     def parameter(self, p: int, layer: int, m: int, *, back: bool) -> Key:
         """The version that the rules say; predicted or corrected first, if they say so."""
@@ -83,18 +116,16 @@ class VersionedEmitter(Emitter):
 
     def distance(self, layer: int, m: int) -> int:
         """The updates between the forward and the backward of a micro-batch."""
-        s = self.stage[layer]
-        return self.versions.backward[s][m] - self.versions.forward[s][m]
+        return self.course.version(layer, m, back=True) - self.course.version(layer, m, back=False)
 
     def use(self, kind: str, layer: Layer, m: int) -> Use:
         """What a layer's forward or backward has read."""
-        back, s = kind == "B", self.stage[layer.id]
-        table = self.versions.backward if back else self.versions.forward
+        back = kind == "B"
         tied = tuple((p, self.version(p, m, back=back)) for p in layer.reading("parameter") if self.tied[p])
         name = "corrected" if back else "ahead"
         shifts = [p for p in layer.reading("parameter") if (name, p, self.device[layer.id], m) in self.ids]
-        shift = (self.tau(s) if back else self.distance(layer.id, m)) if shifts else 0
-        return Use(kind, layer.id, m, table[s][m], tied, shift)
+        shift = (self.tau(self.stage[layer.id]) if back else self.distance(layer.id, m)) if shifts else 0
+        return Use(kind, layer.id, m, self.course.version(layer.id, m, back=back), tied, shift)
 
     def _shifted(self, name: str, by: str, layer: int, p: int, m: int, factor: int, *, back: bool) -> Key:
         """Weights moved along what is remembered of their updates: those of a layer at once, for one micro-batch."""
@@ -102,12 +133,12 @@ class VersionedEmitter(Emitter):
         if (name, p, d, m) in self.ids:
             return (name, p, d, m)
         plain = ("parameter", p, d, self.version(p, m, back=back))
-        if not factor or (by, p, d) not in self.ids:
+        if not factor or not self.find((by, p, d)):
             return plain
         mine = [q for q in self.graph.layers[layer].reading("parameter") if not self.tied[q]]
         mine = [q for q in mine if (name, q, d, m) not in self.ids]
-        reads = [self.ids["parameter", q, d, self.version(q, m, back=back)] for q in mine]
-        reads += [self.ids[by, q, d] for q in mine]
+        reads = [self.bring(("parameter", q, d, self.version(q, m, back=back)), layer, m) for q in mine]
+        reads += [self.bring((by, q, d), layer, m) for q in mine]
         writes = [self.new((name, q, d, m), "parameter", self.graph.parameters[q].array.bytes, d) for q in mine]
         self.emit("SHIFT", layer, m, reads, writes, program=factor)
         return (name, p, d, m)
@@ -120,6 +151,7 @@ class VersionedEmitter(Emitter):
                 d, v = self.device[layer.id], self.version(p, m, back=False)
                 for there in dict.fromkeys(self.device[reader] for reader in parameter.readers):
                     if there != d:
+                        self.bring(("parameter", p, d, v), layer.id, m)
                         self.send(("parameter", p, d, v), ("parameter", p, there, v), there, layer.id, m)
 
     # Updating
@@ -138,7 +170,7 @@ class VersionedEmitter(Emitter):
         if not self.graph.weighted or ("loss", 1) not in [(r.kind, r.index) for r in layer.writes]:
             return
         if (m + 1) % self.every == 0:
-            reads = [self.ids["loss", 1, n, d] for n in range(g * self.every, m + 1)]
+            reads = [self.bring(("loss", 1, n, d), layer.id, m) for n in range(g * self.every, m + 1)]
             self.emit("WEIGHT", layer.id, m, reads, [self.new(("weight", d, g), "metric", 4, d)], program=self.every)
 
     def update(self, s: int, m: int) -> Iterator[tuple[int, int]]:
@@ -168,9 +200,9 @@ class VersionedEmitter(Emitter):
             case "weight":
                 return self.send(("weight", self.home, g), ("weight", d, g), d, self.graph.loss_layer, m)
             case "parameter":
-                return self.ids["parameter", slot.index, d, self.newest[slot.index]]
+                return self.bring(("parameter", slot.index, d, self.newest[slot.index]), layer, m)
             case "state":
-                return self.ids["optimizer", slot.index, layer]
+                return self.bring_optimizer(slot.index, layer, d)
             case _:
                 return self.ids[slot, d, m]
 
@@ -194,14 +226,14 @@ class VersionedEmitter(Emitter):
         name = "delta" if corrects else "applied"
         size = {p: self.graph.parameters[p].array.bytes for p in owned}
         keys: list[Key] = [(name, p, d) for p in owned]
-        if keys[0] not in self.ids:
+        if not self.find(keys[0]):
             new = [self.new(key, "parameter", size[p], d) for key, p in zip(keys, owned, strict=True)]
             new += [self.new(("updates", layer, d), "parameter", 4, d)] if corrects else []
             self.emit("ZERO", layer, m, [], new, program=-2)
-        old = [self.ids["parameter", p, d, before[p]] for p in owned]
+        old = [self.bring(("parameter", p, d, before[p]), layer, m) for p in owned]
         now = [self.ids["parameter", p, d, self.newest[p]] for p in owned]
-        memory = [self.ids[key] for key in keys]
-        count = [self.ids["updates", layer, d]] if corrects else []
+        memory = [self.bring(key, layer, m) for key in keys]
+        count = [self.bring(("updates", layer, d), layer, m)] if corrects else []
         writes = [*now, *memory, *count] if corrects else memory
         self.emit("SETTLE", layer, m, [*old, *now, *memory, *count], writes, program=self.tau(self.stage[layer]))
 
@@ -212,6 +244,7 @@ class VersionedEmitter(Emitter):
         for p, parameter in enumerate(self.graph.parameters):
             d, v = self.device[parameter.owner], self.newest[p]
             for there in dict.fromkeys(self.device[reader] for reader in parameter.readers):
+                self.bring(("parameter", p, d, v), parameter.owner)
                 if there != d:
                     self.send(("parameter", p, d, v), ("parameter", p, there, v), there, parameter.owner)
 
@@ -227,12 +260,15 @@ class VersionedEmitter(Emitter):
                 case _:
                     plain, number = key, 0
             found[plain] = max(found.get(plain, (number, b)), (number, b))
-        return {key: found[key][1] for key in self.plain}
+        plain = persistent_buffers(self.graph, self.plan, self.optimizer)
+        return {buffer.key: found[buffer.key][1] for buffer in plain}
 
     def lasting(self) -> set[int]:
-        """The buffers that outlive every step: the newest of each kind, and what is remembered."""
-        kinds = ("delta", "applied", "updates")
-        return {*self.newest_ids().values(), *(b for key, b in self.ids.items() if key[0] in kinds)}
+        """The buffers that outlive every step: the newest of each kind, and what is remembered where a layer is."""
+        here = {("updates", layer, d) for layer, d in self.device.items()}
+        for p, parameter in enumerate(self.graph.parameters):
+            here |= {(kind, p, self.device[parameter.owner]) for kind in ("delta", "applied")}
+        return {*self.newest_ids().values(), *(self.ids[key] for key in here if key in self.ids)}
 
 
 def relative(key: Key, m0: int, v0: int, written: Collection[int]) -> Key:
