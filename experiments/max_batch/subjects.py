@@ -31,6 +31,7 @@ WORKLOADS = {
     "BERT": lambda: models.load("bert", "large", tokens=512, mask_rate=0.998),
     "GPT-2": lambda: models.load("gpt2", "770m"),
     "T5": lambda: models.load("t5", "780m"),
+    "AmoebaNet": lambda: models.load("amoebanet", "28m"),
 }
 
 
@@ -48,7 +49,10 @@ def subject(name: str) -> tuple[Costing, Costing]:
     @cache
     def traced(size: int) -> Model:
         cuts = None if size == ANCHORS[0] else traced(ANCHORS[0]).traced.cuts
-        return trace_model(workload.loss_fn, params, workload.abstract_batch(size), jax.random.key(0), cuts=cuts)
+        state, key = workload.initial_state(), jax.random.key(0)
+        return trace_model(
+            workload.loss_fn, params, workload.abstract_batch(size), key, state, cuts, has_state=workload.has_state
+        )
 
     @cache
     def optimizer() -> OptimizerCut:
