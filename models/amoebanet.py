@@ -71,13 +71,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Convolution:
-    """ReLU, convolution, batch norm; with `shifted`, half of the channels see the image moved by one pixel."""
+    """ReLU (unless `linear`), convolution, batch norm; `shifted`: half the channels see the image moved by a pixel."""
 
     inputs: int
     outputs: int
     kernel: tuple[int, int] = (1, 1)
     strides: tuple[int, int] = (1, 1)
     shifted: bool = False
+    linear: bool = False
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters (He's initialisation)."""
@@ -91,7 +92,8 @@ class Convolution:
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
         """The image after it, and the new averages."""
-        x, kernel = jax.nn.relu(x), p["kernel"].astype(x.dtype)
+        x = x if self.linear else jax.nn.relu(x)
+        kernel = p["kernel"].astype(x.dtype)
         if self.shifted:
             moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
             halves = zip((x, moved), jnp.split(kernel, 2, axis=3), strict=True)
@@ -123,11 +125,17 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
     return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(x.dtype), averages
 
 
+def mean_pool(x: Image, stride: int) -> Image:
+    """Means of what is there of 3 x 3 pixels, taken in float32."""
+    wide = nnx.avg_pool(x.astype(jnp.float32), (3, 3), (stride, stride), "SAME", count_include_pad=False)
+    return wide.astype(x.dtype)
+
+
 POOLINGS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
     "none": lambda x, stride: x,
     "max_pool_2x2": lambda x, stride: nnx.max_pool(x, (2, 2), (stride, stride), "SAME"),
     "max_pool_3x3": lambda x, stride: nnx.max_pool(x, (3, 3), (stride, stride), "SAME"),
-    "avg_pool_3x3": lambda x, stride: nnx.avg_pool(x, (3, 3), (stride, stride), "SAME", count_include_pad=False),
+    "avg_pool_3x3": lambda x, stride: mean_pool(x, stride),
 }
 CONVOLUTIONS = {"conv_1x1": [(1, 1)], "conv_3x3": [(3, 3)], "conv_1x7_7x1": [(1, 7), (7, 1)]}
 """Kernels; larger ones than 1 x 1 work on a quarter of the channels."""
@@ -319,11 +327,11 @@ class AmoebaNet:
         return prediction_loss(logits, batch), {"stem": stem, "cells": new}
 
 
-def abstract_batch(config: AmoebaNetConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch."""
+def abstract_images(side: int, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch of images."""
     shape = partial(jax.ShapeDtypeStruct, dtype=np.float32)
     return {
-        "images": shape((batch_size, config.side, config.side, 3)),
+        "images": shape((batch_size, side, side, 3)),
         "targets": jax.ShapeDtypeStruct((batch_size,), np.int32),
         "weights": shape((batch_size,)),
     }
@@ -346,7 +354,7 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         init=lambda config: AmoebaNet(config).init,
         loss_function=lambda config: AmoebaNet(config).loss_fn,
         model_state=lambda config: AmoebaNet(config).averages,
-        abstract_batch=abstract_batch,
+        abstract_batch=lambda config, batch_size: abstract_images(config.side, batch_size),
         open_data=open_data,
         learning_rate=1e-3,
         batch_size=128,

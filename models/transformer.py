@@ -122,6 +122,27 @@ Part = Callable[..., nnx.Module]
 """How a module is built: `part(config, rngs=rngs)`."""
 
 
+class Kind:
+    """A kind of module, built and traced once for all: `build(rngs)` makes one."""
+
+    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
+        self._build = build
+
+    def module(self, params: Any) -> Any:
+        """A module of this kind with these parameters."""
+        graph, _, rest = self._structure
+        return nnx.merge(graph, params, rest, copy=True)
+
+    @cached_property
+    def init(self) -> Callable[[jax.Array], Any]:
+        """Maps a key to fresh parameters, nested dicts of float32 arrays."""
+        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param)))
+
+    @cached_property
+    def _structure(self) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param, ...)
+
+
 @dataclass(frozen=True)
 class Parts:
     """A transformer taken apart: its kinds of modules in their order, each built and traced once for all.
@@ -136,16 +157,15 @@ class Parts:
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
         found = {}
-        for name, build in self._builds.items():
-            make, first = jax.jit(partial(_fresh, build)), self._first[name]
-            stack = {f"{i:03}": make(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
+        for name, kind in self._kinds.items():
+            first = self._first[name]
+            stack = {f"{i:03}": kind.init(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
             found[name] = stack if name in self.stacked else stack["000"]
         return found
 
     def part(self, name: str, params: Any) -> Any:
         """A module of a kind with these parameters."""
-        graph, _, rest = self._structure[name]
-        return nnx.merge(graph, params, rest, copy=True)
+        return self._kinds[name].module(params)
 
     def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
         """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
@@ -167,13 +187,8 @@ class Parts:
         return dict(zip(self.kinds, starts, strict=False))
 
     @cached_property
-    def _builds(self) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
-        return {name: lambda rngs, kind=kind: kind(self.config, rngs=rngs) for name, kind in self.kinds.items()}
-
-    @cached_property
-    def _structure(self) -> dict[str, Any]:
-        shapes = {name: nnx.eval_shape(partial(_built, build)) for name, build in self._builds.items()}
-        return {name: nnx.split(part, nnx.Param, ...) for name, part in shapes.items()}
+    def _kinds(self) -> dict[str, Kind]:
+        return {name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs)) for name, part in self.kinds.items()}
 
 
 def embedding(config: TransformerConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
@@ -213,11 +228,3 @@ def prediction_loss(logits: Float[Array, "*B V"], batch: Mapping[str, Any]) -> W
     """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B]."""
     weights = batch["weights"]
     return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
-
-
-def _built(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    return build(nnx.Rngs(0))
-
-
-def _fresh(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Any:
-    return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))

@@ -13,13 +13,15 @@ import numpy as np
 import optax
 
 from jvpipe.ir.names import did_you_mean
+from jvpipe.models.architecture import Supernet
 from jvpipe.models.recipe import AdamW
 
 Tree = Any
 Config = TypeVar("Config")
 Batch = dict[str, np.ndarray]
 
-_MODULES = {name: f"jvpipe.models.{name}" for name in ("bert", "gpt2", "t5", "amoebanet")}
+_NAMES = ("bert", "gpt2", "t5", "amoebanet", "evolved-transformer", "evolved-amoebanet")
+_MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in _NAMES}
 
 
 @runtime_checkable
@@ -61,7 +63,8 @@ class Workload:
     tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient
     transformation (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each
     update. `batch_size` and `steps` are the defaults. With `model_state` the loss carries a state (batch norm): it maps
-    (parameters, state, batch, key) to the loss and the new state, and `model_state` makes the first one.
+    (parameters, state, batch, key) to the loss and the new state, and `model_state` makes the first one. With a
+    `supernet` the architecture can be searched for; `init` and `loss_fn` are those of its default one.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Workload:
     batch_size: int
     steps: int
     model_state: Callable[[], Tree] | None = None
+    supernet: Supernet | None = None
 
     @property
     def has_state(self) -> bool:
@@ -91,7 +95,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     """The workload called `name`.
 
     Args:
-        name: `bert`, `gpt2`, `t5` or `amoebanet`.
+        name: `bert`, `gpt2`, `t5`, `amoebanet`, `evolved-transformer` or `evolved-amoebanet`.
         size: one of the model's sizes; its smallest if None.
         **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
 
@@ -102,10 +106,10 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     'mini'
     >>> load("bert", "large", dropout=0.0).config.blocks
     24
-    >>> load("brt")
+    >>> load("brt")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5, amoebanet
+    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5, amoebanet, evolved-transformer, ...
 
     """
     if name not in _MODULES:
@@ -138,6 +142,7 @@ def sized(
     learning_rate: float,
     batch_size: int,
     model_state: Callable[[Config], Callable[[], Tree]] | None = None,
+    supernet: Callable[[Config], Supernet] | None = None,
 ) -> Workload:
     """A model of one of its sizes with fields replaced by `options`: each function takes the configuration first.
 
@@ -160,4 +165,5 @@ def sized(
         batch_size=32 if mini else batch_size,
         steps=800 if mini else 100_000,
         model_state=model_state(config) if model_state else None,
+        supernet=supernet(config) if supernet else None,
     )

@@ -169,6 +169,15 @@ def test_normal_cells_of_a_group_are_cut_and_traced_alike() -> None:
     assert len(layers["cells/002"]) > 4
 
 
+def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
+    workload = load("amoebanet", "tiny", dtype="bfloat16")
+    params = jax.eval_shape(workload.init, KEY)
+    jaxpr = jax.make_jaxpr(workload.loss_fn)(params, workload.initial_state(), workload.abstract_batch(2), KEY)
+    convolved = [e.outvars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    assert set(convolved) == {jax.numpy.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {np.dtype("float32")}
+
+
 def test_two_stages_train_it_to_the_same_bits_as_one() -> None:
     workload, batch = load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1), fake_batch(8)
     params, ends = jax.jit(workload.init)(KEY), []

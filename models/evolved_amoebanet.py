@@ -1,0 +1,197 @@
+"""A search space of image models made of AmoebaNet's operations, in plain JAX.
+
+Axes: B batch, Y and X of an image, C channels.
+
+A block adds to its input what its left branch makes of it, and what its right branch makes of a projection of it:
+`none` is the projection itself, as in AmoebaNet's cells. Groups of equal length stand between reductions, which halve
+the image and double the channels; in a group all blocks have the same shapes. Unlike cells, blocks do not read their
+predecessor's input too: what skips a block would tie its layers to its neighbours', and they would not outlive a
+mutation next to them. For the same reason what stands between blocks begins with a convolution. Batch norm uses the
+statistics of the batch and keeps none.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.amoebanet import POOLINGS, Convolution, Image, abstract_images, convolutions
+from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
+from jvpipe.models.transformer import prediction_loss
+from jvpipe.models.workload import Data, Workload, sized
+
+LEFT = ("conv_1x1", "conv_3x3", "conv_1x7_7x1")
+RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1x7_7x1")
+
+
+@dataclass(frozen=True)
+class EvolvedAmoebaNetConfig:
+    """The shape of the model: `slots` in `groups`, the first of which works on `filters` channels."""
+
+    slots: int
+    filters: int
+    side: int = 32
+    classes: int = 10
+    groups: int = 2
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if min(self.slots, self.groups) < 1 or self.slots % self.groups:
+            raise ValueError(f"slots={self.slots} must be a multiple of groups={self.groups}")
+        if self.filters < 4 or self.filters % 4:
+            raise ValueError(f"filters={self.filters} must be a multiple of 4: operations work on quarters")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        if self.side < 8 or self.classes < 2:
+            raise ValueError(f"{self} is too small: it needs a side of 8 and 2 classes")
+
+    def channels(self, group: int) -> int:
+        """Of all blocks of a group."""
+        return self.filters << group
+
+    def group(self, slot: int) -> int:
+        """That a slot belongs to."""
+        return slot * self.groups // self.slots
+
+
+SIZES = {
+    "tiny": EvolvedAmoebaNetConfig(slots=4, filters=8, side=8, classes=4),
+    "mini": EvolvedAmoebaNetConfig(slots=8, filters=32, side=16),
+}
+
+Chain = tuple[Convolution, ...]
+
+
+def through(chain: Chain, p: Any, x: Image) -> Image:
+    """An image after a chain of convolutions, each with the statistics of the batch."""
+    for i, unit in enumerate(chain):
+        x, _ = unit(p[str(i)], unit.averages(), x, True)
+    return x
+
+
+def init(chain: Chain, key: jax.Array) -> Any:
+    """Fresh parameters of a chain."""
+    return {str(i): unit.init(jax.random.fold_in(key, i)) for i, unit in enumerate(chain)}
+
+
+def block_chains(block: Block, channels: int) -> dict[str, Chain]:
+    """The convolutions of a block: `left`, and `project` and `right`, one after the other."""
+    return {
+        "left": convolutions(block.left, channels, 1),
+        "project": (Convolution(channels, channels),),
+        "right": convolutions(block.right, channels, 1),
+    }
+
+
+def run_block(block: Block, p: Any, x: Image) -> Image:
+    """The image after a block."""
+    chains = block_chains(block, x.shape[3])
+    right = through(chains["right"], p.get("right", {}), through(chains["project"], p["project"], x))
+    return x + through(chains["left"], p["left"], x) + POOLINGS.get(block.right, lambda y, _: y)(right, 1)
+
+
+def entry(config: EvolvedAmoebaNetConfig, group: int) -> Convolution:
+    """From the colours to the channels of the first group, or from a group to the next."""
+    stride = 2 if group else 1
+    before = config.channels(group - 1) if group else 3
+    return Convolution(before, config.channels(group), (3, 3), (stride, stride), linear=True)
+
+
+def last(config: EvolvedAmoebaNetConfig) -> Convolution:
+    """What stands before the head."""
+    channels = config.channels(config.groups - 1)
+    return Convolution(channels, channels, linear=True)
+
+
+def params_of(config: EvolvedAmoebaNetConfig, architecture: Architecture, key: jax.Array) -> dict[str, Any]:
+    """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
+
+    def own(*names: str) -> jax.Array:
+        return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
+
+    parts: dict[str, dict[str, Chain]] = {
+        f"entry_{group}": {"conv": (entry(config, group),)} for group in range(config.groups)
+    }
+    parts["last"] = {"conv": (last(config),)}
+    parts |= {name: block_chains(b, config.channels(config.group(slot))) for slot, name, b in architecture.blocks()}
+    draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    head = draw(own("head"), (config.channels(config.groups - 1), config.classes))
+    found = {
+        name: {side: init(chain, own(name, side)) for side, chain in chains.items() if chain}
+        for name, chains in parts.items()
+    }
+    return found | {"head": {"kernel": head, "bias": jnp.zeros(config.classes)}}
+
+
+def loss_of(
+    config: EvolvedAmoebaNetConfig, architecture: Architecture
+) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of classes under an architecture, `loss_fn(params, batch, rng)`; the batch is that of AmoebaNet."""
+    blocks = tuple(architecture.blocks())
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        batch = jax.tree.map(jnp.asarray, batch)
+        x = batch["images"].astype(config.dtype)
+        for group in range(config.groups):
+            x = through((entry(config, group),), params[f"entry_{group}"]["conv"], x)
+            for slot, name, block in blocks:
+                if config.group(slot) == group:
+                    x = run_block(block, params[name], x)
+        x = through((last(config),), params["last"]["conv"], x)
+        means = jnp.mean(jax.nn.relu(x).astype(jnp.float32), (1, 2))
+        return prediction_loss(means @ params["head"]["kernel"] + params["head"]["bias"][None], batch)
+
+    return loss_fn
+
+
+def default_architecture(config: EvolvedAmoebaNetConfig) -> Architecture:
+    """Blocks of operations that are frequent in AmoebaNet's cells."""
+    pair = (Block("conv_1x7_7x1", "max_pool_3x3"), Block("conv_1x1", "avg_pool_3x3"))
+    return Architecture(tuple(pair[slot % 2] for slot in range(config.slots)))
+
+
+def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
+    """All architectures of at least half the slots."""
+    return Supernet(
+        space=SearchSpace(LEFT, RIGHT, slots=config.slots, fewest=(config.slots + 1) // 2),
+        default=default_architecture(config),
+        loss_of=partial(loss_of, config),
+        params_of=partial(params_of, config),
+    )
+
+
+def open_data(
+    config: EvolvedAmoebaNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
+    """Images of classes."""
+    from jvpipe.models.images import open_images  # a plan needs no data, nor the libraries that read it
+
+    return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """An evolved AmoebaNet of a size (`tiny`, `mini`), with fields of its configuration replaced by `options`.
+
+    It trains the default architecture; `.supernet` is what a search needs.
+    """
+    return sized(
+        "evolved-amoebanet",
+        SIZES,
+        size,
+        options,
+        init=lambda config: partial(params_of, config, default_architecture(config)),
+        loss_function=lambda config: loss_of(config, default_architecture(config)),
+        abstract_batch=lambda config, batch_size: abstract_images(config.side, batch_size),
+        open_data=open_data,
+        learning_rate=1e-3,
+        batch_size=128,
+        supernet=supernet,
+    )

@@ -1,0 +1,210 @@
+"""A search space of causal language models like the Evolved Transformer's (arXiv:1901.11117), in Flax NNX.
+
+Axes: B batch, T tokens, D model, K width of a convolution.
+
+A block adds to its input what its left and its right branch make of it; embeddings, head and data are GPT-2's. The
+operations of a branch: `attention4` (heads), `glu` (a gated linear unit), `conv7_relu` (a separable convolution over
+the last 7 tokens, with its activation), `ffn4_swish` (a feed-forward network of 4 D units) and `none`.
+"""
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
+from jvpipe.models.gpt2 import Embeddings, Gpt2Config, Head, abstract_batch, open_data
+from jvpipe.models.transformer import Attention, Kind, dropped, linear, normed, prediction_loss, residual_scale
+from jvpipe.models.workload import Workload, sized
+
+LEFT = (
+    "attention4",
+    "attention8",
+    "glu",
+    "conv3_relu",
+    "conv7_swish",
+    "conv11_relu",
+    "ffn1_swish",
+    "ffn2_relu",
+    "ffn4_relu",
+)
+RIGHT = ("none", "glu", "conv3_swish", "conv7_relu", "ffn1_relu")
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"relu": jax.nn.relu, "swish": jax.nn.silu}
+GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
+"""An ordinary block of a transformer is two of ours."""
+LAST = Block("ffn1_relu", "none")
+"""Stands behind all others in any architecture: the head's norm joins its layer, not that of a block that may go."""
+
+
+@dataclass(frozen=True)
+class EvolvedTransformerConfig(Gpt2Config):
+    """The shape of an evolved transformer; of its `blocks` slots the default architecture fills all."""
+
+
+SIZES = {
+    "tiny": EvolvedTransformerConfig(blocks=4, width=16, heads=4, vocabulary=300, tokens=16, dropout=0.0),
+    "mini": EvolvedTransformerConfig(blocks=12, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0),
+    "small": EvolvedTransformerConfig(blocks=24, width=768, heads=12),
+}
+
+
+class Glu(nnx.Module):
+    """A linear map, gated by another one."""
+
+    def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
+        self.inputs = linear(config, rngs, config.width, 2 * config.width, scale=residual_scale(config))
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The gated vectors."""
+        y, gate = jnp.split(self.inputs(x), 2, axis=2)
+        return y * jax.nn.sigmoid(gate)
+
+
+class SeparableConvolution(nnx.Module):
+    """Each channel over the last K tokens, then a linear map of the activated channels."""
+
+    def __init__(self, config: Gpt2Config, K: int, activation: str, *, rngs: nnx.Rngs) -> None:
+        D, dtype = config.width, jnp.dtype(config.dtype)
+        self.channels = nnx.Conv(D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs)
+        self.output = linear(config, rngs, D, D, scale=residual_scale(config))
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens, mixed with those before them."""
+        return self.output(ACTIVATIONS[self.activation](self.channels(x)))
+
+
+class FeedForward(nnx.Module):
+    """A hidden layer of `expansion` times D units."""
+
+    def __init__(self, config: Gpt2Config, expansion: int, activation: str, *, rngs: nnx.Rngs) -> None:
+        D = config.width
+        self.expand = linear(config, rngs, D, expansion * D)
+        self.contract = linear(config, rngs, expansion * D, D, scale=residual_scale(config))
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """Each token for itself."""
+        return self.contract(ACTIVATIONS[self.activation](self.expand(x)))
+
+
+def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
+    """The module of a branch's operation; None for `none`."""
+    found = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
+    kind, size, activation = found.groups() if found else ("", "", None)
+    match kind:
+        case "none":
+            return None
+        case "attention":
+            return Attention(replace(config, heads=int(size)), rngs=rngs)
+        case "glu":
+            return Glu(config, rngs=rngs)
+        case "conv":
+            return SeparableConvolution(config, int(size), activation or "", rngs=rngs)
+        case "ffn":
+            return FeedForward(config, int(size), activation or "", rngs=rngs)
+        case _:
+            raise ValueError(f"unknown operation '{name}': there are {', '.join(sorted({*LEFT, *RIGHT}))}")
+
+
+class TwoBranches(nnx.Module):
+    """A block: what both branches make of the normed input is added to it."""
+
+    def __init__(self, config: Gpt2Config, block: Block, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.left = operation(block.left, config, rngs)
+        self.right = operation(block.right, config, rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after the block."""
+        keys = [None] * 4 if key is None else jax.random.split(key, 4)
+        y = normed(self.norm, x)
+        for branch, inner, outer in ((self.left, keys[0], keys[1]), (self.right, keys[2], keys[3])):
+            x = x if branch is None else x + dropped(self.dropout, branch(y, inner), outer)
+        return x
+
+
+@cache
+def block_kind(config: EvolvedTransformerConfig, block: Block) -> Kind:
+    """A kind of block: `.init(key)` makes parameters, `.module(params)(x, key)` runs one."""
+    return Kind(lambda rngs: TwoBranches(config, block, rngs=rngs))
+
+
+@cache
+def end_kinds(config: EvolvedTransformerConfig) -> dict[str, Kind]:
+    """What stands before and after the blocks."""
+    ends = {"embeddings": Embeddings, "last": partial(TwoBranches, block=LAST), "head": Head}
+    return {name: Kind(lambda rngs, part=part: part(config, rngs=rngs)) for name, part in ends.items()}
+
+
+def params_of(config: EvolvedTransformerConfig, architecture: Architecture, key: jax.Array) -> dict[str, Any]:
+    """Fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`; each part's follow from the key and its name."""
+    kinds = end_kinds(config) | {name: block_kind(config, block) for _, name, block in architecture.blocks()}
+    return {name: kind.init(jax.random.fold_in(key, zlib.crc32(name.encode()))) for name, kind in kinds.items()}
+
+
+def loss_of(
+    config: EvolvedTransformerConfig, architecture: Architecture
+) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of next tokens under an architecture, `loss_fn(params, batch, rng)`; the batch is that of GPT-2."""
+    ends, blocks = end_kinds(config), tuple(architecture.blocks())
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        batch = jax.tree.map(jnp.asarray, batch)
+
+        def key(number: int) -> jax.Array | None:
+            return None if rng is None or config.dropout == 0 else jax.random.fold_in(rng, number)
+
+        embeddings = ends["embeddings"].module(params["embeddings"])
+        x = embeddings(batch["tokens"], key(0))
+        for slot, name, block in blocks:
+            x = block_kind(config, block).module(params[name])(x, key(2 + slot))
+        x = ends["last"].module(params["last"])(x, key(1))
+        return prediction_loss(ends["head"].module(params["head"])(x, embeddings.tokens), batch)
+
+    return loss_fn
+
+
+def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
+    """Blocks of a plain transformer: attention and feed-forward networks by turns."""
+    return Architecture(tuple(GPT[slot % 2] for slot in range(config.blocks)))
+
+
+def supernet(config: EvolvedTransformerConfig) -> Supernet:
+    """All architectures of at least half the slots; those whose attention has heads that do not fit are left out."""
+    fits = [name for name in LEFT if not name.startswith("attention") or config.width % int(name[9:]) == 0]
+    return Supernet(
+        space=SearchSpace(tuple(fits), RIGHT, slots=config.blocks, fewest=(config.blocks + 1) // 2),
+        default=default_architecture(config),
+        loss_of=partial(loss_of, config),
+        params_of=partial(params_of, config),
+    )
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """An evolved transformer of a size (`tiny`, `mini`, `small`), with fields replaced by `options`.
+
+    It trains the default architecture; `.supernet` is what a search needs.
+    """
+    return sized(
+        "evolved-transformer",
+        SIZES,
+        size,
+        options,
+        init=lambda config: partial(params_of, config, default_architecture(config)),
+        loss_function=lambda config: loss_of(config, default_architecture(config)),
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=2.5e-4,
+        batch_size=32,
+        supernet=supernet,
+    )
