@@ -27,7 +27,7 @@ from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.checkpoint import load_checkpoint, to_host
 from jvpipe.runtime.controller import Controller, Feeds
-from jvpipe.runtime.flight import lifted, names_of, plain_arrays, step_of
+from jvpipe.runtime.flight import lifted, names_of, plain_arrays
 from jvpipe.runtime.losses import LossWatch
 from jvpipe.runtime.migrate import Change, Limits, Migration, prepare
 from jvpipe.runtime.monitor import Measured, Monitor
@@ -221,6 +221,8 @@ class Pipeline:
         arrays, _ = self._controller.run(bound, state.arrays, {})
         self.ledger.versions.record(step.uses, state.step * self._microbatches, state.updates)
         self.ledger.versions.drained()
+        if self.build.origin:
+            self._builds.switch(replace(self.build, origin=None))
         return replace(state, arrays=arrays, flight=0)
 
     def evaluate(self, state: State, batch: Tree) -> Metrics:
@@ -255,18 +257,25 @@ class Pipeline:
             _log.warning("a migration is under way: the next one waits for step %d", earliest)
             step, microbatch = earliest, 0
         old = self._queue[-1].new if self._queue else self.build
-        self._queue.append(prepare(old, self._builds.under(plan, old), (step, microbatch), why, self._limits))
+        flight = state.flight + step - state.step if state.flight else 0
+        new = self._builds.under(plan, old)
+        self._queue.append(prepare(old, new, (step, microbatch), why, self._limits, flight))
         return self._moved(state)
 
     def _moved(self, state: State, build: Build | None = None) -> State:
         """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
-        while self._queue and self._queue[0].change.step <= state.step:
-            migration = self._queue[0]
+        while self._queue and (change := self._queue[0].change).step <= state.step:
+            migration, old = self._queue[0], self.build
+            runs = build in (None, old) and state.updates >= self._order.warmup_updates
+            m = change.microbatch if runs and change.step == state.step else 0
+            if (migration.old, migration.flight, change.microbatch) != (old, state.flight, m):  # not as was foreseen
+                new = replace(migration.new, origin=None)
+                migration = prepare(old, new, (state.step, m), change.why, self._limits, state.flight)
+                self._queue[0] = migration
             if migration.change.how == "inside":
-                if migration.change.step == state.step and build in (None, migration.old):
-                    break
-                migration = prepare(migration.old, migration.new, (state.step, 0), migration.change.why, self._limits)
+                break
             self._queue.popleft()
+            state = self.drain(state)
             state.check(migration.bound.lowered.persistent)
             arrays, _ = self._controller.run(migration.bound, state.arrays, {})
             state = replace(state, arrays=arrays)
@@ -296,13 +305,18 @@ class Pipeline:
             if not self._order.synchronous:
                 uses = synchronous_uses(len(build.traced.graph.layers), self._microbatches)
         else:
-            n = step_of(build, state.flight)
-            bound, uses, flight = build.steps[n], build.stream.steps[n].uses, state.flight + 1
+            flight = inside.steps if inside else state.flight
+            build = inside.new if inside else build
+            step, bound = build.stream_step(flight)
+            uses, flight = step.uses, flight + 1
             updates = self._microbatches // self._order.period(self._microbatches)
         state.check(bound.lowered.persistent)
         arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
         if inside:
             self._switch(inside)
+        settled, flight = build.settled(flight)
+        if settled is not build:
+            self._builds.switch(settled)
         if uses:
             self.ledger.versions.record(uses, state.step * self._microbatches, state.updates)
         losses = values[-self._microbatches :] if flight else []
@@ -313,6 +327,13 @@ class Pipeline:
         """What a batch runs after so many updates: an asynchronous schedule may begin with synchronous steps."""
         build = self._builds.of(batch)
         return self._builds.warm(batch) if updates < self._order.warmup_updates else build
+
+    def build_of(self, batch: Tree, microbatch: int, updates: int) -> Build:
+        """What a micro-batch of the past ran, whose weights had so many updates."""
+        build = self.build_at(batch, updates)
+        moment = divmod(microbatch, self._microbatches)
+        later = [change for change in self.history if (change.step, change.microbatch) > moment]
+        return replace(build, plan=later[0].old, origin=None) if later else build
 
     @property
     def build(self) -> Build:

@@ -68,7 +68,7 @@ def replay(
         for m, (uses, drained) in zip(range(build.microbatches), found, strict=False):
             feeds = feeds or pipe.feeds(batch, words, uses[0].microbatch // build.microbatches)
             leaves = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
-            step = pipe.build_at(batch, uses[0].version)
+            step = pipe.build_of(batch, uses[0].microbatch, uses[0].version)
             losses.append(run.microbatch(step, uses, leaves, None if rng is None else feeds["seed", 0][m]))
             if drained:
                 run.forget()

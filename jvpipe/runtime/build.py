@@ -1,7 +1,7 @@
 """A traced loss and a plan, made ready to run: programs compiled, rows bound."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -25,7 +25,7 @@ from jvpipe.schedules.emit import persistent_buffers
 from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
 from jvpipe.schedules.lower_stream import StreamLowering
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.schedules.slices import Step
+from jvpipe.schedules.slices import Step, dropping
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import calls_host
 
@@ -42,6 +42,7 @@ class Build:
     devices: tuple[Device, ...]
     store: ProgramStore
     layer_s: Sequence[float] | None = None
+    origin: tuple["Build", int] | None = None  # a stream came here from this build, at this micro-batch of its lowering
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -50,7 +51,8 @@ class Build:
             )
         self.schedule.check(len(self.plan.stages), self.microbatches)
         self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
-        self.drains: dict[int, tuple[Step, Bound]] = {}
+        self._steps: dict[int, tuple[Step, Bound]] = {}
+        self._drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
         self.persistent = persistent_buffers(graph, self.plan, self.optimizer)
         self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
@@ -85,34 +87,57 @@ class Build:
         return self.step.lowered
 
     @cached_property
-    def stream(self) -> StreamLowering:
-        """The steps of an asynchronous stream, lowered."""
-        legs = [Leg(0, self.forms()[0])]
-        return StreamLowering(
-            self.traced.graph, legs, self.schedule, self.microbatches, self.optimizer, self.layer_s
-        )
+    def legs(self) -> tuple[Leg, ...]:
+        """How a stream runs: under this plan, if it did not begin under others."""
+        if self.origin is None:
+            return (Leg(0, self.forms()[0]),)
+        earlier, start = self.origin
+        return (*earlier.legs, Leg(start, self.forms(len(earlier.legs))[0]))
+
+    @property
+    def _leg_programs(self) -> list[Sequence[LayerPrograms]]:
+        return [*(self.origin[0]._leg_programs if self.origin else ()), self.programs[0]]
 
     @cached_property
-    def steps(self) -> tuple[Bound, ...]:
-        """The steps of a stream that differ; all later ones are like the last."""
-        return tuple(self.bound(step.lowered) for step in self.stream.steps)
+    def stream(self) -> StreamLowering:
+        """The steps of an asynchronous stream, lowered."""
+        graph = self.traced.graph
+        return StreamLowering(graph, self.legs, self.schedule, self.microbatches, self.optimizer, self.layer_s)
+
+    def stream_step(self, steps: int) -> tuple[Step, Bound]:
+        """The step of a stream after so many steps."""
+        n = min(steps, len(self.stream.steps) - 1)
+        if n not in self._steps:
+            step = self.stream.steps[n]
+            if self.origin and n == self.stream.begun > 0:
+                step = dropping(step, self.origin[0].stream.steps[n - 1])
+            self._steps[n] = step, self.bound(step.lowered, self._leg_programs)
+        return self._steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
         """What is left to do of a stream after so many steps."""
-        n = min(steps, len(self.steps))
-        if n not in self.drains:
+        n = min(steps, len(self.stream.steps))
+        if n not in self._drains:
             step = self.stream.drain(n)
             assert step.before == self.stream.steps[n - 1].after
-            self.drains[n] = step, self.bound(step.lowered)
-        return self.drains[n]
+            self._drains[n] = step, self.bound(step.lowered, self._leg_programs)
+        return self._drains[n]
+
+    def settled(self, steps: int) -> tuple["Build", int]:
+        """Once nothing of an earlier plan is left in flight: the build of this plan alone, and where its stream is."""
+        if self.origin is None or steps < len(self.stream.steps):
+            return self, steps
+        alone = replace(self, origin=None)
+        assert alone.stream.steps[-1].after == self.stream.steps[-1].after
+        return alone, len(alone.stream.steps)
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, in any step."""
         if self.schedule.synchronous:
             return self.peaks_of(self.step)
-        ends = [self.drain(n + 1)[1] for n in range(len(self.steps))]
-        return self.peaks_of(*self.steps, *ends)
+        found = range(self.stream.begun, len(self.stream.steps))
+        return self.peaks_of(*(self.stream_step(n)[1] for n in found), *(self.drain(n + 1)[1] for n in found))
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while one of these runs."""

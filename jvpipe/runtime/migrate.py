@@ -9,7 +9,7 @@ What was left behind is freed once all copies are there. Until then, should anyt
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.plan import Plan
@@ -48,12 +48,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Migration:
-    """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone."""
+    """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone.
+
+    In a stream it is made for a state that is `flight` steps into the stream of the old build; `steps` is where
+    that is in the stream of the new one.
+    """
 
     change: Change
     old: Build
     new: Build
     bound: Bound
+    flight: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,26 +70,38 @@ class Limits:
     host_bytes: int | None = None
 
 
-def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limits) -> Migration:
-    """Lowers and compiles a change of plan at (step, micro-batch): as late as asked for if the memory allows.
+def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limits, flight: int = 0) -> Migration:
+    """Lowers and compiles a change of plan at (step, micro-batch), as asked for if the memory allows.
+
+    A stream that has no room for it while it flows is drained first.
 
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
     check_limit(new.peaks, new.devices, limits.device_bytes, limits.host_bytes)
-    step, microbatch = at
-    ways = [("inside", microbatch)] if microbatch else []
-    for how, m in (*ways, ("between", 0), ("by host", 0)):
-        bound = _step(old, new, m) if m else new.bound(_moves(old, new, by_host=how == "by host"))
+    (step, microbatch), layers = at, moved_layers(old.plan, new.plan)
+    for how in ("inside", "between", "by host"):
+        made, steps, m = new, 0, 0
+        if how != "inside":
+            bound = new.bound(_moves(old, new, by_host=how == "by host"))
+            peaks = new.peaks_of(bound)
+        elif not (microbatch or flight):
+            continue
+        elif old.schedule.synchronous:
+            bound, m = _step(old, new, microbatch), microbatch
+            peaks = new.peaks_of(bound)
+        else:
+            settled, steps = old.settled(min(flight, len(old.stream.steps)))
+            made, m = replace(new, origin=(settled, steps * new.microbatches + microbatch)), microbatch
+            bound, peaks = made.stream_step(steps)[1], made.peaks
         try:
-            check_limit(new.peaks_of(bound), new.devices, limits.device_bytes, limits.host_bytes, "while layers move")
+            check_limit(peaks, new.devices, limits.device_bytes, limits.host_bytes, "while layers move")
         except MemoryLimitExceeded:
             if how == "by host":
                 raise
             continue
-        moved_bytes = _moved_bytes(bound.lowered)
-        change = Change(step, m, why, old.plan, new.plan, moved_layers(old.plan, new.plan), moved_bytes, how)
-        return Migration(change, old, new, bound)
+        change = Change(step, m, why, old.plan, new.plan, layers, _moved_bytes(bound.lowered), how)
+        return Migration(change, old, made, bound, flight, steps)
     raise AssertionError("the last way raises")
 
 

@@ -45,13 +45,12 @@ class Replay:
         constants: Sequence[Any],
         version: int = 0,
     ) -> None:
-        self._build, self._graph = build, build.traced.graph
-        self._fates = Fates.of(self._graph, build.plan)
+        self._graph = build.traced.graph
+        self._enter(build)
         self._versions = {(p, version): x for p, x in enumerate(parameters)}
         self._optimizer, self._model_state, self._constants = dict(state), list(model_state), constants
         self._memory: dict[tuple[int, int], Any] = {}  # delta, or the last update, by parameter and version
         self._count: dict[int, Any] = {}
-        self._stage = {layer: s for s, stage in enumerate(build.plan.stages) for layer in stage.layers}
         self._weights: dict[int, Any] = {}
         self._sums: dict[tuple[int, int], Any] = {}  # gradients of the update to come, by parameter and reader
 
@@ -66,7 +65,7 @@ class Replay:
 
         `build` has the backwards and the optimizer: those of a synchronous beginning are others.
         """
-        self._build = build
+        self._enter(build)
         self._at = {(use.kind, use.layer): use for use in uses}
         self._values: dict[Ref, Any] = {Ref("batch", i): x for i, x in enumerate(batch)}
         self._values |= {Ref("constant", i): x for i, x in enumerate(self._constants)}
@@ -90,6 +89,10 @@ class Replay:
         if any(kind == "U" for kind, _ in self._at):
             self._update()
         return float(self._values[Ref("loss", 0)])
+
+    def _enter(self, build: Build) -> None:
+        self._build, self._fates = build, Fates.of(self._graph, build.plan)
+        self._stage = {layer: s for s, stage in enumerate(build.plan.stages) for layer in stage.layers}
 
     def forget(self) -> None:
         """A drain: what was remembered of updates is gone."""

@@ -1,19 +1,18 @@
-"""The course of a stream: the form in which each micro-batch runs, and the version of its weights that each layer reads.
+"""The course of a stream: the form in which each micro-batch runs, and the versions of weights that its layers read.
 
 A leg of the course begins at a micro-batch; from there on layers lie where its form's plan has them. A layer then reads
-what the rule of its new stage says, but nothing older than what its old stage still had: that is gone.
+what the rule of its new stage says, but nothing older than what its old stage would have read next: that is gone.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.lower import Form, sums_from
+from jvpipe.schedules.lower import Form, Waits, sums_from
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.splice import spliced
-from jvpipe.schedules.stream import Versions, parts, versions
+from jvpipe.schedules.stream import parts, versions
 
 
 class Leg(NamedTuple):
@@ -24,29 +23,58 @@ class Leg(NamedTuple):
 
 
 class Course:
-    """So many steps of M micro-batches; `drained`: and the stream ends there."""
+    """So many steps of M micro-batches; `drained`: and the stream ends there.
+
+    `parts` are the lists of each step, and last those of the end, or of what would come.
+    """
 
     def __init__(
-        self, graph: LayerGraph, legs: Sequence[Leg], schedule: Schedule, M: int, steps: int, *, drained: bool
+        self,
+        graph: LayerGraph,
+        legs: Sequence[Leg],
+        schedule: Schedule,
+        M: int,
+        steps: int,
+        layer_s: Sequence[float] | None = None,
+        *,
+        drained: bool,
     ) -> None:
         self.graph, self.legs, self.schedule, self.M = graph, tuple(legs), schedule, M
         self.every = schedule.period(M)
-        self.count = steps * M
-        lists = [schedule.with_updates(len(leg.form.plan.stages), M, steps + 1) for leg in legs]
-        ended = [schedule.with_updates(len(leg.form.plan.stages), M, steps) for leg in legs] if drained else None
-        self.parts = parts(self._whole(lists), M, steps, self._whole(ended) if ended else None)
-        self.plans = [self.form(m).plan for m in range(self.count)]
+        counts = [len(leg.form.plan.stages) for leg in legs]
         self._stages = [{i: s for s, found in enumerate(leg.form.plan.stages) for i in found.layers} for leg in legs]
-        longer = steps if drained else steps + 1 + -(-max(len(leg.form.plan.stages) for leg in legs) // M)
-        self._tables: list[Versions] = [
-            versions(schedule, schedule.with_updates(len(leg.form.plan.stages), M, longer), M) for leg in legs
-        ]
+        longer = steps + 1 + -(-max(counts) // M)
+        self._tables = [versions(schedule, schedule.with_updates(S, M, longer), M) for S in counts]
+        self._newest: dict[tuple[int, int], int] = {}
+        self.plans = [self.form(m).plan for m in range((steps + 1) * M)]
+        self.waits = Waits(graph, self.plans, layer_s)
+        more, ended = ([schedule.with_updates(S, M, n) for S in counts] for n in (steps + 1, steps))
+
+        def known(n: int) -> TaskLists:
+            return self._whole(more[: sum(leg.start // M <= n for leg in legs)])
+
+        self.parts = parts(known, M, steps, self._whole(ended if drained else more), self._early)
 
     def _whole(self, lists: Sequence[TaskLists]) -> TaskLists:
         found, *others = lists
-        for leg, following in zip(self.legs[1:], others, strict=True):
+        for leg, following in zip(self.legs[1:], others, strict=False):
             found = spliced(found, following, leg.start)
         return found
+
+    def _early(self, part: TaskLists, rest: TaskLists) -> set[Task]:
+        """What a step needs of later ones: the update of a layer where it was, before it is read where it is."""
+        later = {task for tasks in rest for task in tasks}
+        wanted: set[Task] = set()
+        waiting = [task for tasks in part for task in tasks] if len(self.legs) > 1 else []
+        while waiting:
+            task = waiting.pop()
+            found = {other for other in (*self.waits(task), *self.versions(task)) if other in later} - wanted
+            wanted |= found
+            waiting += found
+        for tasks in rest:  # backwards and updates keep their order
+            last = max([i for i, task in enumerate(tasks) if task in wanted], default=-1)
+            wanted |= {task for task in tasks[: last + 1] if task.kind != "F"}
+        return wanted
 
     def _at(self, m: int) -> int:
         """The number of a micro-batch's leg."""
@@ -62,40 +90,42 @@ class Course:
 
     def version(self, layer: int, m: int, *, back: bool) -> int:
         """The version of a layer's weights that its forward, or its backward, of a micro-batch reads."""
-        return self._ruled(self._at(m), layer, m, back=back)
+        found = self._ruled(self._at(m), layer, m, back=back)
+        return found if back else max(found, self._newest.get((layer, m), 0))
 
     def _ruled(self, leg: int, layer: int, m: int, *, back: bool) -> int:
         table = self._tables[leg].backward if back else self._tables[leg].forward
-        return max(table[self._stages[leg][layer]][m], self._floors[leg][layer])
+        return max(table[self._stages[leg][layer]][m], self._floor(leg, layer))
 
-    @cached_property
-    def _floors(self) -> list[dict[int, int]]:
-        """By leg and layer, the oldest version that there still is when the leg's first step begins."""
-        found = self._floors = [dict.fromkeys(self._stages[0], 0)]  # those of the legs before are asked for on the way
-        for n, leg in enumerate(self.legs[1:], 1):
-            step = leg.start // self.M
-            done = {task for part in self.parts[:step] for tasks in part for task in tasks}
-            first, floors = step * self.M, {}
-            for layer in self._stages[0]:
-                read = [self._ruled(n - 1, layer, first, back=False)] if step else [0]
-                for j in range(first):
-                    s = self.stage(layer, j)
-                    if Task(s, "F", j) in done and Task(s, "B", j) not in done:
-                        read.append(self.version(layer, j, back=True))
-                floors[layer] = min(read)
-            found.append(floors)
-        return found
+    def _floor(self, leg: int, layer: int) -> int:
+        """The oldest version of all of a layer's weights that there is when a leg's first step begins."""
+        first = self.legs[leg].start // self.M * self.M
+        return self._ruled(leg - 1, layer, first, back=False) if leg and first else 0
 
-    def waits(self, task: Task) -> Iterator[Task]:
+    def versions(self, task: Task) -> Iterator[Task]:
         """What a task of a layer that has changed stages waits for there: its weights, and its sums of gradients."""
-        if len(self.legs) == 1:
-            return
         s, kind, m = task
+        if m < self.legs[min(1, len(self.legs) - 1)].start:
+            return
         if kind == "B" and m % self.every:
             yield from sums_from(self.plans, task)
         for layer in self.form(m).plan.stages[s].layers:
-            read = {self.version(layer, m, back=kind == "B")} if kind != "U" else {m // self.every}
+            read = {m // self.every} if kind != "F" and (m + 1) % self.every == 0 else set()
+            if kind != "U":
+                read.add(self.version(layer, m, back=kind == "B"))
             for v in read:
                 maker = v * self.every - 1
                 if maker >= 0 and self.stage(layer, maker) != s:
                     yield Task(self.stage(layer, maker), "U", maker)
+
+    def settle(self, ordered: Sequence[Task]) -> None:
+        """Where forwards predict by what the newest update did, those after a change read that: by this order."""
+        if not self.schedule.predicts or len(self.legs) == 1:
+            return
+        made = dict.fromkeys(self._stages[0], 0)
+        for s, kind, m in ordered:
+            for layer in self.form(m).plan.stages[s].layers:
+                if kind == "U":
+                    made[layer] = m // self.every + 1
+                elif kind == "F" and m >= self.legs[1].start:
+                    self._newest[layer, m] = made[layer]

@@ -12,7 +12,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 Key = tuple[Hashable, ...]
 GLOBAL = -1  # stands where a layer would, for what concerns all of them
 # where a key names the device
-_PLACE = dict.fromkeys(("parameter", "constant", "delta", "applied", "updates"), 2)
+_PLACE: dict[str, int] = dict.fromkeys(("parameter", "constant", "delta", "applied", "updates"), 2)
 _PLACE |= dict.fromkeys(("state", "gradient", "loss", "aux"), 3) | {"weight": 1}
 _ALONE = ("gradient", "optimizer", "delta", "applied", "updates")  # of these there is one, where its layer runs
 
@@ -110,7 +110,7 @@ class Emitter:
         if source.device == device:
             return b
         if key[0] in _ALONE:
-            del self.ids[key]
+            self.ids["left", source.device, *key] = self.ids.pop(key)
         new = self.new(target, source.owner, source.bytes, device)
         if self.by_host:
             host = self.new(("host", *target), source.owner, source.bytes, HOST)

@@ -56,7 +56,7 @@ def lower_step(
     ahead = {m - 1: forms[m].plan for m in range(1, micro) if forms[m].plan is not forms[m - 1].plan}
     swaps = Swaps(pen, lists, lambda task: swapped(pen, forms[task.microbatch], task))
     plans = [form.plan for form in forms]
-    for task in order(graph, plans, lists, layer_s, waits_too=lambda task: sums_from(plans, task)):
+    for task in order(Waits(graph, plans, layer_s), lists, waits_too=lambda task: sums_from(plans, task)):
         m, form = task.microbatch, forms[task.microbatch]
         if m in ahead:
             resettle(pen, ahead.pop(m))
@@ -114,7 +114,7 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
     """Lowers forwards alone, without residuals; the model state stays as it is."""
     lists = tuple(tuple(Task(s, "F", m) for m in range(microbatches)) for s in range(len(plan.stages)))
     pen = Emitter(graph, plan, optimizer)
-    for task in order(graph, [plan] * microbatches, lists, None):
+    for task in order(Waits(graph, [plan] * microbatches), lists):
         for layer in plan.stages[task.stage].layers:
             forward(pen, graph.layers[layer], task.microbatch, None)
             losses(pen, graph.layers[layer], range(microbatches))
@@ -144,47 +144,53 @@ class _Neighbours:
                     self.after[stage[parameter.owner]].add(stage[reader])
 
 
+class Waits:
+    """What tasks wait for: values and model state from other stages. `plans` are those of each micro-batch."""
+
+    def __init__(self, graph: LayerGraph, plans: Sequence[Plan], layer_s: Sequence[float] | None = None) -> None:
+        known = {id(plan): _Neighbours(graph, plan, layer_s) for plan in plans}
+        self.at = [known[id(plan)] for plan in plans]
+        writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
+        self._carried = [(layer.id, writer[k]) for layer in graph.layers for k in layer.reading("state") if k in writer]
+
+    def __call__(self, task: Task) -> Iterator[Task]:
+        """The tasks whose results a task reads."""
+        s, kind, m = task
+        here = self.at[m]
+        if kind == "F":
+            yield from (Task(p, "F", m) for p in here.before[s])
+            if m:
+                there = {self.at[m - 1].stage[w] for layer, w in self._carried if here.stage[layer] == s}
+                yield from (Task(w, "F", m - 1) for w in there if w != s)
+        elif kind == "B":
+            yield Task(s, "F", m)
+            yield from (Task(p, "B", m) for p in here.after[s])
+
+
 def order(
-    graph: LayerGraph,
-    plans: Sequence[Plan],
+    waits: Waits,
     lists: TaskLists,
-    layer_s: Sequence[float] | None,
     done: Collection[Task] = (),
     waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
     """The tasks of all stages in one order in which they can be dispatched.
 
     Args:
-        graph: the layers.
-        plans: of each micro-batch.
+        waits: for values.
         lists: the tasks of each stage.
-        layer_s: the layers' seconds, if known.
         done: the tasks before.
-        waits_too: what a task waits for beside values: versions of the weights.
+        waits_too: what a task waits for beside: versions of the weights, sums of gradients.
     """
-    known = {id(plan): _Neighbours(graph, plan, layer_s) for plan in plans}
-    at = [known[id(plan)] for plan in plans]
-    writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
-    carried = [(layer.id, writer[k]) for layer in graph.layers for k in layer.reading("state") if k in writer]
 
-    def waits_for(task: Task) -> Iterable[Task]:
-        s, kind, m = task
-        here, earlier = at[m], at[m - 1] if m else None
-        if kind == "F":
-            yield from (Task(p, "F", m) for p in here.before[s])
-            if earlier is not None:
-                there = {earlier.stage[w] for layer, w in carried if here.stage[layer] == s}
-                yield from (Task(w, "F", m - 1) for w in there if w != s)
-        elif kind == "B":
-            yield Task(s, "F", m)
-            yield from (Task(p, "B", m) for p in here.after[s])
+    def waits_for(task: Task) -> Iterator[Task]:
+        yield from waits(task)
         yield from waits_too(task)
 
     def task_s(task: Task) -> float:
-        return at[task.microbatch].seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
+        return waits.at[task.microbatch].seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
 
     def device(task: Task) -> int:
-        return at[task.microbatch].devices[task.stage]
+        return waits.at[task.microbatch].devices[task.stage]
 
     return dispatch_order(lists, waits_for, task_s, device, done)
 

@@ -53,16 +53,18 @@ class StreamLowering:
 
     def _lower(self, steps: int, *, drained: bool) -> list[Step]:
         M = self.microbatches
-        course = Course(self.graph, self.legs, self.schedule, M, steps, drained=drained)
+        course = Course(self.graph, self.legs, self.schedule, M, steps, self.layer_s, drained=drained)
+        lists = course.parts if drained else course.parts[:-1]
         pen = VersionedEmitter(course, self.optimizer)
-        swaps = Swaps(pen, _without_updates(course.parts), lambda task: swapped(pen, course.form(task.microbatch), task))
+        swaps = Swaps(pen, _without_updates(lists), lambda task: swapped(pen, course.form(task.microbatch), task))
         starts = {leg.start: leg.form.plan for leg in self.legs[1:]}
         done: list[Task] = []
         bounds, names, uses = [0], [pen.names()], []
         ordered = []
-        for part in course.parts:
-            ordered.append(order(self.graph, course.plans, part, self.layer_s, done, course.waits))
+        for part in lists:
+            ordered.append(order(course.waits, part, done, course.versions))
             done += ordered[-1]
+        course.settle(done)
         pen.plan_reads(done)
         at = 0
         for tasks in ordered:

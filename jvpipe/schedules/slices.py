@@ -66,6 +66,7 @@ class Slices:
     def _called(self, b: int, n: int) -> Key:
         """A buffer's name in slice n."""
         key = self.names[n].get(b) or self.names[n + 1].get(b) or self.pen.buffers[b].key
+        key = key[2:] if key[0] == "left" else key
         return relative(key, *self._base(n), self._written)
 
     def _alive(self, n: int) -> list[tuple[Key, int]]:
@@ -87,6 +88,8 @@ class Slices:
         metrics = [pen.ids[key] for key in map(pen.find, told) if key]
         touched = dict.fromkeys(b for row in rows for b in (*row.reads, *row.writes))
         ids = {b: i for i, b in enumerate(dict.fromkeys([b for _, b in before] + list(touched)))}
+        made = {b for _, b in before} | {b for row in rows for b in row.writes}
+        assert all(b in made for row in rows for b in row.reads), "what a row reads is from before, or made here"
         staying = {*metrics, *(b for _, b in after)}
         assert all(b in touched or b in staying for _, b in before), "what nobody touches any more was kept"
         last = {b: i for i, row in enumerate(rows) for b in (*row.reads, *row.writes) if b not in staying}
@@ -108,7 +111,7 @@ def dropping(drain: Step, last: Step) -> Step:
     """A drain that begins with all that a step leaves: versions that only later steps would have read are dropped."""
     places = {key: i for i, key in enumerate(drain.before)}
     sizes = {key: last.lowered.buffers[b] for key, b in zip(last.after, last.lowered.final, strict=True)}
-    assert places.keys() <= sizes.keys()
+    assert places.keys() <= sizes.keys(), places.keys() - sizes.keys()
     extra = [replace(sizes[key], key=key) for key in last.after if key not in places]
     old, count = drain.lowered, len(last.after)
     ids = {places[key]: i for i, key in enumerate(last.after) if key in places}

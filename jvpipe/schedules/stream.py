@@ -8,8 +8,8 @@ micro-batches in flight on stage s, and the next one finds them there:
     stage 1        F0 B0 U0 F1 B1 U1   F2 B2 U2 F3 B3 U3
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import pairwise
 
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule
@@ -59,24 +59,41 @@ def _counted(tasks: tuple[Task, ...], kind: str) -> list[int]:
     return found
 
 
-def parts(longer: TaskLists, microbatches: int, steps: int, ended: TaskLists | None = None) -> list[TaskLists]:
-    """The lists of the first steps of a stream, from those of at least one step more.
+def parts(
+    lists: Callable[[int], TaskLists],
+    microbatches: int,
+    steps: int,
+    ended: TaskLists,
+    early: Callable[[TaskLists, TaskLists], Collection[Task]] = lambda part, rest: (),
+) -> list[TaskLists]:
+    """The lists of the first steps of a stream; last what it has left to do once it has `ended`.
 
-    With those of a stream that has `ended` after these steps, also what is left to do then.
+    Args:
+        lists: from the number of a step, what is known then of the whole stream, of at least one step more.
+        microbatches: of a step.
+        steps: how many.
+        ended: the lists of a stream of just so many steps.
+        early: from a step's lists and the rest, what of the rest must be done within the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
-    >>> lists = [find_schedule("pipedream").with_updates(2, 2, steps) for steps in (2, 3)]
-    >>> [text(part[0]) for part in parts(lists[1], 2, 2, ended=lists[0])]
+    >>> two, three = (find_schedule("pipedream").with_updates(2, 2, steps) for steps in (2, 3))
+    >>> [text(part[0]) for part in parts(lambda n: three, 2, 2, ended=two)]
     ['0F0 0F1 0B0 0U0', '0F2 0B1 0U1 0F3 0B2 0U2', '0B3 0U3']
     """
-    found: list[list[tuple[Task, ...]]] = [[] for _ in range(steps)]
-    for tasks in longer:
-        forwards = [(task.microbatch, at) for at, task in enumerate(tasks) if task.kind == "F"]
-        bounds = [next((at for m, at in forwards if m >= n * microbatches), len(tasks)) for n in range(steps + 1)]
-        for part, (a, b) in zip(found, pairwise([0, *bounds[1:]]), strict=True):
-            part.append(tasks[a:b])
-    if ended:
-        done = {task for part in found for tasks in part for task in tasks}
-        found.append([tuple(task for task in tasks if task not in done) for tasks in ended])
-    return [tuple(part) for part in found]
+    found: list[TaskLists] = []
+    done: set[Task] = set()
+    for n in range(steps):
+        left = [[task for task in tasks if task not in done] for tasks in lists(n)]
+        ends = [
+            next((i for i, t in enumerate(tasks) if t.kind == "F" and t.microbatch >= (n + 1) * microbatches), None)
+            for tasks in left
+        ]
+        part = tuple(tuple(tasks[:end]) for tasks, end in zip(left, ends, strict=True))
+        rest = tuple(() if end is None else tuple(tasks[end:]) for tasks, end in zip(left, ends, strict=True))
+        brought = early(part, rest)
+        part = tuple((*a, *(t for t in b if t in brought)) for a, b in zip(part, rest, strict=True))
+        done |= {task for tasks in part for task in tasks}
+        found.append(part)
+    found.append(tuple(tuple(task for task in tasks if task not in done) for tasks in ended))
+    return found

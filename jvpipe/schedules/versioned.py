@@ -34,7 +34,8 @@ class VersionedEmitter(Emitter):
         self.at = 0  # the number of the task whose rows are written
         self._last_read: dict[tuple[int, int, int], int] = {}  # of a version on a device
         self._pieces = [(i, piece) for i, piece in enumerate(optimizer.update)]
-        self._moves: deque[tuple[int, int, int]] = deque()  # when what belongs to a layer was sent after it, old and new
+        # what was sent after a layer: when, its old place and its new one
+        self._moves: deque[tuple[int, int, int]] = deque()
         for buffer in list(self.buffers):
             if buffer.owner == "parameter":
                 self.rename(buffer.key, (*buffer.key, 0))
@@ -56,6 +57,7 @@ class VersionedEmitter(Emitter):
         while self._moves and self._moves[0][0] + _WINDOW * self.stages < self.at:
             _, old, new = self._moves.popleft()
             self.emit("FREE", GLOBAL, -1, [old, new], [], device=self.buffers[old].device)
+            self.emit("DROP", GLOBAL, -1, [new], [], device=self.buffers[new].device)  # should nobody need it any more
 
     def names(self) -> dict[int, Key]:
         """What each buffer is called by now."""
@@ -189,6 +191,8 @@ class VersionedEmitter(Emitter):
                     self.emit("U", layer, m, reads, writes, program=number + len(self._pieces) * kept)
             if remembers and owned:
                 self._remember(layer, owned, before, m)
+            elif owned:
+                self._forget(layer, owned)
             yield layer, g + 1
 
     def _slot(self, slot: Slot, layer: int, d: int, g: int, m: int) -> int:
@@ -237,6 +241,13 @@ class VersionedEmitter(Emitter):
         writes = [*now, *memory, *count] if corrects else memory
         self.emit("SETTLE", layer, m, [*old, *now, *memory, *count], writes, program=self.tau(self.stage[layer]))
 
+    def _forget(self, layer: int, owned: Sequence[int]) -> None:
+        """On the last stage nothing is remembered: what a layer brought there ends."""
+        for key in [("updates", layer, -1), *((kind, p, -1) for kind in ("delta", "applied") for p in owned)]:
+            if found := self.find(key):
+                b = self.ids.pop(found)
+                self.ids["left", self.buffers[b].device, *found] = b
+
     # Ending
 
     def refresh(self) -> None:
@@ -264,11 +275,9 @@ class VersionedEmitter(Emitter):
         return {buffer.key: found[buffer.key][1] for buffer in plain}
 
     def lasting(self) -> set[int]:
-        """The buffers that outlive every step: the newest of each kind, and what is remembered where a layer is."""
-        here = {("updates", layer, d) for layer, d in self.device.items()}
-        for p, parameter in enumerate(self.graph.parameters):
-            here |= {(kind, p, self.device[parameter.owner]) for kind in ("delta", "applied")}
-        return {*self.newest_ids().values(), *(self.ids[key] for key in here if key in self.ids)}
+        """The buffers that outlive every step: the newest of each kind, and what is remembered."""
+        kinds = ("delta", "applied", "updates")
+        return {*self.newest_ids().values(), *(b for key, b in self.ids.items() if key[0] in kinds)}
 
 
 def relative(key: Key, m0: int, v0: int, written: Collection[int]) -> Key:
@@ -280,6 +289,8 @@ def relative(key: Key, m0: int, v0: int, written: Collection[int]) -> Key:
     match key:
         case ("host" | "back" | "again", *rest):
             return (key[0], *relative(tuple(rest), m0, v0, written))
+        case ("left", d, *rest):
+            return (key[0], d, *relative(tuple(rest), m0, v0, written))
         case ("parameter", p, d, int(v)):
             return ("parameter", p, d, v - v0)
         case ("state", k, _, _) if k not in written:

@@ -43,7 +43,8 @@ DRAWN = {
 
 @pytest.mark.parametrize("S", DRAWN)
 def test_the_first_stage_is_as_drawn(S: int) -> None:
-    found = parts(PipeDream(), S, 2, 2, drained=True)
+    lists = [PipeDream().with_updates(S, 2, steps) for steps in (2, 3)]
+    found = parts(lambda n: lists[1], 2, 2, ended=lists[0])
     assert [text(part[0]) for part in found] == DRAWN[S]
     assert [text(part[S - 1]) for part in found] == [
         f"{S - 1}F0 {S - 1}B0 {S - 1}U0 {S - 1}F1 {S - 1}B1 {S - 1}U1",
