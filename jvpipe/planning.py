@@ -11,6 +11,8 @@ from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import CHOOSING, UNTIMED, find_planner
 from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.kept import least_kept_bytes
+from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -19,7 +21,9 @@ from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import Traced
 
-_ATTEMPTS = 6
+_ATTEMPTS = 7
+_NEAR = 1.2
+"""How many times what a plan holds a planner may count."""
 
 
 @dataclass(frozen=True)
@@ -85,41 +89,59 @@ def measure(request: Request, traced: Traced, optimizer: OptimizerCut, device: D
 def decide(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned:
     """Asks the planner.
 
-    Planners count a stage's bytes by a formula that is near the buffer table of the lowered step. Should a plan need
-    more than the limit, the planner is asked again under a limit that is smaller by as much. Should the planner find
-    nothing, the plan of the smallest limit by its count may still keep the limit.
+    Planners count a stage's bytes by a formula that is near the buffer table of the lowered step, never much below it.
+    Where the plan of no limit keeps the limit by that table, it is the plan, even if the planner counts more. Should a
+    plan need more than the limit, the planner is asked again under a limit that is smaller by as much. Should the
+    planner find nothing, the plan of the smallest limit by its count may still keep the limit.
 
     Raises:
         MemoryLimitExceeded: no plan keeps the limit.
     """
-    limit, asked, attempts = request.memory_limit_bytes, problem, 0
-    while True:
-        try:
-            decision = find_planner(request.planner)(asked)
-        except Infeasible as infeasible:
-            return _smallest(request, problem, infeasible, peak_bytes_of)
-        planned = Planned(_plan(request, problem, decision), problem, decision)
-        if limit is None or not request.chooses:
-            return planned
-        over, attempts = peak_bytes_of(planned.plan) - limit, attempts + 1
+    try:
+        return _unlimited(request, problem, peak_bytes_of) or _within(request, problem, peak_bytes_of)
+    except Infeasible as infeasible:
+        return _smallest(request, problem, infeasible, peak_bytes_of)
+
+
+def _unlimited(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned | None:
+    """The plan of no limit, for a planner that chooses fates, if the table says that it keeps the limit."""
+    limit, free = request.memory_limit_bytes, replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+    if limit is None or not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
+        return None
+    found = _planned(request, problem, find_planner(request.planner)(free))
+    near = evaluate(free, found.decision).peak_bytes <= _NEAR * limit
+    return found if near and peak_bytes_of(found.plan) <= limit else None
+
+
+def _within(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned:
+    """The planner's plan; under smaller and smaller limits, if it needs more than its limit.
+
+    Raises:
+        Infeasible: the planner finds nothing.
+    """
+    limit, asked = request.memory_limit_bytes, problem
+    for attempt in range(_ATTEMPTS):
+        found = _planned(request, problem, find_planner(request.planner)(asked))
+        over = peak_bytes_of(found.plan) - limit if limit is not None and request.chooses else 0
         if over <= 0:
-            return planned
-        assert asked.memory_limit_bytes is not None
-        less = asked.memory_limit_bytes - over if attempts < _ATTEMPTS else 1
+            return found
+        less = (asked.memory_limit_bytes or 0) - over if attempt < _ATTEMPTS - 2 else 1
         asked = replace(asked, memory_limit_bytes=max(less, 1))
+    raise AssertionError("a planner finds nothing that keeps a limit of one byte")
 
 
 def _smallest(
     request: Request, problem: Problem, infeasible: Infeasible, peak_bytes_of: Callable[[Plan], int]
 ) -> Planned:
-    """The plan that the planner finds under the smallest limit, if that keeps the limit; else the error."""
-    limit = request.memory_limit_bytes
+    """The plan of the smallest limit by the planner's count, if it keeps the limit by the table; else the error."""
+    limit, decision = request.memory_limit_bytes, infeasible.decision
     assert limit is not None, "without a limit there is a plan"
-    decision = find_planner(request.planner)(replace(problem, memory_limit_bytes=infeasible.smallest_limit_bytes))
-    planned = Planned(_plan(request, problem, decision), problem, decision)
-    smallest = peak_bytes_of(planned.plan)
+    if decision is None:
+        decision = find_planner(request.planner)(replace(problem, memory_limit_bytes=infeasible.smallest_limit_bytes))
+    found = _planned(request, problem, decision)
+    smallest = peak_bytes_of(found.plan)
     if smallest <= limit:
-        return planned
+        return found
     raise MemoryLimitExceeded(
         f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {infeasible.stage} would "
         f"hold the most. A limit of {smallest:,} bytes would do; so may more stages or more micro-batches",
@@ -127,6 +149,6 @@ def _smallest(
     ) from infeasible
 
 
-def _plan(request: Request, problem: Problem, decision: Decision) -> Plan:
+def _planned(request: Request, problem: Problem, decision: Decision) -> Planned:
     places: Sequence[int] = request.places
-    return decision.plan(problem.costs, request.schedule, request.planner, places)
+    return Planned(decision.plan(problem.costs, request.schedule, request.planner, places), problem, decision)

@@ -1,10 +1,10 @@
-"""What backwards need beside what they are given, told by the compiler: which values it lets overlap cannot be modelled.
+"""What backwards need beside what they are given, told by the compiler: how it lays values out cannot be modelled.
 
 A backward that computes half of its layer again may need more than one that computes all of it, or as much as one that
 is given everything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from jvpipe._jax import Device
@@ -16,26 +16,31 @@ from jvpipe.trace.graph import Traced
 
 
 def with_compiled_bytes(
-    traced: Traced, options: Sequence[Sequence[Option]], store: ProgramStore, device: Device
+    traced: Traced,
+    options: Sequence[Sequence[Option]],
+    alike: Sequence[Hashable],
+    store: ProgramStore,
+    device: Device,
 ) -> list[tuple[Option, ...]]:
     """The options of all layers with `extra_bytes` as compiled; nothing is run, backwards alike are compiled once.
 
     Args:
         traced: the model.
         options: of each layer, the first of which keeps everything.
+        alike: of each layer, what is equal for layers with the same programs.
         store: where the programs are kept.
         device: what they are compiled for.
     """
-    made: dict[tuple[int, frozenset[str]], Program] = {}
+    made: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
-    for layer, body, own in zip(traced.graph.layers, traced.bodies, options, strict=True):
+    for layer, body, own, like in zip(traced.graph.layers, traced.bodies, options, alike, strict=True):
         later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
         backwards.append([])
         for option in own:
             kept = _kept(traced.graph, layer, option)
-            if (layer.id, kept) not in made:
-                made[layer.id, kept] = backward_program(store.layer(body, sorted(kept), later))
-            backwards[-1].append(made[layer.id, kept])
+            if (like, kept) not in made:
+                made[like, kept] = backward_program(store.layer(body, sorted(kept), later))
+            backwards[-1].append(made[like, kept])
     distinct = {program.key: program for program in made.values()}
     executables = store.compile([(program, device) for program in distinct.values()])
     temporary = {

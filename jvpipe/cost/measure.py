@@ -86,7 +86,7 @@ def measured_costs(
             found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
             measured.append(_calibration(recompute, found))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
-        options = with_compiled_bytes(traced, options, store, device)
+        options = with_compiled_bytes(traced, options, [id(p) for p in kept["nothing"]], store, device)
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
 
 

@@ -20,7 +20,8 @@ from jvpipe.planners.dapple import dapple
 from jvpipe.planners.dawnpiper import dawnpiper
 from jvpipe.planners.even import even
 from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.memory import check
+from jvpipe.planners.kept import least_kept_bytes
+from jvpipe.planners.memory import check, evaluate
 from jvpipe.planners.pipedream import pipedream
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.smallest_limit import nothing_fits
@@ -62,7 +63,7 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
     >>> jvpipe(problem)
     Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0), replicas=())
     """
-    best = _simulated_best(problem) if refine else _surrogate_best(problem)
+    best = _kept_best(problem, refine) or (_simulated_best(problem) if refine else _surrogate_best(problem))
     check(problem, best)
     return best
 
@@ -92,6 +93,15 @@ def lower_bound(problem: Problem) -> float:
     before_s = pricing.segments.compute_s
     least_s = [m * table.lower_s(stage) + before_s[stage.block.starts][:, None] for stage in table.stages]
     return min(least_max(least_s), solution.beyond_s)
+
+
+def _kept_best(problem: Problem, refine: bool) -> Decision | None:
+    """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
+    limit = problem.memory_limit_bytes
+    if limit is None or len(problem.costs.layers) > MANY or least_kept_bytes(problem) > limit:
+        return None
+    best = jvpipe(replace(problem, memory_limit_bytes=None, host_limit_bytes=None), refine)
+    return best if evaluate(problem, best).peak_bytes <= limit else None
 
 
 def _surrogate_best(problem: Problem) -> Decision:

@@ -6,10 +6,12 @@ where there is no layer between them it is infinite.
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.paths import best_path
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.segments import Block, Grid, Segments, between, sums
 
@@ -78,6 +80,22 @@ class Kept:
 
     def _inside(self, grid: Grid) -> Grid:
         return np.where(self._block.inside, grid, np.inf)
+
+
+def least_kept_bytes(problem: Problem) -> float:
+    """The fewest bytes of the fullest device, over all cuts, if everything is kept.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs(tuple(LayerCost("layer", 1.0, 2.0, (Option(kept),)) for kept in (10, 20, 40)))
+    >>> least_kept_bytes(Problem(costs, 2, find_schedule("gpipe"), 4))
+    160.0
+    """
+    kept = Kept(problem)
+    peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
+    places = best_path(peaks, np.maximum)
+    assert places is not None, "there are as many places as stages need"
+    return max(float(peaks[s][a, b]) for s, (a, b) in enumerate(pairwise(places)))
 
 
 def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:

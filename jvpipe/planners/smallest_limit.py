@@ -8,6 +8,7 @@ import numpy as np
 from jvpipe.planners.cuts import least_max, least_sum
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.prices import Pricing
+from jvpipe.planners.problem import Decision
 from jvpipe.planners.segments import Cuts
 from jvpipe.planners.thrift import Thrift
 from jvpipe.planners.tiers import spread_max, tiers
@@ -92,4 +93,5 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
         stage=found.stage,
         excess_bytes=over,
         smallest_limit_bytes=found.peak_bytes,
+        decision=Decision(found.bounds, found.choices),
     )

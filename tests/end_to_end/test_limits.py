@@ -1,5 +1,6 @@
 """A memory limit holds: training runs under it with the same bits, and just below the smallest one it says so."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,17 +8,36 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe import pipeline, planning
 from jvpipe.ir.buffers import HOST
+from jvpipe.planners.problem import Problem
 from tests.end_to_end.test_exactness import batch_of, key_of
-from tests.zoo import CASES
+from tests.zoo import dropped, quick_key
 
-MICRO = 8
+MICRO, STEPS = 8, 2
+CASE = dropped("chain", quick_key(7), depth=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Any:
+    """Every plan is decided on the same seconds, taken once; a limit changes no cost."""
+    known: list[Problem] = []
+
+    def measure(request: planning.Request, *given: Any) -> Problem:
+        if not request.chooses:
+            return planning.measure(request, *given)
+        if not known:
+            known.append(planning.measure(request, *given))
+        return replace(known[0], memory_limit_bytes=request.memory_limit_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "measure", measure)
+        yield
 
 
 def start(limit: int | None, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
-    m = CASES["chained-keys"]()
     pipe = jvpipe.Pipeline(
-        m.loss_fn,
+        CASE.loss_fn,
         optax.adamw(1e-2),
         stages=2,
         microbatches=MICRO,
@@ -26,35 +46,39 @@ def start(limit: int | None, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.St
         devices=jax.devices()[:2],
         **options,
     )
-    return pipe, pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state)
+    return pipe, pipe.init(CASE.params, batch_of(CASE, MICRO), key_of(CASE), CASE.state)
+
+
+def refused(limit: int) -> int:
+    """The smallest limit that would do, as the error says."""
+    with pytest.raises(jvpipe.MemoryLimitExceeded, match="bytes would do; so may more stages") as raised:
+        start(limit)
+    return raised.value.smallest_limit_bytes
 
 
 def trained(limit: int | None) -> tuple[jvpipe.Pipeline, list[float]]:
     pipe, state = start(limit)
     losses = []
-    for _ in range(2):
-        state, metrics = pipe.step(state, batch_of(CASES["chained-keys"](), MICRO))
+    for _ in range(STEPS):
+        state, metrics = pipe.step(state, batch_of(CASE, MICRO))
         losses.append(float(metrics["loss"]))
-    pipe.evaluate(state, batch_of(CASES["chained-keys"](), MICRO))
+    pipe.evaluate(state, batch_of(CASE, MICRO))
     jax.block_until_ready(state)
     return pipe, losses
 
 
-def test_limits_between_the_defaults_peak_and_the_smallest_hold() -> None:
+def test_five_limits_from_the_defaults_peak_down_to_the_smallest_hold() -> None:
     default, losses = trained(None)
-    peak = max(default.ledger.peak[:HOST])
-    with pytest.raises(jvpipe.MemoryLimitExceeded) as raised:
-        start(1_000)
-    smallest = raised.value.smallest_limit_bytes
-    assert smallest < peak
-    for limit in ((peak + smallest) // 2, smallest):
+    peak, smallest = max(default.ledger.peak[:HOST]), refused(1_000)
+    assert smallest < 0.9 * peak
+    for share in (1, 0.75, 0.5, 0.25, 0):
+        limit = smallest + round(share * (peak - smallest))
         pipe, ours = trained(limit)
         assert ours == losses  # to the bit
         assert max(pipe.ledger.peak[:HOST]) <= limit
         assert pipe.ledger.peak == [found.bytes for found in pipe.build.peaks]  # as simulated
-        assert any(stage.fates for stage in pipe.plan.stages)
-    with pytest.raises(jvpipe.MemoryLimitExceeded, match="bytes would do; so may more stages"):
-        start(int(0.9 * smallest))
+        assert any(stage.fates for stage in pipe.plan.stages) == (limit < peak)
+    assert refused(smallest - 1) == smallest
 
 
 def test_a_host_limit_is_kept() -> None:
