@@ -7,7 +7,7 @@ from jvpipe.planners import find_planner
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Decision, Problem
-from jvpipe.planners.smallest_limit import thriftiest
+from jvpipe.planners.smallest_limit import thrifty
 from jvpipe.planners.solution import pricing_of
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
@@ -42,7 +42,9 @@ def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
     """
     asked = problem if optimised else replace(problem, costs=keeping_all(problem.costs))
     if planner == "jvpipe":
-        found = thriftiest(pricing_of(asked))
+        found = thrifty(pricing_of(asked), asked.memory_limit_bytes or 0)
+        if found is None:
+            return None
         decision = Decision(found.bounds, found.choices)
     else:
         try:

@@ -8,15 +8,16 @@ bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from jvpipe.planners.problem import RERUN, RERUN_ON, Problem, again_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
+Columns = Int[np.ndarray, "_"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,21 @@ class Choices:
     def run_bytes(self) -> PerLayer:
         """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
         return np.minimum(self.residual_bytes, self.again_bytes) + self.input_bytes
+
+    @lru_cache(maxsize=64)  # noqa: B019 - as many as there are problems at hand
+    def thrifty(self, k: int) -> tuple[Columns, ...]:
+        """Of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
+        every = slice(0, len(self.input_bytes))
+        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[..., :RERUN_ON]
+        found = []
+        for row, there in enumerate(self.allowed[:, :RERUN_ON]):
+            columns = np.flatnonzero(there)
+            own = numbers[:, row, columns]
+            no_worse = (own[:, None, :] <= own[:, :, None]).all(0)  # [a, b]: column b is never worse than a
+            same = no_worse & no_worse.T
+            beaten = (no_worse & ~same).any(1) | np.tril(same, -1).any(1)
+            found.append(np.append(columns[~beaten], [self.columns + RERUN_ON, self.columns + RERUN]))
+        return tuple(found)
 
     @cached_property
     def least_working_bytes(self) -> PerLayer:

@@ -18,6 +18,8 @@ EXACT = 128
 """For models of more layers the limit is one that would do, near the smallest: after so many `ROUNDS`."""
 ROUNDS = 3
 STEP = 1e-3
+FEW_CELLS = 1_000_000
+"""Up to so many, the cells of all cuts are looked at."""
 FINE = 10
 """How many tiers there are for runs of layers computed again."""
 
@@ -37,8 +39,10 @@ def thriftiest(pricing: Pricing) -> Thriftiest:
     pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
     segments = pricing.segments
     cuts = all_cuts(segments)
-    if area(cuts) <= 1_000_000:
-        return _thriftiest(pricing, cuts)
+    if area(cuts) <= FEW_CELLS:
+        found = _thriftiest(pricing, cuts)
+        assert found is not None, "without a limit there is a plan"
+        return found
     low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.k) + 1)
     while high - low > STEP * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
@@ -48,14 +52,28 @@ def thriftiest(pricing: Pricing) -> Thriftiest:
     for slack in (1.02, 1.2, 3.0):
         reach = Reach(replace(pricing, limit_bytes=high * slack), ((),) * segments.problem.stages)
         found = _thriftiest(pricing, bounded(reach.windows(np.inf)))
-        if found.peak_bytes <= high * slack:
+        if found and found.peak_bytes <= high * slack:
             break
     assert found is not None
     return found
 
 
-def _thriftiest(pricing: Pricing, cuts: list[Cuts]) -> Thriftiest:
-    """Between these cuts: lower bounds at first, and the truth where the best path asks for it."""
+def thrifty(pricing: Pricing, enough_bytes: int) -> Thriftiest | None:
+    """A plan whose fullest stage takes at most so many bytes, sooner than the thriftiest; None if there is none."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
+    cuts = all_cuts(pricing.segments)
+    if area(cuts) <= FEW_CELLS:
+        return _thriftiest(pricing, cuts, enough_bytes)
+    found = thriftiest(pricing)
+    return found if found.peak_bytes <= enough_bytes else None
+
+
+def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: float = -np.inf) -> Thriftiest | None:
+    """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
+
+    The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
+    """
+    limit = enough_bytes if enough_bytes > 0 else np.inf
     segments = pricing.segments
     stages = len(cuts) - 1
     blocks = [segments.block(s, cuts[s], cuts[s + 1]) for s in range(stages)]
@@ -65,19 +83,25 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts]) -> Thriftiest:
     known: dict[tuple[int, int, int], tuple[int, ...]] = {}
     while True:
         most, rounds = least_max(peaks), rounds + 1
+        if most > limit:
+            return None
         _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks])
         assert places is not None, "there are as many cuts as stages need"
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         for s, a, b in cells:
             if (s, a, b) not in known:
-                held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact)
-                peaks[s][a, b] = blocks[s].fixed_bytes[a, b] + held
+                fixed = float(blocks[s].fixed_bytes[a, b])
+                below = min(best.peak_bytes if best else np.inf, limit + 1) - fixed
+                held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact, below)
+                peaks[s][a, b] = fixed + held  # of what is not below the best, that of the best
         taken = [float(peaks[s][a, b]) for s, a, b in cells]
-        if best is None or max(taken) < best.peak_bytes:
+        if max(taken) <= limit and (best is None or max(taken) < best.peak_bytes):
             bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
             choices = tuple(choice for cell in cells for choice in known[cell])
             best = Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
-        if best.peak_bytes <= most * (1 if exact else 1 + STEP) or (rounds > ROUNDS and not exact):
+        if best and best.peak_bytes <= max(most * (1 if exact else 1 + STEP), enough_bytes):
+            return best
+        if rounds > ROUNDS and not exact:
             return best
 
 

@@ -27,15 +27,18 @@ Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
 
 
 class Growth:
-    """Layers [i, j) on stage s; in a tier, if one is given."""
+    """Layers [i, j) on stage s; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
 
-    def __init__(self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None) -> None:
+    def __init__(
+        self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None, *, thrifty: bool = False
+    ) -> None:
         layers = slice(i, j)
         self.i, self.table, self.k, self.tier = i, pricing.choices, pricing.segments.k[s], tier
         self.high = tier.high if tier else np.inf
         self.held = self.table.held_bytes(self.k, layers)
         self.given = pricing.segments.given(i)[layers]
-        self.columns = [np.flatnonzero(allowed) for allowed in self.table.allowed[layers]]
+        every = [np.flatnonzero(allowed) for allowed in self.table.allowed[layers]]
+        self.columns = self.table.thrifty(self.k)[layers] if thrifty else every
         working = self.table.working_bytes[layers]
         there = self.table.allowed[layers] & (working <= self.high)
         charged = tier.in_run_bytes[layers] if tier else np.zeros(j - i)
