@@ -68,12 +68,12 @@ def thrifty(pricing: Pricing, enough_bytes: int) -> Thriftiest | None:
     return found if found.peak_bytes <= enough_bytes else None
 
 
-def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: float = -np.inf) -> Thriftiest | None:
+def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> Thriftiest | None:
     """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
 
     The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
     """
-    limit = enough_bytes if enough_bytes > 0 else np.inf
+    limit, enough = (np.inf, -np.inf) if enough_bytes is None else (enough_bytes, enough_bytes)
     segments = pricing.segments
     stages = len(cuts) - 1
     blocks = [segments.block(s, cuts[s], cuts[s + 1]) for s in range(stages)]
@@ -99,7 +99,7 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: float = -np.in
             bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
             choices = tuple(choice for cell in cells for choice in known[cell])
             best = Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
-        if best and best.peak_bytes <= max(most * (1 if exact else 1 + STEP), enough_bytes):
+        if best and best.peak_bytes <= max(most * (1 if exact else 1 + STEP), enough):
             return best
         if rounds > ROUNDS and not exact:
             return best

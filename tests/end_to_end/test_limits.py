@@ -9,6 +9,7 @@ import pytest
 
 import jvpipe
 from jvpipe import pipeline, planning
+from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
 from jvpipe.planners.problem import Problem
 from tests.end_to_end.test_exactness import batch_of, key_of
@@ -18,16 +19,25 @@ MICRO, STEPS = 8, 2
 CASE = dropped("chain", quick_key(7), depth=4)
 
 
+def timed(layer: LayerCost) -> LayerCost:
+    """The layer with seconds of 1 and 2, and as much more as it computes again."""
+    options = tuple(
+        replace(option, extra_s=0.1 * list(option.fates.values()).count("recompute")) for option in layer.options
+    )
+    return replace(layer, forward_s=1.0, backward_s=2.0, options=options)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _measured_once() -> Any:
-    """Every plan is decided on the same seconds, taken once; a limit changes no cost."""
+    """Every plan is decided on the same costs, whose bytes are real and whose seconds are not: those of a busy machine
+    would move cuts.
+    """
     known: list[Problem] = []
 
     def measure(request: planning.Request, *given: Any) -> Problem:
-        if not request.chooses:
-            return planning.measure(request, *given)
         if not known:
-            known.append(planning.measure(request, *given))
+            found = planning.measure(replace(request, memory_limit_bytes=1), *given)
+            known.append(replace(found, costs=replace(found.costs, layers=tuple(map(timed, found.costs.layers)))))
         return replace(known[0], memory_limit_bytes=request.memory_limit_bytes)
 
     with pytest.MonkeyPatch.context() as patch:

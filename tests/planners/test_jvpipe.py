@@ -216,6 +216,16 @@ def test_schedules_change_the_answer() -> None:
     assert len(set(answers.values())) == 4
 
 
+def test_what_fits_with_everything_kept_is_kept() -> None:
+    """Swaps behind the work would take as long and leave room that nobody asked for."""
+    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(30), Option(0, swapped_bytes=30))) for i in range(8))
+    problem = Problem(Costs(layers), 2, find_schedule("1f1b"), 6, host=Link(1000.0))
+    default = jvpipe(problem)
+    peak = evaluate(problem, default).peak_bytes
+    assert jvpipe(replace(problem, memory_limit_bytes=peak)) == default == Decision.keeping_all((0, 4, 8))
+    assert any(jvpipe(replace(problem, memory_limit_bytes=peak - 61)).choices)
+
+
 def test_when_nothing_fits_it_says_by_how_much() -> None:
     problem = replace(chain(8, 3, "1f1b", 6, 1), memory_limit_bytes=100)
     with pytest.raises(Infeasible, match="The smallest limit that would do is") as raised:

@@ -15,6 +15,7 @@ from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.jvpipe import jvpipe
 from jvpipe.planners.memory import StageCost, check, evaluate, stage_cost, surrogate
 from jvpipe.planners.problem import RERUN_ON, Decision, Problem
+from jvpipe.planners.smallest_limit import thrifty
 from jvpipe.planners.solution import pricing_of, solve
 from jvpipe.schedules import find_schedule
 from tests.planners.small import SCHEDULES, cuts, limited, problems
@@ -52,6 +53,10 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 @given(problems(most_layers=5))
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
+    enough = thrifty(pricing_of(problem), smallest)
+    assert enough is not None
+    assert evaluate(problem, Decision(enough.bounds, enough.choices)).peak_bytes == enough.peak_bytes == smallest
+    assert thrifty(pricing_of(problem), smallest - 1) is None
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
             jvpipe(problem, refine=False)
