@@ -85,7 +85,7 @@ class Choices:
             own = numbers[:, row, columns]
             no_worse = (own[:, None, :] <= own[:, :, None]).all(0)  # [a, b]: column b is never worse than a
             same = no_worse & no_worse.T
-            beaten = (no_worse & ~same).any(1) | np.tril(same, -1).any(1)
+            beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
             found.append(np.append(columns[~beaten], [self.columns + RERUN_ON, self.columns + RERUN]))
         return tuple(found)
 

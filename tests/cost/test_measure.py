@@ -6,7 +6,7 @@ import pytest
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.measure import measure_programs, measured_costs
 from jvpipe.cost.presets import PRESETS
-from jvpipe.programs.model import backward_program, forward_program, kept_names, layer_programs
+from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
 from jvpipe.programs.store import ProgramStore, shared_store
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 
@@ -49,14 +49,14 @@ def test_measured_costs_are_estimates_with_other_seconds() -> None:
 def test_bytes_beside_those_given_are_the_compilers() -> None:
     model, store, device = traced("pre-norm"), shared_store(), jax.devices()[0]
     measured = measured_costs(model, device, store, optimizer("pre-norm"), MICROBATCHES)
-    for share, at in (("all", 0), ("nothing", -1)):
+
+    def needed(share: Share) -> list[int]:
         backwards = [backward_program(made) for made in layer_programs(store, model, share)]
         compiled = store.compile([(program, device) for program in backwards])
-        own = [executable.memory_analysis().temp_size_in_bytes for executable in compiled]
-        if share == "all":
-            least = own
-        more = [max(a - b, 0) for a, b in zip(own, least, strict=True)]
-        assert [layer.options[at].extra_bytes for layer in measured.layers] == more
+        return [executable.memory_analysis().temp_size_in_bytes for executable in compiled]
+
+    more = [max(b - a, 0) for a, b in zip(needed("all"), needed("nothing"), strict=True)]
+    assert [layer.options[-1].extra_bytes for layer in measured.layers] == more
 
 
 def test_half_of_the_candidates_is_every_other_one() -> None:
