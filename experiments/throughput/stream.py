@@ -1,11 +1,16 @@
 """A stream without a flush against 1F1B: seconds per micro-batch, and how busy the devices are.
 
-Usage: NPROC=1 python -m experiments.throughput.stream [ROUNDS]
+Usage: NPROC=1 python -m experiments.throughput.stream [ROUNDS | work]
+
+`work` tells instead what a micro-batch costs by kind of task, both stages on one device: the lower quartile over
+micro-batches, which depends less on what else a machine does than the seconds of two devices.
 """
 
 import statistics
 import sys
 import time
+from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,11 +27,32 @@ from jvpipe.report.timeline import COMPUTE  # noqa: E402
 WARM, STEPS = 3, 8
 
 
-def started(schedule: str) -> tuple[jvpipe.Pipeline, Any]:
+Started = dict[str, tuple[jvpipe.Pipeline, Any]]
+
+
+def started(schedule: str, plan: int | jvpipe.Plan) -> tuple[jvpipe.Pipeline, Any]:
     """A pipeline of two stages and its first state."""
-    micro = model.MICRO_BATCHES
-    pipe = jvpipe.Pipeline(model.transformer_loss, optax.sgd(0.1), 2, micro, schedule, planner="torchgpipe")
+    count = len(jax.devices()) if isinstance(plan, int) else 1 + plan.stages[-1].devices[0]
+    pipe = jvpipe.Pipeline(
+        model.transformer_loss,
+        optax.sgd(0.1),
+        plan,
+        model.MICRO_BATCHES,
+        schedule,
+        planner="torchgpipe",
+        devices=jax.devices()[:count] * (2 // count),
+    )
     return pipe, pipe.init(model.transformer_params(), model.transformer_batch(), None)
+
+
+def both(*, apart: bool) -> Started:
+    """The two schedules with the same cuts, which measured seconds would else set anew for each."""
+    first = started("1f1b", 2)
+    plan = jvpipe.Plan.from_cuts(list(first[0].plan.cuts))
+    if apart:
+        return {"1f1b": first, "pipedream": started("pipedream", plan)}
+    plan = replace(plan, stages=tuple(replace(stage, devices=(0,)) for stage in plan.stages))
+    return {name: started(name, plan) for name in ("1f1b", "pipedream")}
 
 
 def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
@@ -59,10 +85,37 @@ def busy_share(spans: list[Span]) -> float:
     return min(sum(s.end_s - s.start_s for s in inside if s.device == d) for d in devices) / (end_s - begin_s)
 
 
+def work(turns: int = 4) -> None:
+    """Prints what the programs of each kind and stage take of a micro-batch, in ms."""
+    pipes, batch = both(apart=False), model.transformer_batch()
+    tasks: dict[str, dict[Any, list[float]]] = {name: defaultdict(list) for name in pipes}
+    for turn in range(turns + WARM):
+        for name, (pipe, state) in pipes.items():
+            pipe.monitor()
+            for found, _ in pipe.run(state, [batch]):
+                pipes[name] = pipe, jax.block_until_ready(found)
+            taken: Counter[str] = Counter()  # by task, over its layers
+            for span in pipe.measured().spans if turn >= WARM else ():
+                if span.kind in COMPUTE:
+                    taken[span.name] += span.end_s - span.start_s
+            for task, seconds in taken.items():
+                tasks[name][task[:2]].append(seconds)
+    kinds = [f"{stage}{kind}" for kind in "FBU" for stage in "01"]
+    print(f"| schedule | {' | '.join(kinds)} | all |\n|---{'|---' * len(kinds)}|---|")
+    for name, found in tasks.items():
+        quartile = [sorted(found[kind])[len(found[kind]) // 4] * 1e3 for kind in kinds]
+        often = [len(found[kind]) / turns / model.MICRO_BATCHES for kind in kinds]
+        spent = [seconds * times for seconds, times in zip(quartile, often, strict=True)]
+        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in spent)} | {sum(spent):.1f} |", flush=True)
+
+
 def main() -> None:
     """Takes turns between the schedules and prints medians and their ratio."""
+    if sys.argv[1:] == ["work"]:
+        work()
+        return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    pipes = {name: started(name) for name in ("1f1b", "pipedream")}
+    pipes = both(apart=True)
     taken: dict[str, list[float]] = {name: [] for name in pipes}
     busy: dict[str, list[float]] = {name: [] for name in pipes}
     for _ in range(rounds):
