@@ -9,7 +9,7 @@ micro-batches, which depends less on what else a machine does than the seconds o
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,7 @@ def work(turns: int = 4) -> None:
             pipe.monitor()
             for found, _ in pipe.run(state, [batch]):
                 pipes[name] = pipe, jax.block_until_ready(found)
-            taken: Counter[str] = Counter()  # by task, over its layers
+            taken: dict[str, float] = defaultdict(float)  # by task, over its layers
             for span in pipe.measured().spans if turn >= WARM else ():
                 if span.kind in COMPUTE:
                     taken[span.name] += span.end_s - span.start_s
