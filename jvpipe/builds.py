@@ -1,7 +1,7 @@
 """What a pipeline runs: its loss, traced at the shapes of each batch it meets, under one plan."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,6 +111,13 @@ class Builds:
         base = base or self.first
         plan = replace(plan, schedule=self._settings.schedule.name)
         return self._build(base.traced, plan, base.optimizer)
+
+    def along(self, legs: Sequence[Sequence[Any]]) -> Build:
+        """The build of a stream that came to this plan through others: (micro-batch, plan as JSON)."""
+        found = self.first
+        for n, (start, plan) in enumerate(legs[:-1]):
+            found = replace(self.under(Plan.from_json(plan)), origin=(found, start) if n else None)
+        return replace(self.first, origin=(found, legs[-1][0])) if len(legs) > 1 else found
 
     def switch(self, build: Build) -> None:
         """From here on everything runs under the plan of `build`, which takes the place of the first."""

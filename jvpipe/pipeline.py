@@ -1,7 +1,6 @@
 """The facade: checks what the user gives and wires the parts. Pytrees end here; below are flat arrays per layer."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -19,6 +18,7 @@ from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.use import synchronous_uses
+from jvpipe.moves import Moves
 from jvpipe.planners import find_planner
 from jvpipe.planning import Planned
 from jvpipe.programs.store import shared_store
@@ -29,7 +29,7 @@ from jvpipe.runtime.checkpoint import load_checkpoint, to_host
 from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.flight import lifted, names_of, plain_arrays
 from jvpipe.runtime.losses import LossWatch
-from jvpipe.runtime.migrate import Change, Limits, Migration, prepare
+from jvpipe.runtime.migrate import Change, Limits
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
@@ -137,8 +137,7 @@ class Pipeline:
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
-        self._queue: deque[Migration] = deque()
-        self.history: list[Change] = []
+        self._moves = Moves(self._builds, self._controller, self._limits, microbatches, self._order.warmup_updates)
 
     # Setting up
 
@@ -247,45 +246,8 @@ class Pipeline:
             ValueError: the plan does not fit the model or the devices, or the moment is over.
             MemoryLimitExceeded: the plan does not keep the limit, or the way to it does not.
         """
-        step, microbatch = at or (state.step, 0)
-        if step < state.step or not 0 <= microbatch < self._microbatches:
-            raise ValueError(
-                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
-                f"{self._microbatches - 1}"
-            )
-        if self._queue and (earliest := self._queue[-1].change.step + 1) > step:
-            _log.warning("a migration is under way: the next one waits for step %d", earliest)
-            step, microbatch = earliest, 0
-        old = self._queue[-1].new if self._queue else self.build
-        flight = state.flight + step - state.step if state.flight else 0
-        new = self._builds.under(plan, old)
-        self._queue.append(prepare(old, new, (step, microbatch), why, self._limits, flight))
-        return self._moved(state)
-
-    def _moved(self, state: State, build: Build | None = None) -> State:
-        """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
-        while self._queue and (change := self._queue[0].change).step <= state.step:
-            migration, old = self._queue[0], self.build
-            runs = build in (None, old) and state.updates >= self._order.warmup_updates
-            m = change.microbatch if runs and change.step == state.step else 0
-            if (migration.old, migration.flight, change.microbatch) != (old, state.flight, m):  # not as was foreseen
-                new = replace(migration.new, origin=None)
-                migration = prepare(old, new, (state.step, m), change.why, self._limits, state.flight)
-                self._queue[0] = migration
-            if migration.change.how == "inside":
-                break
-            self._queue.popleft()
-            state = self.drain(state)
-            state.check(migration.bound.lowered.persistent)
-            arrays, _ = self._controller.run(migration.bound, state.arrays, {})
-            state = replace(state, arrays=arrays)
-            self._switch(migration)
-        return state
-
-    def _switch(self, migration: Migration) -> None:
-        self._builds.switch(migration.new)
-        self.history.append(migration.change)
-        _log.info("%s", migration.change)
+        self._moves.ask(state, plan, at, why)
+        return self._moves.between(state, self.drain)
 
     def wait(self, state: State) -> State:
         """Waits until a state is there; if a stage failed on the way to it, says which."""
@@ -296,9 +258,8 @@ class Pipeline:
 
     def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
         """One step of a run; also the losses of its micro-batches, if they are known apart."""
-        state = self._moved(state, self._builds.of(batch))
-        build = self.build_at(batch, state.updates)
-        inside = self._queue.popleft() if self._queue and self._queue[0].change.step == state.step else None
+        state = self._moves.between(state, self.drain, self._builds.of(batch))
+        build, inside = self.build_at(batch, state.updates), self._moves.inside(state.step)
         self._controller.check(wait=False)
         if build.schedule.synchronous:
             bound, uses, updates, flight = inside.bound if inside else build.step, (), 1, 0
@@ -313,7 +274,7 @@ class Pipeline:
         state.check(bound.lowered.persistent)
         arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
         if inside:
-            self._switch(inside)
+            self._moves.made(inside)
         settled, flight = build.settled(flight)
         if settled is not build:
             self._builds.switch(settled)
@@ -334,6 +295,11 @@ class Pipeline:
         moment = divmod(microbatch, self._microbatches)
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(build, plan=later[0].old, origin=None) if later else build
+
+    @property
+    def history(self) -> list[Change]:
+        """The plans that took another's place: when, why, what moved."""
+        return self._moves.history
 
     @property
     def build(self) -> Build:
@@ -454,6 +420,8 @@ class Pipeline:
             leaves = saving.leaves(path, arrays)
             return self._place(self.build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
         saving.check_flight(path, meta["flight"])
+        if len(meta["flight"]["legs"]) > 1:
+            self._builds.switch(self._builds.along(meta["flight"]["legs"]))
         self._check_limit(self.build.peaks)
         steps, values = int(meta["flight"]["steps"]), arrays["flight"]
         found = lifted(self.build, steps, [values[name] for name in sorted(values)], self.ledger)

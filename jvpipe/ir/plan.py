@@ -84,19 +84,27 @@ class Plan:
             if unknown := set(stage.fates.values()) - set(FATES):
                 raise ValueError(f"stage {s} has unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(found: Any) -> "Plan":
+        """From what `to_json` gave."""
+        stages = tuple(
+            Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
+            for s in found["stages"]
+        )
+        return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)))
+
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
         """Reads a plan that `save` wrote."""
         try:
-            found = json.loads(Path(path).read_text())
-            stages = tuple(
-                Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
-                for s in found["stages"]
-            )
-            return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)))
+            return Plan.from_json(json.loads(Path(path).read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan that jvpipe saved: {error!r}") from error

@@ -125,9 +125,10 @@ def _place(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
     return place
 
 
-def _wait(source: jax.Array, copy: jax.Array) -> tuple[()]:
-    """Returns once the copy is there."""
-    copy.block_until_ready()
+def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
+    """Returns once the copy is there; it may have been used and gone."""
+    if copy is not None:
+        copy.block_until_ready()
     return ()
 
 

@@ -216,6 +216,7 @@ class Replay:
         """PipeMare's mean of the updates and its scaling, XPipe's last update."""
         schedule, tau = self._build.schedule, len(self._build.plan.stages) - 1 - self._stage[layer]
         if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
+            self._count.pop(layer, None)
             return
         now = self._at["U", layer].version
         old, new = ([self._versions[p, v] for p, v in before.items()], [self._versions[p, now] for p in before])

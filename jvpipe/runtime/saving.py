@@ -57,7 +57,12 @@ class Saving:
             "extra": extra,
         }
         if state.flight:
-            meta["flight"] = {"steps": state.flight, "bound_to": self._binding, "versions": versions.to_json()}
+            meta["flight"] = {
+                "steps": state.flight,
+                "bound_to": self._binding,
+                "legs": [[leg.start, leg.form.plan.to_json()] for leg in self.build.legs],
+                "versions": versions.to_json(),
+            }
             arrays["flight"] = {f"{i:06d}": to_host(x) for i, x in enumerate(state.arrays)}
         save_checkpoint(path, arrays, meta)
 

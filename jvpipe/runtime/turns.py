@@ -27,10 +27,10 @@ def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> 
 
     def may_go(index: int) -> bool:
         row, target = rows[index], targets[index]
-        if row.kind == "FREE" and (table[row.reads[1]] is None or not _jax.is_ready(table[row.reads[1]])):
-            return False
         if target in late and late[target][0] < index:
             return False
+        if row.kind == "FREE":  # its copy was made before it: if that is gone, another device has used it already
+            return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
         return all(table[b] is not None for b in row.reads)
 
     def put_off() -> Iterator[int]:

@@ -101,7 +101,7 @@ def test_a_move_is_counted_to_the_byte() -> None:
     pipe = pipeline(m, jvpipe.Plan.from_cuts([2, 5]))
     state = pipe.init(m.params, batch_of(m, MICRO), key, m.state)
     state = pipe.migrate(state, drawn(start.graph, (4, 3), seed=3), at=(0, 2))
-    (migration,) = pipe._queue
+    (migration,) = pipe._moves.queue
     live, found = pipe.ledger.live, []
 
     def watching(it: Instruction) -> Instruction:
@@ -114,7 +114,7 @@ def test_a_move_is_counted_to_the_byte() -> None:
         return it if it.feed else it._replace(run=run)
 
     bound = migration.bound
-    pipe._queue[0] = replace(migration, bound=Bound(bound.lowered, tuple(map(watching, bound.instructions))))
+    pipe._moves.queue[0] = replace(migration, bound=Bound(bound.lowered, tuple(map(watching, bound.instructions))))
     state, metrics = pipe.step(state, batch_of(m, MICRO))
     del metrics
     assert {"MOVE", "FREE", "OUT", "IN"} <= {row.kind for row, *_ in found}
@@ -182,10 +182,10 @@ def test_a_failure_on_the_way_leaves_the_state_whole(kind: str) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("no link")
 
-    migration = pipe._queue[0]
+    migration = pipe._moves.queue[0]
     at = [i for i, it in enumerate(migration.bound.instructions) if it.row.kind == kind][-1]
     broken = [it._replace(run=fails) if i == at else it for i, it in enumerate(migration.bound.instructions)]
-    pipe._queue[0] = replace(migration, bound=Bound(migration.bound.lowered, tuple(broken)))
+    pipe._moves.queue[0] = replace(migration, bound=Bound(migration.bound.lowered, tuple(broken)))
     with pytest.raises(RuntimeError, match="no link"):
         pipe.step(state, batch_of(m, MICRO))
     assert pipe.plan.cuts == (2, 5)

@@ -1,0 +1,73 @@
+"""The migrations of a pipeline: those that wait for their moment, and those that have been."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from jvpipe.builds import Builds
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.build import Build
+from jvpipe.runtime.controller import Controller
+from jvpipe.runtime.migrate import Change, Limits, Migration, prepare
+from jvpipe.runtime.state import State
+
+_log = logging.getLogger("jvpipe")
+
+
+class Moves:
+    """What is to move, in the order of its moments, and the history of what has."""
+
+    def __init__(
+        self, builds: Builds, controller: Controller, limits: Limits, microbatches: int, warmup_updates: int
+    ) -> None:
+        self._builds, self._controller, self._limits = builds, controller, limits
+        self._microbatches, self._warmup_updates = microbatches, warmup_updates
+        self.queue: deque[Migration] = deque()
+        self.history: list[Change] = []
+
+    def ask(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
+        """Prepares a migration and lets it wait for its moment; what `Pipeline.migrate` raises, this raises."""
+        step, microbatch = at or (state.step, 0)
+        if step < state.step or not 0 <= microbatch < self._microbatches:
+            raise ValueError(
+                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"{self._microbatches - 1}"
+            )
+        if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
+            _log.warning("a migration is under way: the next one waits for step %d", earliest)
+            step, microbatch = earliest, 0
+        old = self.queue[-1].new if self.queue else self._builds.first
+        flight = state.flight + step - state.step if state.flight else 0
+        new = self._builds.under(plan, old)
+        self.queue.append(prepare(old, new, (step, microbatch), why, self._limits, flight))
+
+    def between(self, state: State, drain: Callable[[State], State], build: Build | None = None) -> State:
+        """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
+        while self.queue and (change := self.queue[0].change).step <= state.step:
+            migration, old = self.queue[0], self._builds.first
+            runs = build in (None, old) and state.updates >= self._warmup_updates
+            m = change.microbatch if runs and change.step == state.step else 0
+            if (migration.old, migration.flight, change.microbatch) != (old, state.flight, m):  # not as was foreseen
+                new = replace(migration.new, origin=None)
+                migration = prepare(old, new, (state.step, m), change.why, self._limits, state.flight)
+                self.queue[0] = migration
+            if migration.change.how == "inside":
+                break
+            self.queue.popleft()
+            state = drain(state)
+            state.check(migration.bound.lowered.persistent)
+            arrays, _ = self._controller.run(migration.bound, state.arrays, {})
+            state = replace(state, arrays=arrays)
+            self.made(migration)
+        return state
+
+    def inside(self, step: int) -> Migration | None:
+        """The migration that is due inside a step; it waits no longer, whatever comes of it."""
+        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
+
+    def made(self, migration: Migration) -> None:
+        """From here on the new plan holds."""
+        self._builds.switch(migration.new)
+        self.history.append(migration.change)
+        _log.info("%s", migration.change)
