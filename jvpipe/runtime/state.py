@@ -82,12 +82,9 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
 
-    def inputs_of(out: _jax.Atom) -> tuple[list[Any], list[Any]]:
+    def leaf(out: _jax.Atom) -> Leaf:
         needed = jaxprs.prune(eqns, [out])
-        return needed, list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
-
-    def compiled(out: _jax.Atom, device: Device) -> Any:
-        needed, inputs = inputs_of(out)
+        inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
 
         def run(*values: Any) -> list[Any]:
             env = dict(zip(inputs, values, strict=True))
@@ -95,16 +92,18 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             return jaxprs.read([out], env)
 
         program = Program(("init", jaxprs.structure(needed, inputs, [out])), run, tuple(map(_jax.aval, inputs)))
-        return store.compile([(program, device)])[0]
 
-    def make(out: _jax.Atom, device: Device) -> jax.Array:
-        return compiled(out, device)(*(jax.device_put(known[v], device) for v in inputs_of(out)[1]))[0]
+        def make(device: Device) -> jax.Array:
+            (compiled,) = store.compile([(program, device)])
+            return compiled(*(jax.device_put(known[v], device) for v in inputs))[0]
 
-    def needs(out: _jax.Atom, device: Device) -> int:
-        found = compiled(out, device).memory_analysis()
-        return found.temp_size_in_bytes + found.argument_size_in_bytes
+        def needs(device: Device) -> int:
+            found = store.compile([(program, device)])[0].memory_analysis()
+            return found.temp_size_in_bytes + found.argument_size_in_bytes
 
-    return [Leaf(partial(make, out), partial(needs, out)) for out in closed.jaxpr.outvars]
+        return Leaf(make, needs)
+
+    return [leaf(out) for out in closed.jaxpr.outvars]
 
 
 def name_of(buffer: Buffer) -> Name:

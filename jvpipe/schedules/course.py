@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.lower import Form, Waits, sums_from
+from jvpipe.schedules.lower import Form
+from jvpipe.schedules.order import Waits, sums_from
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.splice import spliced
 from jvpipe.schedules.stream import parts, versions

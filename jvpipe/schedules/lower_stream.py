@@ -13,7 +13,8 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.schedules.course import Course, Leg
-from jvpipe.schedules.lower import Form, backward, forward, losses, order, swapped
+from jvpipe.schedules.lower import Form, backward, forward, losses, swapped
+from jvpipe.schedules.order import order
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.slices import Slices, Step, dropping
 from jvpipe.schedules.swaps import Swaps

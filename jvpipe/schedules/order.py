@@ -1,17 +1,17 @@
 """One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
-
-Waits = Callable[[Task], Iterable[Task]]
 
 
 def dispatch_order(
     lists: TaskLists,
-    waits_for: Waits,
+    waits_for: Callable[[Task], Iterable[Task]],
     seconds: Callable[[Task], float],
     device: Callable[[Task], int],
     done: Collection[Task] = (),
@@ -71,3 +71,85 @@ def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
     """
     why = "; ".join(f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items())
     return ValueError(f"the schedule cannot progress: {why}")
+
+
+class _Neighbours:
+    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward."""
+
+    def __init__(self, graph: LayerGraph, plan: Plan, layer_s: Sequence[float] | None) -> None:
+        self.stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
+        self.devices = [found.devices[0] for found in plan.stages]
+        self.seconds = [sum(layer_s[i] if layer_s else 1.0 for i in found.layers) for found in plan.stages]
+        self.before: list[set[int]] = [set() for _ in plan.stages]
+        self.after: list[set[int]] = [set() for _ in plan.stages]
+        stage = self.stage
+        for tensor in graph.tensors:
+            for reader in tensor.readers:
+                if stage[reader] != stage[tensor.producer]:
+                    self.before[stage[reader]].add(stage[tensor.producer])
+                    if tensor.differentiable:
+                        self.after[stage[tensor.producer]].add(stage[reader])
+        for parameter in graph.parameters:  # the owner sends each version on, and waits for its readers' gradients
+            for reader in parameter.readers:
+                if stage[reader] != stage[parameter.owner]:
+                    self.before[stage[reader]].add(stage[parameter.owner])
+                    self.after[stage[parameter.owner]].add(stage[reader])
+
+
+class Waits:
+    """What tasks wait for: values and model state from other stages. `plans` are those of each micro-batch."""
+
+    def __init__(self, graph: LayerGraph, plans: Sequence[Plan], layer_s: Sequence[float] | None = None) -> None:
+        known = {id(plan): _Neighbours(graph, plan, layer_s) for plan in plans}
+        self.at = [known[id(plan)] for plan in plans]
+        writer = {k: layer.id for layer in graph.layers for k in layer.writing("state")}
+        self._carried = [(layer.id, writer[k]) for layer in graph.layers for k in layer.reading("state") if k in writer]
+
+    def __call__(self, task: Task) -> Iterator[Task]:
+        """The tasks whose results a task reads."""
+        s, kind, m = task
+        here = self.at[m]
+        if kind == "F":
+            yield from (Task(p, "F", m) for p in here.before[s])
+            if m:
+                there = {self.at[m - 1].stage[w] for layer, w in self._carried if here.stage[layer] == s}
+                yield from (Task(w, "F", m - 1) for w in there if w != s)
+        elif kind == "B":
+            yield Task(s, "F", m)
+            yield from (Task(p, "B", m) for p in here.after[s])
+
+
+def order(
+    waits: Waits,
+    lists: TaskLists,
+    done: Collection[Task] = (),
+    waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
+) -> list[Task]:
+    """The tasks of all stages in one order in which they can be dispatched.
+
+    Args:
+        waits: for values.
+        lists: the tasks of each stage.
+        done: the tasks before.
+        waits_too: what a task waits for beside: versions of the weights, sums of gradients.
+    """
+
+    def waits_for(task: Task) -> Iterator[Task]:
+        yield from waits(task)
+        yield from waits_too(task)
+
+    def task_s(task: Task) -> float:
+        return waits.at[task.microbatch].seconds[task.stage] * {"F": 1, "B": 2, "U": 0}[task.kind]
+
+    def device(task: Task) -> int:
+        return waits.at[task.microbatch].devices[task.stage]
+
+    return dispatch_order(lists, waits_for, task_s, device, done)
+
+
+def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
+    """The backwards that a backward waits for because they add to the same sums of gradients, at another stage."""
+    s, kind, m = task
+    if kind == "B" and m and plans[m] is not plans[m - 1]:
+        there = {plans[m - 1].stage_of(layer) for layer in plans[m].stages[s].layers}
+        yield from (Task(p, "B", m - 1) for p in there if p != s)

@@ -20,7 +20,7 @@ from tests.zoo import CASES, Case
 STEPS = 5
 
 
-def pipeline(m: Case, stages: Any, schedule: str) -> jvpipe.Pipeline:
+def pipeline(m: Case, stages: Any, schedule: str, **options: Any) -> jvpipe.Pipeline:
     return jvpipe.Pipeline(
         m.loss_fn,
         ADAMW,
@@ -31,14 +31,15 @@ def pipeline(m: Case, stages: Any, schedule: str) -> jvpipe.Pipeline:
         devices=jax.devices()[:4],
         has_aux=m.has_aux,
         has_state=m.has_state,
+        **options,
     )
 
 
 def run(
-    m: Case, schedule: str, stages: Any, moves: dict[tuple[int, int], Any], steps: int = STEPS
+    m: Case, schedule: str, stages: Any, moves: dict[tuple[int, int], Any], steps: int = STEPS, **options: Any
 ) -> tuple[jvpipe.Pipeline, jvpipe.State, list[float]]:
     """A stream whose plan changes at these (step, micro-batch); a plan may be a function of the pipeline."""
-    pipe, batches = pipeline(m, stages, schedule), batches_of(m, steps)
+    pipe, batches = pipeline(m, stages, schedule, **options), batches_of(m, steps)
     state = pipe.init(m.params, batches[0], key_of(m), m.state)
     losses = []
     stream = iter(batches)
@@ -111,3 +112,18 @@ def test_a_run_saved_on_the_way_goes_on_to_the_bit(tmp_path: Path) -> None:
     for found in other.run(restored, batches_of(m, 4)[2:]):
         restored = found[0]
     assert_same(other.params(other.drain(restored)), whole.params(whole.drain(ended)))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_limit_is_kept_on_the_way(schedule: str) -> None:
+    """With room for it the move is made in the flow, without it after a drain."""
+    m, here = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2])
+    there = jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
+    plain, *_ = run(m, schedule, here, {}, 1)
+    least = max(peak.bytes for peak in plain.build.peaks)
+    ways = []
+    for limit in (least, 2 * least):
+        pipe, _, _ = run(m, schedule, here, {(1, 2): there}, 3, memory_limit=limit)
+        assert max(pipe.ledger.peak[:HOST]) <= limit
+        ways += [change.how for change in pipe.history]
+    assert ways in (["between", "inside"], ["by host", "inside"])
