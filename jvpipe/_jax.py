@@ -1,6 +1,7 @@
 """The one place that touches `jax.extend` and jaxlib: jaxprs as data, fast copies. Version differences end here."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
@@ -98,6 +99,23 @@ def is_ready(array: jax.Array) -> bool:
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # it only wraps one that knows
         array = jax.random.key_data(array)
     return cast(Any, array).is_ready()
+
+
+@cache
+def exact(platform: str) -> dict[str, str]:
+    """Compiler options under which a value has the same bits in whatever program it is computed.
+
+    On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
+    other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
+    """
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if platform != "cpu":
+        return {}
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except Exception:  # a version that knows no such libraries
+        return {}
+    return options
 
 
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:

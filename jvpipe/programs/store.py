@@ -60,9 +60,12 @@ class ProgramStore:
         missing = {(p.key, d): (p, d) for p, d in wanted if (p.key, d) not in self._compiled}
         if missing:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                done = pool.map(lambda item: self._lower(*item).compile(), missing.values())
+                done = pool.map(lambda item: self._compiled_for(*item), missing.values())
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in wanted]
+
+    def _compiled_for(self, program: Program, device: Device) -> Any:
+        return self._lower(program, device).compile(compiler_options=_jax.exact(device.platform))
 
     def _lower(self, program: Program, device: Device) -> Any:
         jitted = self._jitted.setdefault(

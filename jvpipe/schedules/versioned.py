@@ -101,6 +101,8 @@ class VersionedEmitter(Emitter):
 
     def _made_on(self, p: int, v: int) -> int:
         """The device on which a version was made, if its owner has left it; else none, -1."""
+        if len(self.course.legs) == 1:
+            return -1
         owner = self.graph.parameters[p].owner
         made = self.course.form(max(v * self.every - 1, 0)).plan
         there = made.stages[made.stage_of(owner)].devices[0]

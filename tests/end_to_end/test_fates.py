@@ -12,9 +12,10 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.models.workload import load
 from jvpipe.trace.model import trace_model
 from tests.end_to_end.test_exactness import batch_of, key_of
-from tests.zoo import CASES, Case, in_bfloat16
+from tests.zoo import CASES, Case, in_bfloat16, quick_key
 
 MICRO = 4
 
@@ -120,3 +121,24 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     shown = {"F", "R", "B", "U", "OUT", "IN"}
     assert sorted(s.kind for s in found.spans) == sorted(row.kind for row in step.rows if row.kind in shown)
     assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe._devices}
+
+
+def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
+    """At sizes at which compilers like to fuse: a product may be kept, what it is made of is always made again."""
+    workload, draw = load("bert", "mini", blocks=1), np.random.default_rng(0)
+    batch = {
+        name: draw.integers(0, 60, leaf.shape).astype(leaf.dtype) for name, leaf in workload.abstract_batch(64).items()
+    }
+    found = []
+    choices: list[dict[str, str]] = [{}, {"*dot_general_0": "recompute"}, {"*": "recompute"}]
+    for fates in choices:
+        pipe = jvpipe.Pipeline(
+            workload.loss_fn, optax.sgd(1.0), 1, 1, "gpipe", planner="even", fates=fates, devices=jax.devices()[:1]
+        )
+        state = pipe.init(workload.init, batch, quick_key(0))
+        state, _ = pipe.step(state, batch)
+        assert any(stage.fates for stage in pipe.plan.stages) == bool(fates)
+        found.append(jax.tree.leaves(pipe.params(state)))
+    for ours in found[1:]:
+        for a, b in zip(ours, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe import pipeline, planning
+from jvpipe import builds, planning
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
 from jvpipe.planners.problem import Problem
@@ -41,7 +41,7 @@ def _measured_once() -> Any:
         return replace(known[0], memory_limit_bytes=request.memory_limit_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "measure", measure)
+        patch.setattr(builds, "measure", measure)
         yield
 
 

@@ -19,6 +19,7 @@ if version("jaxlib").startswith("0.10."):
     [
         "test_exactness.py::test_bit_identical_in_bfloat16",
         "test_fates.py::test_any_mix_of_fates_gives_the_same_bits[pre-norm]",
+        "test_fates.py::test_a_product_after_a_norm_has_the_same_bits_again",
     ],
 )
 def test_bits_under_the_usual_settings(test: str) -> None:
