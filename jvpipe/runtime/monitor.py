@@ -5,11 +5,12 @@ waits on the markers in their order, another on the copies, and notes when each 
 device was free, its inputs were there and it was dispatched.
 """
 
+import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import jax
@@ -17,15 +18,15 @@ import jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.span import Span
-from jvpipe.ir.task import Row
+from jvpipe.ir.task import COPIES, Row
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What a step did.
 
-    `swapped_bytes` went to the host; their copies took `copy_s` both ways, of which devices were idle for `exposed_s`.
-    Forwards that ran again took `rerun_s`.
+    `swapped_bytes` went to the host; their copies took `copy_s` both ways, of which devices were idle for `exposed_s`,
+    each by its name for `exposed`. Forwards that ran again took `rerun_s`.
     """
 
     spans: tuple[Span, ...]
@@ -33,6 +34,23 @@ class Measured:
     copy_s: float
     exposed_s: float
     rerun_s: float
+    exposed: Mapping[str, float] = field(default_factory=dict)
+
+    def layer_s(self, layers: int) -> list[float]:
+        """Seconds of each layer for a micro-batch: forward, backward, and what runs again; medians over micro-batches.
+
+        0 for a layer whose forward or backward did not run.
+
+        >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in [("F", 1.0), ("B", 2.0)]]
+        >>> Measured(tuple(spans), 0, 0.0, 0.0, 0.0).layer_s(2)
+        [3.0, 0.0]
+        """
+        took: dict[tuple[object, str], list[float]] = defaultdict(list)
+        for span in self.spans:
+            took[span.args["layer"], span.kind].append(span.end_s - span.start_s)
+        middle = {key: statistics.median(found) for key, found in took.items()}
+        ran = [all((i, kind) in middle for kind in "FB") for i in range(layers)]
+        return [sum(middle.get((i, kind), 0.0) for kind in "FBR") if ran[i] else 0.0 for i in range(layers)]
 
     @property
     def hidden_s(self) -> float:
@@ -41,13 +59,14 @@ class Measured:
 
 
 class Record:
-    """The marks of one step."""
+    """The marks of one step; `before` and `after` say when each place had ended what was asked of it."""
 
-    def __init__(self, lowered: Lowered, before: Sequence[float]) -> None:
-        self.lowered, self.before = lowered, list(before)  # when each place had ended what came before
+    def __init__(self, lowered: Lowered, before: list[float]) -> None:
+        self.lowered, self.before = lowered, before
+        self.after = [0.0] * len(before)
         self.dispatched: dict[int, float] = {}
         self.ended: dict[int, float] = {}
-        self.done = threading.Semaphore(0)
+        self.passed = [threading.Event() for _ in before]
         self.closed = False
 
 
@@ -63,35 +82,48 @@ class Monitor:
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in self._names]
         self._last = [0.0] * len(self._names)
         self._records: deque[Record] = deque(maxlen=2)
+        self._now: Record | None = None
         for place, queue in enumerate(self._queues):
             threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
 
     def begin(self, lowered: Lowered) -> None:
-        """A step is about to be dispatched."""
-        if self._records:
-            self._close(self._records[-1])
-        self._records.append(Record(lowered, self._last))
+        """A step is about to be dispatched, or copies between two steps, which are not remembered."""
+        before = self.close()
+        self._now = Record(lowered, before.after if before else [0.0] * len(self._names))
+        if any(row.kind not in COPIES for row in lowered.rows):
+            self._records.append(self._now)
 
     def dispatched(self, index: int, row: Row, mark: jax.Array) -> None:
         """A row has been dispatched; `mark` is there when it has run."""
-        record = self._records[-1]
-        record.dispatched[index] = time.perf_counter()
-        self._queues[self._place(row)].put((record, index, mark))
+        assert self._now is not None, "begun"
+        self._now.dispatched[index] = time.perf_counter()
+        self._queues[self._place(row)].put((self._now, index, mark))
+
+    def close(self) -> Record | None:
+        """The newest record, of which everything has been dispatched."""
+        record = self._now
+        if record and not record.closed:
+            record.closed = True
+            for queue in self._queues:
+                queue.put((record, -1, None))
+        return record
 
     def measured(self, *, before: bool = False) -> Measured:
         """What the last step did, or the one `before`; waits for its end."""
-        record = self._records[0 if before else -1]
-        self._close(record)
-        for _ in self._queues:
-            record.done.acquire()
-        for _ in self._queues:  # it may be asked again
-            record.done.release()
+        self.close()
+        return self.read(self._records[0 if before else -1])
+
+    def read(self, record: Record) -> Measured:
+        """What a closed record says; waits for its end. Any thread may ask."""
+        for passed in record.passed:
+            passed.wait()
         rows, buffers = record.lowered.rows, record.lowered.buffers
         made: dict[int, float] = {}  # when each buffer was there
         fetched: set[int] = set()  # buffers that came back from the host
         held: set[int] = set()  # devices that waited for a FREE since their last program
         free = list(record.before)
-        spans, swapped, exposed_s = [], 0, 0.0
+        spans, swapped = [], 0
+        exposed: dict[str, float] = defaultdict(float)
         for index, row in enumerate(rows):
             inputs_s = max((made.get(b, 0.0) for b in row.reads), default=0.0)
             end_s = record.ended.get(index, inputs_s)
@@ -109,30 +141,25 @@ class Monitor:
             else:
                 else_s = max([made.get(b, 0.0) for b in row.reads if b not in fetched], default=0.0)
                 else_s = max(free[place], else_s, 0.0 if row.device in held else dispatched_s)
-                exposed_s += max(0.0, start_s - else_s) if free[place] else 0.0
+                exposed[self._names[place]] += max(0.0, start_s - else_s) if free[place] else 0.0
                 held.discard(row.device)
             free[place] = end_s
             name = f"{row.stage}{row.kind}{max(row.microbatch, 0)}"
             spans.append(Span(self._names[place], name, start_s, end_s, row.kind, {"layer": row.layer}))
         took_s = {kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0) for kind in ("OUT", "IN", "R")}
-        return Measured(tuple(spans), swapped, took_s["OUT"] + took_s["IN"], exposed_s, took_s["R"])
+        copy_s, exposed_s = took_s["OUT"] + took_s["IN"], sum(exposed.values())
+        return Measured(tuple(spans), swapped, copy_s, exposed_s, took_s["R"], exposed)
 
     def _place(self, row: Row) -> int:
         """The device of a row, or its link to the host."""
         return row.device + len(self._names) // 2 * (row.kind in ("OUT", "IN"))
 
-    def _close(self, record: Record) -> None:
-        """Lets the watchers say when they have passed the end of a step."""
-        if not record.closed:
-            record.closed = True
-            for queue in self._queues:
-                queue.put((record, -1, None))
-
     def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:
         while True:
             record, index, mark = queue.get()
             if mark is None:
-                record.done.release()
+                record.after[place] = self._last[place]
+                record.passed[place].set()
                 continue
             try:
                 mark.block_until_ready()
