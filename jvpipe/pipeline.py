@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
+from jvpipe.adapt import Adapter
 from jvpipe.arguments import place_stages, reported_limit
 from jvpipe.builds import Builds, Settings
 from jvpipe.ir.buffers import Peak
@@ -34,6 +35,7 @@ from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
+from jvpipe.runtime.trigger import Rule
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.loss import abstract, key_words
@@ -138,6 +140,7 @@ class Pipeline:
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
         self._moves = Moves(self._builds, self._controller, self._limits, microbatches, self._order.warmup_updates)
+        self._adapter = Adapter(self._builds, self._moves.queue, self._limits)
 
     # Setting up
 
@@ -249,6 +252,12 @@ class Pipeline:
         self._moves.ask(state, plan, at, why)
         return self._moves.between(state, self.drain)
 
+    def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
+        """Lets layers move away from what became slow, and back, as `rule` says; `history` tells why. Or no longer."""
+        self._adapter.switch(on, rule or Rule())
+        if on and self._controller.monitor is None:
+            self.monitor()
+
     def wait(self, state: State) -> State:
         """Waits until a state is there; if a stage failed on the way to it, says which."""
         try:
@@ -258,6 +267,7 @@ class Pipeline:
 
     def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
         """One step of a run; also the losses of its micro-batches, if they are known apart."""
+        self._adapter.offer(state.step)
         state = self._moves.between(state, self.drain, self._builds.of(batch))
         build, inside = self.build_at(batch, state.updates), self._moves.inside(state.step)
         self._controller.check(wait=False)
@@ -275,6 +285,8 @@ class Pipeline:
         arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
         if inside:
             self._moves.made(inside)
+        else:
+            self._adapter.saw(self._controller.monitor, build, state.step, flight)
         settled, flight = build.settled(flight)
         if settled is not build:
             self._builds.switch(settled)

@@ -1,9 +1,10 @@
 """Fates that a user gives: torchgpipe's modes, or names of tensors by pattern."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean
@@ -50,6 +51,18 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
         for fates, matched in zip(stages, found, strict=True):
             fates.update(dict.fromkeys(matched, fate))
     return replace(plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True)))
+
+
+def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
+    """A plan with other numbers of layers per stage, on the same devices; values keep their fates where they can."""
+    fates = {name: fate for stage in plan.stages for name, fate in stage.fates.items()}
+    stages = []
+    for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
+        stage = replace(old, layers=tuple(range(i, j)), fates={})
+        known = {fate: set(_names(graph, stage, fate)) for fate in FATES}
+        wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
+        stages.append(replace(stage, fates={name: fate for name, fate in wanted.items() if name in known[fate]}))
+    return replace(plan, stages=tuple(stages))
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Replan:
 
 
 class Trigger:
-    """Follows the steps of a run.
+    """Follows the steps of a run; `home` is the plan that was planned or asked for.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1, 1, 1, 2, 2, 2], [0, 0])
@@ -85,7 +85,7 @@ class Trigger:
         self._learned: list[Sequence[float]] = []
         self._window: deque[Seen] = deque(maxlen=rule.steps)
         self._plan: Plan | None = None
-        self._home: tuple[int, ...] = ()
+        self.home = Plan(())
         self._asked: tuple[int, ...] | None = None
         self._refused: set[tuple[int, ...]] = set()
 
@@ -123,7 +123,7 @@ class Trigger:
         if plan == self._plan:
             return
         if plan.cuts != self._asked:
-            self._home = plan.cuts
+            self.home = plan
         self._plan, self._asked = plan, None
         self._window.clear()
         self._refused.clear()
@@ -143,8 +143,8 @@ class Trigger:
             return most + self._synchronous * float(parts_s.sum())
 
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
-        at_home = step_s(self._home) <= step_s(cuts) * (1 + rule.gain_home)
-        cuts = self._home if at_home else cuts
+        at_home = step_s(self.home.cuts) <= step_s(cuts) * (1 + rule.gain_home)
+        cuts = self.home.cuts if at_home else cuts
         gain_s = step_s(plan.cuts) - step_s(cuts)
         enough = gain_s > (rule.gain_home if at_home else rule.gain) * step_s(plan.cuts)
         if not enough or cuts == plan.cuts or cuts in self._refused:

@@ -7,7 +7,7 @@ import pytest
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.by_hand import checkpointed, with_fates
+from jvpipe.planners.by_hand import checkpointed, recut, with_fates
 
 A = Array("", (2,), "float32", 8)
 
@@ -83,3 +83,15 @@ def test_mistakes_are_named() -> None:
     unknown = Plan((type(PLAN.stages[0])((0, 1, 2, 3), (0,), {"embed/dot_2": "swap"}),))
     with pytest.raises(ValueError, match="unknown tensor of stage 0 'embed/dot_2': did you mean 'embed/dot_1'"):
         Fates.of(chain(), unknown)
+
+
+def test_other_cuts_keep_the_fates_that_can_be() -> None:
+    plan = with_fates(chain(), checkpointed(chain(), PLAN, "always"), {"*@3/dot_0": "swap", "*:1": "swap"})
+    found = recut(chain(), plan, (3, 1))
+    assert (found.cuts, found.schedule, found.stages[1].devices) == ((3, 1), plan.schedule, (1,))
+    assert {name for name, fate in found.stages[1].fates.items() if fate == "swap"} == {"blocks/0/mlp@3/dot_0"}
+    assert "blocks/0/mlp:2" not in found.stages[1].fates  # made on the other stage now: it cannot be made again
+    fates = Fates.of(chain(), found)
+    assert fates.edges[0, 0] == "recompute"
+    assert fates.edges[0, 1] == "swap"
+    assert recut(chain(), plan, PLAN.cuts) == plan
