@@ -23,6 +23,8 @@ from jvpipe.trace.graph import Traced
 
 _AHEAD = 4
 """So many steps may wait to be looked at; more are passed over."""
+_SIZES = 2**16, 2**22
+"""Bytes of the copies that a link is measured with."""
 _log = logging.getLogger("jvpipe")
 
 
@@ -34,7 +36,7 @@ class Adapter:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         self._rule = Rule()
-        self._link: Link | None = None  # between devices
+        self._link: Link | None = None  # between devices, measured before the first step
         self._trigger: tuple[Traced, Trigger] | None = None
         self._found: Migration | None = None
         self._left: Plan | None = None  # from which there is a way already
@@ -57,6 +59,9 @@ class Adapter:
 
     def offer(self, step: int) -> None:
         """Lets what is ready be done before `step`, unless something else is under way."""
+        if self._pool and self._link is None:
+            first, *others = self._builds.first.devices
+            self._link = measure_links(first, others[0], _SIZES).send if others else INFINITE
         found = self._found
         if found and not self._queue:
             self._found = None
@@ -98,10 +103,7 @@ class Adapter:
             _log.warning("%s, but cuts %s cannot be: %s", replan.why, cuts, error)
             trigger.refuse(replan.cuts)
             return
-        if self._link is None:
-            first, *others = build.devices
-            self._link = measure_links(first, others[0]).send if others else INFINITE
-        if not replan.repays(found.change.moved_bytes, self._link, self._rule):
+        if not replan.repays(found.change.moved_bytes, self._link or INFINITE, self._rule):
             size = found.change.moved_bytes
             _log.info("%s, but cuts %s do not repay the %d bytes that would move", replan.why, cuts, size)
             trigger.refuse(replan.cuts)

@@ -8,9 +8,8 @@ w seconds that the plan counted on, f how many times longer the device takes tha
 layers, each with the weight of its seconds), r what is left to the layer itself (1 unless it is far from 1). So cuts
 for these seconds take layers away from a slow device, and give them back once its f is 1 again.
 
-Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by itself. The way back to
-the plan at home, the one that was planned or asked for, has a lower threshold: it is taken only if that plan is about
-as fast as any.
+Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by itself. The way back has
+a lower one: it is to the plan at home, the one that was planned or asked for, once no other cuts were worth leaving it.
 """
 
 from collections import deque
@@ -143,7 +142,7 @@ class Trigger:
             return most + self._synchronous * float(parts_s.sum())
 
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
-        at_home = step_s(self.home.cuts) <= step_s(cuts) * (1 + rule.gain_home)
+        at_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         cuts = self.home.cuts if at_home else cuts
         gain_s = step_s(plan.cuts) - step_s(cuts)
         enough = gain_s > (rule.gain_home if at_home else rule.gain) * step_s(plan.cuts)
