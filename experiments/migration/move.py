@@ -34,6 +34,7 @@ def main() -> None:
     import jvpipe
     from experiments.migration import naps
     from jvpipe.cost.links import measure_links
+    from jvpipe.programs.store import shared_store
 
     old, new = jvpipe.Plan.from_cuts(OLD), jvpipe.Plan.from_cuts(NEW)
     batch = naps.batch(4 * MICRO, WIDTH)
@@ -97,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way in ("reboot, programs known", "reboot, programs compiled again"):
             if "again" in way:
-                jvpipe.programs.store.shared_store.cache_clear()
+                shared_store.cache_clear()
                 jax.clear_caches()
             path = Path(folder) / way
             start_s = time.perf_counter()

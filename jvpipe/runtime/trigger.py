@@ -22,6 +22,8 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.speeds import cuts_at_speeds
 
+_LEAST_S = 1e-9  # no layer takes nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -67,8 +69,8 @@ class Trigger:
     """Follows the steps of a run; `home` is the plan that was planned or asked for.
 
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
-    >>> slow = Seen([1, 1, 1, 2, 2, 2], [0, 0])
-    >>> steps = [Seen([1.0] * 6, [0, 0]), slow, slow]
+    >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
+    >>> steps = [Seen([1.0] * 6, [0.0, 0.0]), slow, slow]
     >>> [found.cuts if (found := trigger.observe(plan, seen)) else None for seen in steps]
     [None, None, (4, 2)]
     """
@@ -78,7 +80,7 @@ class Trigger:
     ) -> None:
         """`expected_s` are the seconds of each layer that the plan was made for, if it was made for any."""
         self.rule = rule
-        self._expected = None if expected_s is None else np.array(expected_s, float)
+        self._expected = None if expected_s is None else np.maximum(expected_s, _LEAST_S)
         self._microbatches, self._synchronous = microbatches, synchronous
         self._skip = rule.skip_steps
         self._learned: list[Sequence[float]] = []
@@ -99,7 +101,7 @@ class Trigger:
         if self._expected is None:
             self._learned.append(seen.layer_s)
             if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.median(self._learned, axis=0)
+                self._expected = np.maximum(np.median(self._learned, axis=0), _LEAST_S)
             return None
         if self._better(plan, seen) is None:
             self._window.clear()
@@ -138,9 +140,12 @@ class Trigger:
 
         def step_s(cuts: Sequence[int]) -> float:
             parts_s = np.add.reduceat(seconds, np.cumsum([0, *cuts[:-1]])) * slowness + np.array(seen.exposed_s)
-            most = (self._microbatches - self._synchronous) * float(parts_s.max())
-            return most + self._synchronous * float(parts_s.sum())
+            return self._step_s(float(parts_s.max()), float(parts_s.sum()))
 
+        at_home, total_s = plan.cuts == self.home.cuts, float(seconds.sum())
+        no_less_s = self._step_s(total_s / sum(1 / f for f in slowness), total_s * min(slowness))  # of any cuts
+        if step_s(plan.cuts) - no_less_s <= (rule.gain if at_home else rule.gain_home) * step_s(plan.cuts):
+            return None
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         at_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         cuts = self.home.cuts if at_home else cuts
@@ -149,6 +154,10 @@ class Trigger:
         if not enough or cuts == plan.cuts or cuts in self._refused:
             return None
         return Replan(cuts, self._why(plan, seen, at_home), gain_s)
+
+    def _step_s(self, slowest_s: float, all_s: float) -> float:
+        """A step's seconds: with a flush, one micro-batch goes through all stages, the others follow the slowest."""
+        return (self._microbatches - self._synchronous) * slowest_s + self._synchronous * all_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
         """How many times longer the device of each stage takes than it should."""

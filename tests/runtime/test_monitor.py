@@ -1,0 +1,59 @@
+"""What the monitor says of steps, whoever asks and whenever."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+import jvpipe
+from jvpipe.ir.span import Span
+from jvpipe.runtime.monitor import Measured
+from tests.end_to_end.test_exactness import batch_of
+from tests.runtime.test_migrate import MICRO, started
+from tests.zoo import CASES
+
+PLAN = jvpipe.Plan.from_cuts([2, 3])
+
+
+def ends_s(spans: Sequence[Span]) -> dict[str, float]:
+    return {span.device: max(s.end_s for s in spans if s.device == span.device) for span in spans}
+
+
+def test_a_task_does_not_begin_before_the_step_before_has_ended_on_its_device() -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, PLAN)
+    pipe.monitor()
+    for _ in range(5):  # nothing waits: steps are dispatched while earlier ones run
+        state, _ = pipe.step(state, batch_of(m, MICRO))
+    earlier, later = pipe.measured(before=True), pipe.measured()
+    for device, end_s in ends_s(earlier.spans).items():
+        assert min(span.start_s for span in later.spans if span.device == device) >= end_s
+
+
+def test_any_thread_can_read_a_record_and_moves_between_steps_are_none() -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, PLAN)
+    pipe.monitor()
+    state, _ = pipe.step(state, batch_of(m, MICRO))
+    monitor = pipe._controller.monitor
+    assert monitor is not None
+    record = monitor.close()
+    assert record is not None
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: monitor.read(record), range(32), timeout=60))
+    assert all(one == found[0] for one in found)
+    layer_s = found[0].layer_s(5)
+    assert min(layer_s) > 0
+    state = jax.block_until_ready(pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2])))
+    assert pipe.history[0].how == "between"
+    assert pipe.measured() == found[0]
+
+
+def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
+    seconds = {"F": (1.0, 1.0, 9.0), "B": (2.0, 8.0, 2.5), "R": (0.5, 0.25, 0.75)}
+    spans = [
+        Span("a", f"0{kind}{m}", 0.0, s, kind, {"layer": 0}) for kind, row in seconds.items() for m, s in enumerate(row)
+    ]
+    found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, "F", {"layer": 1})), 0, 0.0, 0.0, 0.0)
+    assert found.layer_s(2) == pytest.approx([1.0 + 2.5 + 0.5, 0.0])
