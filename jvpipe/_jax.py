@@ -102,13 +102,13 @@ def is_ready(array: jax.Array) -> bool:
 
 
 @cache
-def exact(platform: str) -> dict[str, str]:
+def exact(platform: str) -> dict[str, str | bool]:
     """Compiler options under which a value has the same bits in whatever program it is computed.
 
     On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
     other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
     """
-    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    options: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     if platform != "cpu":
         return {}
     try:

@@ -48,6 +48,10 @@ class Adapter:
         self._pool = ThreadPoolExecutor(1, "jvpipe-adapt") if on else None
         self._rule, self._waiting, self._trigger, self._found, self._left = rule, [], None, None, None
 
+    def follow(self, builds: Builds) -> None:
+        """Another model is trained from here on."""
+        self._builds, self._found = builds, None
+
     def saw(self, monitor: Monitor | None, build: Build, step: int, flight: int) -> None:
         """A step has been dispatched, all of it under the plan of `build`; returns at once."""
         if self._pool is None or monitor is None:

@@ -11,6 +11,7 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes
+from jvpipe.cost.measure import Runs
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import checkpointed, with_fates
@@ -18,6 +19,7 @@ from jvpipe.planning import Planned, Request, decide, measure
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.build import Build
+from jvpipe.runtime.state import piece_program
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.loss import abstract
@@ -51,8 +53,9 @@ class Settings:
 class Builds:
     """The builds of a pipeline by the shapes of their batch; the first to be traced decides the plan of all."""
 
-    def __init__(self, settings: Settings, store: ProgramStore) -> None:
-        self._settings, self._store = settings, store
+    def __init__(self, settings: Settings, store: ProgramStore, runs: Runs | None = None) -> None:
+        self.settings, self._store = settings, store
+        self.runs: Runs = {} if runs is None else runs
         self._known: dict[Any, Build] = {}
         self._warm: dict[Any, Build] = {}
         self.planned: Planned | None = None
@@ -86,11 +89,12 @@ class Builds:
 
     def trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
         """Traces at the shapes of a batch; the first time this also plans."""
-        settings = self._settings
+        settings = self.settings
         micro = micro_batch_shapes(batch, settings.microbatches)
         self.inputs = (abstract(params), rng, abstract(model_state))
-        self.batch = abstract(batch)
         first = self.first if self._known else None
+        if first is None:
+            self.batch = abstract(batch)
         cuts = first.traced.cuts if first else None
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
         model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, **options)
@@ -109,7 +113,7 @@ class Builds:
     def under(self, plan: Plan, base: Build | None = None) -> Build:
         """The first build, or that of a `base`, under another plan."""
         base = base or self.first
-        plan = replace(plan, schedule=self._settings.schedule.name)
+        plan = plan.with_schedule(self.settings.schedule.name)
         return self._build(base.traced, plan, base.optimizer)
 
     def along(self, legs: Sequence[Sequence[Any]]) -> Build:
@@ -125,8 +129,19 @@ class Builds:
         self._known = {first: build, **{key: self.under(build.plan, other) for key, other in others}}
         self._warm = {key: replace(warm, plan=build.plan) for key, warm in self._warm.items()}
 
+    def compile_everywhere(self) -> None:
+        """Compiles all that training needs on every device, so that any layer can run on any; nothing runs."""
+        build, devices = self.first, range(len(self.settings.devices))
+        pieces = [piece_program(piece) for piece in build.optimizer.init]
+        self._store.compile([(piece, device) for piece in pieces for device in self.settings.devices])
+        for plan in (build.plan.rotated(n, len(devices)) for n in devices):
+            turned = build if plan == build.plan else self.under(plan)
+            turned.peaks  # noqa: B018 - what is asked for is compiled
+            for warm in self._warm.values():
+                replace(warm, plan=turned.plan).peaks  # noqa: B018
+
     def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
-        settings = self._settings
+        settings = self.settings
         plan.check(len(traced.graph.layers), len(settings.devices))
         layer_s = self.planned.layer_s if self.planned else None
         return Build(
@@ -135,7 +150,7 @@ class Builds:
 
     def _planned_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
         """Plans, unless the plan is given, and makes the plan ready to run."""
-        settings = self._settings
+        settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.with_schedule(settings.schedule.name)
             return self._build(traced, self._by_hand(traced, plan), optimizer)
@@ -153,7 +168,7 @@ class Builds:
             settings.memory_limit_bytes,
             settings.host_limit_bytes,
         )
-        problem = measure(request, traced, optimizer, settings.devices[0], self._store)
+        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs)
 
         def peak_bytes_of(plan: Plan) -> int:
             build = self._build(traced, self._by_hand(traced, plan), optimizer)
@@ -164,6 +179,6 @@ class Builds:
 
     def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
         """A plan with the fates that the user gave."""
-        if self._settings.checkpoint is not None:
-            plan = checkpointed(traced.graph, plan, self._settings.checkpoint)
-        return with_fates(traced.graph, plan, self._settings.fates)
+        if self.settings.checkpoint is not None:
+            plan = checkpointed(traced.graph, plan, self.settings.checkpoint)
+        return with_fates(traced.graph, plan, self.settings.fates)

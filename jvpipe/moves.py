@@ -62,6 +62,13 @@ class Moves:
             self.made(migration)
         return state
 
+    def follow(self, builds: Builds) -> None:
+        """Another model is trained from here on."""
+        if self.queue:
+            _log.warning("migrations that were to come are dropped: they were of the model before")
+            self.queue.clear()
+        self._builds = builds
+
     def inside(self, step: int) -> Migration | None:
         """The migration that is due inside a step; it waits no longer, whatever comes of it."""
         return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None

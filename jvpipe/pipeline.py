@@ -19,34 +19,32 @@ from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.use import synchronous_uses
+from jvpipe.known_models import KnownModels
 from jvpipe.moves import Moves
 from jvpipe.planners import find_planner
-from jvpipe.planning import Planned
 from jvpipe.programs.store import shared_store
-from jvpipe.report.explain import explain
-from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.checkpoint import load_checkpoint, to_host
+from jvpipe.runtime.change import ModelChange, Parked, prepare_takeover
+from jvpipe.runtime.checkpoint import load_checkpoint
 from jvpipe.runtime.controller import Controller, Feeds
-from jvpipe.runtime.flight import lifted, names_of, plain_arrays
+from jvpipe.runtime.flight import lifted
 from jvpipe.runtime.losses import LossWatch
-from jvpipe.runtime.migrate import Change, Limits
-from jvpipe.runtime.monitor import Measured, Monitor
+from jvpipe.runtime.migrate import Limits
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
-from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves, made_leaves
+from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, check_limit
 from jvpipe.runtime.trigger import Rule
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.loss import abstract, key_words
-from jvpipe.trace.stacks import Stacks
+from jvpipe.views import Views
 
 Tree = Any
 Metrics = dict[str, Any]
 _log = logging.getLogger("jvpipe")
 
 
-class Pipeline:
+class Pipeline(Views):
     """Trains a plain JAX loss over a pipeline of devices.
 
     Args:
@@ -135,12 +133,15 @@ class Pipeline:
         self._limits = Limits(self._settings.memory_limit_bytes, self._settings.host_limit_bytes)
         self._store = shared_store()
         self._builds = Builds(self._settings, self._store)
+        self._models = KnownModels(self._store)
+        self._parked: Parked = {}
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
         self._moves = Moves(self._builds, self._controller, self._limits, microbatches, self._order.warmup_updates)
         self._adapter = Adapter(self._builds, self._moves.queue, self._limits)
+        self.model_history: list[ModelChange] = []
 
     # Setting up
 
@@ -176,9 +177,6 @@ class Pipeline:
         self._check_limit(placing.peaks(leaves), "while its arrays are made")
         arrays = placing.place(self.ledger, leaves, self._store)
         return State(arrays, words, step, updates=updates)
-
-    def _placing(self, build: Build) -> Placing:
-        return Placing(build.traced.graph, build.optimizer, build.persistent, self._devices)
 
     # Running
 
@@ -258,6 +256,46 @@ class Pipeline:
         if on and self._controller.monitor is None:
             self.monitor()
 
+    def update_model(self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> State:
+        """Goes on with another model, between two steps; the plan is made anew.
+
+        A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state;
+        so does a leaf of the model state. What the new model lacks waits on the host (the limits do not count it), and
+        is back when a later model has it again. The rest is new: values as given, optimizer state fresh. Of a loss that
+        was met before, the very object, nothing is traced, planned or compiled again; of others the layers are
+        compiled that no model had.
+
+        Args:
+            state: the newest; consumed. What is in flight is finished first.
+            loss_fn: the loss of the new model, of the same kind as that of the present one.
+            params: all its parameters; of those that are kept or come back the shape is enough.
+            model_state: all its model state; that of the present model if left out.
+
+        Raises:
+            ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
+            MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
+        """
+        builds = self._models.of(self._builds, loss_fn, params, model_state)
+        given = {"parameter": jax.tree.leaves(builds.stacks.split(params)), "state": jax.tree.leaves(model_state)}
+        takeover = prepare_takeover(self.build, builds.first, given, self._parked, self._limits)
+        state = self.drain(state)
+        state.check(len(self.build.persistent))
+        arrays = takeover.run(state.arrays, self.ledger)
+        self._moves.follow(builds)
+        self._adapter.follow(builds)
+        self._builds, self.ledger.versions = builds, VersionLedger()
+        self.model_history.append(takeover.change(state.step))
+        _log.info("%s", self.model_history[-1])
+        return replace(state, arrays=arrays)
+
+    def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
+        """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
+
+        It may be called in another thread while this one trains; layers that no model had are timed beside that.
+        `params` and `model_state` may be shapes.
+        """
+        self._models.of(self._builds, loss_fn, params, model_state).compile_everywhere()
+
     def wait(self, state: State) -> State:
         """Waits until a state is there; if a stage failed on the way to it, says which."""
         try:
@@ -308,30 +346,6 @@ class Pipeline:
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(build, plan=later[0].old, origin=None) if later else build
 
-    @property
-    def history(self) -> list[Change]:
-        """The plans that took another's place: when, why, what moved."""
-        return self._moves.history
-
-    @property
-    def build(self) -> Build:
-        """What this pipeline runs, for whoever follows it."""
-        return self._builds.first
-
-    @property
-    def stacks(self) -> Stacks:
-        """How stacked parameters are split into layers."""
-        return self._builds.stacks
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """As it was given."""
-        return self._settings.optimizer
-
-    def _plain(self, build: Build, state: State) -> tuple[jax.Array, ...]:
-        state.check(len(names_of(build, state.flight)) if state.flight else len(build.persistent))
-        return plain_arrays(build, state)
-
     def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
         """What the micro-batches of a step read from the host; `words` are those of the run's key."""
         micro = self._microbatches
@@ -351,63 +365,6 @@ class Pipeline:
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
         return metrics
-
-    # Looking
-
-    @property
-    def programs(self) -> dict[Device, int]:
-        """The number of compiled programs that steps use, per device."""
-        used = set().union(*(build.executables for build in self._builds))
-        return {device: sum(d == device for _, d in used) for device in self._devices}
-
-    @property
-    def plan(self) -> Plan:
-        """Which layers run where."""
-        return self.build.plan
-
-    @property
-    def graph(self) -> Any:
-        """The layer graph of the model."""
-        return self.build.traced.graph
-
-    def explain(self) -> str:
-        """A text that says what runs where, what it costs and why."""
-        build = self.build
-        planned = None if self.history else self._builds.planned
-        reasons = cut_reasons(planned.problem, planned.decision) if planned else ()
-        return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices, reasons)
-
-    def params(self, state: State) -> Tree:
-        """The parameters as the caller gave them, as numpy arrays."""
-        values = self._host_values(state, "parameter")
-        split = jax.tree.structure(self._builds.stacks.split(self._builds.inputs[0]))
-        return self._builds.stacks.join(jax.tree.unflatten(split, values))
-
-    def model_state(self, state: State) -> Tree:
-        """The model state as the caller gave it, as numpy arrays (keys as keys)."""
-        return jax.tree.unflatten(jax.tree.structure(self._builds.inputs[2]), self._host_values(state, "state"))
-
-    def _host_values(self, state: State, kind: str) -> list[Any]:
-        found = self._placing(self.build).values(self._plain(self.build, state))
-        try:
-            return [to_host(found[name]) for name in sorted(n for n in found if n[0] == kind)]
-        except Exception as error:
-            raise self._controller.failure(error) from error
-
-    def monitor(self, on: bool = True) -> None:
-        """Switches on the measuring of every task, or off."""
-        self._controller.monitor = Monitor(self._devices) if on else None
-
-    def measured(self, *, before: bool = False) -> Measured:
-        """What the last step did, or the one `before`: what ran when, what was swapped; waits for its end."""
-        if self._controller.monitor is None:
-            raise ValueError("nothing is measured: call pipe.monitor() before the step")
-        return self._controller.monitor.measured(before=before)
-
-    @property
-    def planned(self) -> Planned | None:
-        """What the plan was decided on; None if it was given."""
-        return self._builds.planned
 
     # Keeping
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.links import measure_links
-from jvpipe.cost.measure import measured_costs
+from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import CHOOSING, UNTIMED, find_planner
@@ -65,15 +65,26 @@ class Planned:
         return self.problem.microbatches * sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
 
 
-def measure(request: Request, traced: Traced, optimizer: OptimizerCut, device: Device, store: ProgramStore) -> Problem:
-    """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses."""
+def measure(
+    request: Request,
+    traced: Traced,
+    optimizer: OptimizerCut,
+    device: Device,
+    store: ProgramStore,
+    known: Runs | None = None,
+) -> Problem:
+    """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses.
+
+    What is `known` of programs is not measured again.
+    """
     if request.planner in UNTIMED:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
         costs: Costs = costs_of(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
         )
     else:
-        costs = measured_costs(traced, device, store, optimizer, request.microbatches, fates=request.chooses)
+        micro = request.microbatches
+        costs = measured_costs(traced, device, store, optimizer, micro, fates=request.chooses, known=known)
     problem = Problem(
         costs,
         request.stages,

@@ -35,14 +35,24 @@ class Run:
     temporary_bytes: int
 
 
-def measure_programs(store: ProgramStore, programs: Sequence[Program], device: Device) -> dict[Hashable, Run]:
-    """Compiles programs side by side, and runs and times each distinct one."""
-    distinct = {program.key: program for program in programs}
+Runs = dict[Hashable, Run]
+"""What programs took, by their keys."""
+
+
+def measure_programs(
+    store: ProgramStore, programs: Sequence[Program], device: Device, known: Runs | None = None
+) -> Runs:
+    """Compiles programs side by side, and runs and times each distinct one; not those that are `known`, to which the
+    others are added.
+    """
+    runs = {} if known is None else known
+    distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
-    return {
+    runs |= {
         key: Run(_seconds(executable, program, device), executable.memory_analysis().temp_size_in_bytes)
         for (key, program), executable in zip(distinct.items(), executables, strict=True)
     }
+    return runs
 
 
 def measured_costs(
@@ -53,6 +63,7 @@ def measured_costs(
     microbatches: int = 1,
     *,
     fates: bool = True,
+    known: Runs | None = None,
 ) -> Costs:
     """The costs of a model on a device at hand; layers alike are measured once.
 
@@ -65,12 +76,13 @@ def measured_costs(
         fates: whether layers have options other than keeping everything. Then their backwards are also measured with
             half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
             many bytes each option needs more is what its backward needs as compiled.
+        known: what programs took that were measured before; those measured now are added.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: layer_programs(store, traced, share) for share in shares}
     forwards = [forward_program(programs) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
-    runs = measure_programs(store, [*forwards, *chain.from_iterable(backwards.values())], device)
+    runs = measure_programs(store, [*forwards, *chain.from_iterable(backwards.values())], device, known)
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]

@@ -1,8 +1,8 @@
 """The state of a training run: every array that outlives a step, and how it gets to its device and back."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -154,7 +154,7 @@ class Placing:
         for buffer in fresh:
             ledger.hold(buffer.device, buffer.bytes)
         if fresh:
-            self._initialise_optimizer(table, store)
+            self.initialise_optimizer(table, store)
         return tuple(table[buffer.key] for buffer in self.buffers)
 
     def values(self, arrays: Sequence[jax.Array]) -> dict[Name, jax.Array]:
@@ -164,16 +164,46 @@ class Placing:
             found.setdefault(name_of(buffer), array)
         return found
 
-    def _initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
-        """Runs the pieces that make optimizer state from parameters, each where its layer lies."""
-        places = {b.key[2]: b.device for b in self.buffers if b.owner == "optimizer"}
-        for piece in self.optimizer.init:
-            layer = GLOBAL if piece.layer is None else piece.layer
-            d = places[layer]
+    def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+        """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
+        pieces, lacking = self._initialising(table)
+        for piece in pieces:
+            d, reads, writes = self._piece_keys(piece)
             device = self.devices[d]
             (executable,) = store.compile([(piece_program(piece), device)])
-            out = executable(*(jax.device_put(table[_named(slot, layer, d)], device) for slot in piece.reads))
-            table |= zip((_named(slot, layer, d) for slot in piece.writes), out, strict=False)
+            out = executable(*(jax.device_put(table[key], device) for key in reads))
+            table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
+
+    def spare_bytes(self, table: Collection[Key]) -> list[int]:
+        """What `initialise_optimizer` makes of what the table has already: the most bytes at once, by device."""
+        pieces, lacking = self._initialising(table)
+        size = {buffer.key: buffer.bytes for buffer in self.buffers}
+        found = [0] * len(self.devices)
+        for piece in pieces:
+            d, _, writes = self._piece_keys(piece)
+            found[d] = max(found[d], sum(size.get(key, 0) for key in writes if key not in lacking))
+        return found
+
+    def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
+        """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
+        lacking: set[Key] = {b.key for b in self.buffers if b.owner == "optimizer" and b.key not in table}
+        found = []
+        for piece in reversed(self.optimizer.init):
+            _, reads, writes = self._piece_keys(piece)
+            if not lacking.isdisjoint(writes):
+                found.append(piece)
+                lacking.update(key for slot, key in zip(piece.reads, reads, strict=True) if slot.kind != "parameter")
+        return found[::-1], lacking
+
+    def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
+        """The device of an initialising piece, and the names of what it reads and writes."""
+        layer = GLOBAL if piece.layer is None else piece.layer
+        d = self._places.get(layer, 0)  # one without state only makes small values
+        return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
+
+    @cached_property
+    def _places(self) -> dict[Hashable, int]:
+        return {b.key[2]: b.device for b in self.buffers if b.owner == "optimizer"}
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:

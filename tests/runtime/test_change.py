@@ -1,0 +1,323 @@
+"""Models that change while they are trained: what stays is what it was, what comes back too."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe.ir.buffers import HOST
+from jvpipe.runtime.tensors import MemoryLimitExceeded
+
+MICRO, WIDTH = 4, 4
+Names = tuple[str, ...]
+A: Names = ("a", "b", "c", "d")
+B: Names = ("a", "x", "c", "y", "z")
+C: Names = ("a", "x", "d")
+STREAM = (A, B, C, A)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def params_of(names: Names) -> dict[str, Any]:
+    """A block's values follow from its name."""
+    found = {}
+    for name in (*names, "head"):
+        rng = np.random.default_rng(ord(name[0]))
+        kernel = rng.normal(0, 0.5, (WIDTH, WIDTH)).astype(np.float32)
+        found[name] = {"kernel": kernel, "bias": np.zeros((1, WIDTH), np.float32)}
+    return found
+
+
+@cache
+def loss_of(names: Names) -> Callable[[Any, Any, Any], jax.Array]:
+    """The head's bias is tied: the first block adds it too."""
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = batch["x"] + params["head"]["bias"]
+        for name in names:
+            x = x + jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+        return jnp.mean((x @ params["head"]["kernel"] + params["head"]["bias"] - batch["y"]) ** 2)
+
+    return loss_fn
+
+
+def batches() -> Any:
+    rng = np.random.default_rng(0)
+    while True:
+        x = rng.normal(size=(8, WIDTH)).astype(np.float32)
+        yield {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def started(stages: Any = 2, names: Names = A, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
+    optimizer = options.pop("optimizer", OPTIMIZER)
+    pipe = jvpipe.Pipeline(loss_of(names), optimizer, stages, MICRO, planner="even", **options)
+    return pipe, pipe.init(params_of(names), next(batches()), None)
+
+
+def stepped(pipe: jvpipe.Pipeline, state: jvpipe.State, given: Any, steps: int = 2) -> tuple[jvpipe.State, list[float]]:
+    losses = []
+    for batch in islice(given, steps):
+        state, metrics = pipe.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    jax.block_until_ready(state)
+    assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays), "something leaked"
+    return state, losses
+
+
+def streamed(
+    pipe: jvpipe.Pipeline, state: jvpipe.State, stream: Sequence[Names] = STREAM
+) -> tuple[list[float], dict[Names, Any]]:
+    """Losses of a stream of models, and the parameters after the last."""
+    losses, given, present, after = [], batches(), A, {}
+    for names in stream:
+        if names != present or after:
+            state = pipe.update_model(state, loss_of(names), params_of(names))
+        state, found = stepped(pipe, state, given)
+        losses += found
+        present, after[names] = names, pipe.params(state)
+    return losses, after
+
+
+def plainly(stream: Sequence[Names]) -> tuple[list[float], dict[Names, Any]]:
+    """The same without a pipeline: values and moments live in dictionaries by name."""
+    values, moments, count = {}, {}, jnp.zeros((), jnp.int32)
+    losses, given, after = [], batches(), {}
+    for names in stream:
+        kept = (*names, "head")
+        values |= {name: value for name, value in params_of(names).items() if name not in values}
+        params: Any = {name: values[name] for name in kept}
+        first: Any = OPTIMIZER.init(params)
+        clip, (adam, *rest) = first
+        mu, nu = ({n: moments[n][i] if n in moments else fresh[n] for n in kept} for i, fresh in enumerate(adam[1:]))
+        state: Any = (clip, (adam._replace(count=count, mu=mu, nu=nu), *rest))
+        for batch in islice(given, 2):
+            loss, gradient = jax.value_and_grad(loss_of(names))(params, batch, None)
+            updates, state = OPTIMIZER.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        adam = state[1][0]
+        values, count = values | params, adam.count
+        moments |= {name: (adam.mu[name], adam.nu[name]) for name in kept}
+        after[names] = params
+    return losses, after
+
+
+def test_a_stream_of_models_is_what_dictionaries_by_name_make_of_it() -> None:
+    losses, after = streamed(*started())
+    expected, plain = plainly(STREAM)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for names in after:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after[names], plain[names])
+
+
+@pytest.mark.parametrize("stages", [3, jvpipe.Plan.from_cuts([1, 4])])
+def test_no_cut_changes_a_bit_of_a_stream_of_models(stages: Any) -> None:
+    expected, plain = streamed(*started(1))
+    losses, after = streamed(*started(stages))
+    assert losses == expected
+    jax.tree.map(np.testing.assert_array_equal, after, plain)
+
+
+def test_the_same_model_again_changes_nothing() -> None:
+    pipe, state = started()
+    expected = stepped(pipe, state, batches(), 4)[1]
+    pipe, state = started()
+    given = batches()
+    state, losses = stepped(pipe, state, given)
+    arrays = state.arrays
+    state = pipe.update_model(state, loss_of(A), params_of(A))
+    assert all(a is b for a, b in zip(state.arrays, arrays, strict=True))
+    assert losses + stepped(pipe, state, given)[1] == expected
+
+
+def test_what_is_removed_comes_back_as_it_left() -> None:
+    pipe, state = started()
+    state, _ = stepped(pipe, state, given := batches())
+    left = pipe.params(state)
+    state = pipe.update_model(state, loss_of(B), params_of(B))
+    change = pipe.model_history[-1]
+    assert change.parked == ("b/bias", "b/kernel", "d/bias", "d/kernel")
+    assert [path[0] for path in change.new] == ["x", "x", "y", "y", "z", "z"]
+    state, _ = stepped(pipe, state, given)
+    trained = pipe.params(state)
+    shapes = jax.eval_shape(lambda: params_of(A))
+    state = pipe.update_model(state, loss_of(A), shapes)
+    back = pipe.params(state)
+    for name, found in (("a", trained), ("c", trained), ("head", trained), ("b", left), ("d", left)):
+        jax.tree.map(np.testing.assert_array_equal, back[name], found[name])
+    assert (trained["a"]["kernel"] != left["a"]["kernel"]).any()
+    assert pipe.model_history[-1].returned == change.parked
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipemare"])
+def test_a_stream_in_flight_is_drained_first(schedule: str) -> None:
+    def run(*, drains: bool) -> tuple[list[float], Any]:
+        pipe, state = started(2, schedule=schedule, optimizer=optax.adamw(1e-2))
+        losses, given = [], batches()
+        for names in (A, B, A):
+            if names != A or losses:
+                state = pipe.drain(state) if drains else state
+                state = pipe.update_model(state, loss_of(names), params_of(names))
+            for state, metrics in pipe.run(state, given, 3):  # noqa: B007, B020
+                losses.append(float(metrics["loss"]))
+            assert state.flight > 0
+        return losses, pipe.params(state)
+
+    (losses, params), (expected, plain) = run(drains=False), run(drains=True)
+    assert losses == expected
+    jax.tree.map(np.testing.assert_array_equal, params, plain)
+
+
+def compiled_in(run: Callable[[], Any]) -> int:
+    """How many programs are compiled meanwhile."""
+    found: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(found)
+
+
+def test_a_model_seen_before_is_neither_traced_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, state = started()
+    _, after = streamed(pipe, state)
+    assert after
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("traced again")
+
+    pipe, state = started()
+    for names in (B, C, A):
+        state = pipe.update_model(state, loss_of(names), params_of(names))
+    monkeypatch.setattr("jvpipe.builds.trace_model", traced)
+    assert compiled_in(lambda: streamed(pipe, state)) == 0
+    assert compiled_in(lambda: jax.jit(lambda x: x + 54321).lower(1.0).compile()) > 0
+
+
+def test_a_model_is_compiled_ahead_in_the_background() -> None:
+    pipe, state = started(optimizer=optax.adamw(0.02))
+    names: Names = ("a", "x", "q", "c", "d", "r")
+    state, _ = stepped(pipe, state, given := batches(), 1)
+    ahead = threading.Thread(target=pipe.precompile, args=(loss_of(names), jax.eval_shape(lambda: params_of(names))))
+    ahead.start()
+    state, losses = stepped(pipe, state, given, 1)
+    ahead.join()
+    state, more = stepped(pipe, state, given, 1)
+    assert [*losses, *more] == stepped(*started(optimizer=optax.adamw(0.02)), batches(), 3)[1][1:]
+
+    def change() -> None:
+        changed = pipe.update_model(state, loss_of(names), params_of(names))
+        turned = jvpipe.Plan.from_cuts(pipe.plan.cuts, devices=[1, 0])
+        stepped(pipe, pipe.migrate(changed, turned), given)
+
+    assert compiled_in(change) == 0
+
+
+def test_the_limit_is_kept_or_nothing_happens() -> None:
+    """With room for one model at a time what leaves goes first; with less the change is refused."""
+    names: Names = ("u", "v", "w", "t")
+    pipe, state = started()
+    state = pipe.update_model(state, loss_of(names), params_of(names))
+    assert pipe.model_history[-1].how == "beside"
+    expected = stepped(pipe, state, batches())[1]
+    smallest = max(peak.bytes for peak in pipe.build.peaks)
+    ways = set()
+    for limit in (smallest, 2 * smallest):
+        pipe, state = started(memory_limit=limit)
+        state = pipe.update_model(state, loss_of(names), params_of(names))
+        ways.add(pipe.model_history[-1].how)
+        assert stepped(pipe, state, batches())[1] == expected
+        assert max(pipe.ledger.peak[:HOST]) <= limit
+    pipe, state = started(memory_limit=smallest)
+    state, before = stepped(pipe, state, given := batches())
+    many: Names = (*A, "e", "f", "g", "h", "i", "j")
+    with pytest.raises(MemoryLimitExceeded, match=r"the limit is|of the limit|keeps the limit"):
+        pipe.update_model(state, loss_of(many), params_of(many))
+    assert pipe.model_history == []
+    assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
+
+
+def test_mistakes_are_told_and_nothing_has_happened() -> None:
+    pipe, state = started(schedule="pipedream", optimizer=optax.sgd(0.1))
+    given = batches()
+    for state, _ in pipe.run(state, given, 2):  # noqa: B007, B020
+        pass
+    lacking, wider, shapes = params_of(C), params_of(C), jax.eval_shape(lambda: params_of(C))
+    del lacking["x"]["bias"]
+    wider["a"]["bias"] = np.zeros((2, WIDTH), np.float32)
+    with pytest.raises(ValueError, match="reads parameter 'x/bias', which params lack"):
+        pipe.update_model(state, loss_of(C), lacking)
+    with pytest.raises(ValueError, match=r"'a/bias' is float32\[2, 4\] in the new model, float32\[1, 4\] in the pres"):
+        pipe.update_model(state, loss_of(C), wider)
+    with pytest.raises(ValueError, match="parameter 'x/bias' is new: its values must be given"):
+        pipe.update_model(state, loss_of(C), shapes)
+    with pytest.raises(ValueError, match="2 stages need as many layers"):
+        pipe.update_model(
+            state, lambda params, batch, rng: jnp.mean(params["a"] * batch["x"]), {"a": np.ones((1, 1), np.float32)}
+        )
+    assert pipe.model_history == []
+    losses = [float(metrics["loss"]) for _, metrics in pipe.run(state, given, 2)]
+    other = started(schedule="pipedream", optimizer=optax.sgd(0.1))
+    assert losses == [float(metrics["loss"]) for _, metrics in other[0].run(other[1], batches(), 4)][2:]
+
+
+def test_a_failure_on_the_way_leaves_the_state_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, state = started()
+    state, before = stepped(pipe, state, given := batches())
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no link")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("jvpipe.runtime.state.Placing.initialise_optimizer", fails)
+        with pytest.raises(RuntimeError, match="no link"):
+            pipe.update_model(state, loss_of(B), params_of(B))
+    assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
+
+
+def test_model_state_stays_leaves_and_comes_back_too() -> None:
+    @cache
+    def counting(names: Names) -> Any:
+        def loss_fn(params: Any, seen: Any, batch: Any, rng: Any) -> Any:
+            return loss_of(names)(params, batch, rng), {name: seen[name] + 1 for name in names}
+
+        return loss_fn
+
+    def zeros(names: Names) -> Any:
+        return {name: np.zeros((), np.int32) for name in names}
+
+    pipe = jvpipe.Pipeline(counting(A), OPTIMIZER, 2, MICRO, planner="even", has_state=True)
+    state, given = pipe.init(params_of(A), next(batches()), None, zeros(A)), batches()
+    state, _ = stepped(pipe, state, given)
+    state = pipe.update_model(state, counting(C), params_of(C), zeros(C))
+    state, _ = stepped(pipe, state, given, 1)
+    assert pipe.model_state(state) == {"a": 12, "x": 4, "d": 12}
+    state = pipe.update_model(state, counting(A), params_of(A), zeros(A))
+    assert pipe.model_state(state) == {"a": 12, "b": 8, "c": 8, "d": 12}
+    state = pipe.update_model(state, counting(A), params_of(A))
+    assert pipe.model_state(state)["a"] == 12
+
+
+def test_a_changed_model_is_saved_and_restored(tmp_path: Any) -> None:
+    pipe, state = started()
+    state, _ = stepped(pipe, state, given := batches())
+    state = pipe.update_model(state, loss_of(B), params_of(B))
+    pipe.save(tmp_path / "state", state)
+    expected = stepped(pipe, state, given)[1]
+    other = jvpipe.Pipeline(loss_of(B), OPTIMIZER, 1, MICRO, planner="even")
+    again = batches()
+    list(islice(again, 2))
+    assert stepped(other, other.restore(tmp_path / "state"), again)[1] == expected
