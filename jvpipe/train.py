@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from jvpipe.report.metrics import MetricsLog, StepMetrics
 from jvpipe.rundir import RunDir
 from jvpipe.runtime.monitor import Measured
 from jvpipe.schedules import find_schedule
+from jvpipe.search import ArchitectureSearch
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -68,6 +69,10 @@ class Options:
     """Continues the run in --run-dir. Options that are not given are as they were in it."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is always one of the last step."""
+    nas: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Searches architectures by regularised evolution: one after another is trained, blocks keep their parameters."""
+    nas_steps: int = 5
+    """Steps that each architecture is trained for at a time."""
     export: str | None = None
     """Writes the trained parameters to this .safetensors file."""
 
@@ -84,6 +89,18 @@ class Job:
     data: models.Data
     pipe: jvpipe.Pipeline
     learning_rates: np.ndarray
+    search: ArchitectureSearch | None = None
+
+    def stream(self, state: Any, steps: int) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
+        """The steps of the run: states, metrics, and the names of the blocks of the architecture if it is searched."""
+        if self.search is None:
+            return ((*found, ()) for found in self.pipe.run(state, self.data.train, steps))
+        found = self.search.run(self.pipe, state, self.data.train, steps)
+        return ((state, metrics, architecture.names()) for state, metrics, architecture in found)
+
+    def ends_architecture(self, step: int) -> bool:
+        """Whether another architecture follows after a step."""
+        return self.search is not None and step % self.search.steps == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
         return 130
     if stop.signum is not None:
-        print(f"stopped; to go on: {_resume_command(job.run)}", file=sys.stderr)
+        told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else _resume_command(job.run)
+        print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
         return 128 + stop.signum
     finish(job, state)
     return 0
@@ -111,10 +129,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if options.resume:
         if options.run_dir is None:
             raise ValueError("--resume needs --run-dir, the folder of the run to continue")
+        if options.nas or RunDir(Path(options.run_dir)).read_config().get("nas"):
+            raise ValueError("--nas cannot be resumed: a search saves its last architecture alone. Begin a new run")
         known = {field.name for field in dataclasses.fields(Options)} - {"resume"}
         saved = {k: v for k, v in RunDir(Path(options.run_dir)).read_config().items() if k in known}
         options = tyro.cli(Options, args=arguments, default=Options(**saved), prog="python -m jvpipe.train")
-    for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every"):
+    for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every", "nas_steps"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -136,10 +156,11 @@ def prepare(options: Options) -> tuple[Job, Any]:
         run.check(config)
     else:
         run.refuse_if_used()
+    search = _search(options, workload)
     order = find_schedule(options.schedule)
     updates = 1 if order.synchronous else options.microbatches // order.period(options.microbatches)
     pipe = jvpipe.Pipeline(
-        workload.loss_fn,
+        search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(steps * updates, local=not order.synchronous),
         stages=options.stages,
         microbatches=options.microbatches,
@@ -157,7 +178,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
     if options.resume:
         run.check({"data_digest": data.digest})
     key = jax.random.key(options.seed)
-    state = pipe.init(workload.init, data.held_out[0], key, workload.initial_state())
+    state = pipe.init(search.first.params if search else workload.init, data.held_out[0], key, workload.initial_state())
     if options.resume and run.checkpoints():
         last = run.checkpoints()[-1]
         state = pipe.restore(last)
@@ -166,7 +187,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
     pipe.plan.save(run.plan)
     run.explanation.write_text(pipe.explain() + "\n")
     rates = workload.learning_rates(steps * updates)
-    return Job(options, steps, batch_size, run, workload, data, pipe, rates), state
+    return Job(options, steps, batch_size, run, workload, data, pipe, rates, search), state
 
 
 def train(job: Job, state: Any, stop: StopRequest) -> Any:
@@ -174,7 +195,7 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
     first = state.step
     print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
     job.pipe.monitor()
-    done: tuple[int, dict[str, jax.Array]] | None = None  # a step that is not yet logged
+    done: tuple[int, dict[str, jax.Array], Sequence[str]] | None = None  # a step that is not yet logged
     with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
         clock = Clock()
 
@@ -184,30 +205,36 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
                 log.append(line)
                 display.update(line)
 
-        for step, found in enumerate(job.pipe.run(state, job.data.train, job.steps - first), first + 1):
+        for step, found in enumerate(job.stream(state, job.steps - first), first + 1):
             tell(before=True)  # one step later, so that the pipeline never waits for a log
-            state, done = found[0], (step, found[1])
+            state, done = found[0], (step, *found[1:])
             last = step == job.steps or stop.signum is not None
-            if last or step % job.options.checkpoint_every == 0:
+            saves = last or step % job.options.checkpoint_every == 0
+            if saves or job.ends_architecture(step):
                 job.pipe.wait(state)
                 tell(before=False)
                 done = None
-                save(job, state, step)
+            if saves:
+                save(job, state, step, found[2])
             if last:
                 break
     timeline.write(job.run.timeline, job.pipe.measured().spans)
     return state
 
 
-def save(job: Job, state: Any, step: int) -> None:
+def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
     """Saves the state and the place in the data, together and whole; older checkpoints go."""
     extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
+    extra |= {"architecture": list(architecture)} if job.search else {}
     job.pipe.save(job.run.checkpoint(step), state, extra)
     job.run.prune()
 
 
 def finish(job: Job, state: Any) -> None:
-    """Evaluates on held-out text, and exports if asked to."""
+    """Evaluates on held-out text, and exports if asked to; of a search also says what it found."""
+    if job.search:
+        best, loss = job.search.evolution.best
+        print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
     losses = [float(job.pipe.evaluate(state, batch)["loss"]) for batch in job.data.held_out]
     print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
     print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
@@ -228,7 +255,14 @@ class Clock:
         return self._at - before
 
 
-def _measured(job: Job, step: int, metrics: dict[str, jax.Array], measured: Measured, seconds: float) -> StepMetrics:
+def _measured(
+    job: Job,
+    step: int,
+    metrics: dict[str, jax.Array],
+    architecture: Sequence[str],
+    measured: Measured,
+    seconds: float,
+) -> StepMetrics:
     layers = sum(job.pipe.plan.cuts)
     synchronous = "grad_norm" in metrics
     return StepMetrics(
@@ -245,6 +279,7 @@ def _measured(job: Job, step: int, metrics: dict[str, jax.Array], measured: Meas
         copy_hidden_s=measured.hidden_s,
         copy_exposed_s=measured.exposed_s,
         recomputed_s=measured.rerun_s + (job.pipe.planned.recompute_s if job.pipe.planned else 0.0),
+        architecture=tuple(architecture),
     )
 
 
@@ -259,6 +294,18 @@ def _keep_compiled() -> None:
 
 def _new_folder(workload: models.Workload) -> str:
     return f"runs/{workload.name}-{workload.size}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _search(options: Options, workload: models.Workload) -> ArchitectureSearch | None:
+    """The search of architectures that --nas asks for."""
+    if not options.nas:
+        return None
+    if workload.supernet is None:
+        raise ValueError(
+            f"--nas needs a model whose architecture can be searched: evolved-transformer or evolved-amoebanet, not "
+            f"{workload.name}"
+        )
+    return ArchitectureSearch(workload.supernet, options.seed, options.nas_steps)
 
 
 def _config(options: Options, workload: models.Workload) -> dict[str, Any]:

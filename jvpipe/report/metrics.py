@@ -14,7 +14,8 @@ class StepMetrics:
     """What one step did; steps count from 1, `staleness` is in updates, per layer.
 
     `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
-    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept.
+    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. In a search `architecture`
+    names the blocks of the model; else it is empty, and left out of the line.
     """
 
     step: int
@@ -30,10 +31,13 @@ class StepMetrics:
     copy_hidden_s: float = 0.0
     copy_exposed_s: float = 0.0
     recomputed_s: float = 0.0
+    architecture: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
         finite = {k: None if _is_unspeakable(v) else v for k, v in asdict(self).items()}
+        if not self.architecture:
+            del finite["architecture"]
         return json.dumps(finite, allow_nan=False)
 
 

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
+from jvpipe.runtime.checkpoint import load_checkpoint
 
 LIMIT_S = 240
 
@@ -165,3 +166,31 @@ def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> 
     other = train(text, run, "--resume", "--schedule", "1f1b", "--steps", "4")
     assert other.returncode == 2
     assert "was saved in flight under pipedream" in other.stderr
+
+
+def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "search"
+    options = ("--model", "evolved-transformer", "--nas", "--nas-steps", "1", "--steps", "400")
+    with subprocess.Popen(
+        command(text, run, *options), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        metrics = run / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGINT
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert f"stopped; the last architecture is in {checkpoint}" in told
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(losses(run)) == int(checkpoint.name)
+    assert lines[0]["architecture"] != lines[1]["architecture"]
+    assert jvpipe.checkpoint_extra(checkpoint)["architecture"] == lines[-1]["architecture"]
+    saved = {name.split("/")[0] for name in load_checkpoint(checkpoint)[0]["parameter"]}
+    assert saved == {"embeddings", "last", "head", *lines[-1]["architecture"]}
+    for folder, arguments, mistake in (
+        (run, ("--resume",), "--nas cannot be resumed"),
+        (tmp_path / "other", ("--model", "bert", "--nas"), "--nas needs a model whose architecture can be searched"),
+    ):
+        refused = train(text, folder, *arguments)
+        assert refused.returncode == 2
+        assert mistake in refused.stderr
