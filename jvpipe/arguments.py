@@ -73,6 +73,19 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     return jax.tree_util.tree_map_with_path(part, abstract(batch))
 
 
+def feeds_of(
+    batch: Tree, words: np.ndarray | None, step: int, microbatches: int
+) -> dict[tuple[str, int], Sequence[np.ndarray]]:
+    """What the micro-batches of a step read from the host, by (kind, index); `words` are those of the run's key."""
+    feeds: dict[tuple[str, int], Sequence[np.ndarray]] = {}
+    for i, leaf in enumerate(map(np.asarray, jax.tree.leaves(batch))):
+        size = len(leaf) // microbatches
+        feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
+    if words is not None:
+        feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)]
+    return feeds
+
+
 def _nearest_divisors(size: int, wanted: int) -> str:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]

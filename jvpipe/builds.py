@@ -129,6 +129,16 @@ class Builds:
         self._known = {first: build, **{key: self.under(build.plan, other) for key, other in others}}
         self._warm = {key: replace(warm, plan=build.plan) for key, warm in self._warm.items()}
 
+    def metrics(self, build: Build, values: Sequence[jax.Array]) -> dict[str, Any]:
+        """The metrics of a step by name, from what it yielded."""
+        groups = len(build.traced.graph.aux_groups)
+        metrics: dict[str, Any] = {"loss": values[0]}
+        if self.settings.has_aux:
+            metrics["aux"] = jax.tree.unflatten(build.traced.loss.aux_tree, values[1 : 1 + groups])
+        if len(values) > 1 + groups:
+            metrics["grad_norm"] = values[1 + groups]
+        return metrics
+
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device, so that any layer can run on any; nothing runs."""
         build, devices = self.first, range(len(self.settings.devices))

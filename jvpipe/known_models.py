@@ -12,6 +12,8 @@ from jvpipe.arguments import batch_shapes, micro_batch_shapes
 from jvpipe.builds import Builds
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
+from jvpipe.runtime.change import Parked, Takeover, prepare_takeover
+from jvpipe.runtime.migrate import Limits
 from jvpipe.trace.loss import abstract
 
 Tree = Any
@@ -21,12 +23,16 @@ REMEMBERED = 64
 
 
 class KnownModels:
-    """Builds by the loss function they were traced from (that very object) and the shapes of its parameters."""
+    """Builds by the loss function they were traced from (that very object) and the shapes of its parameters.
+
+    `parked` are arrays on the host that the present model lacks.
+    """
 
     def __init__(self, store: ProgramStore) -> None:
         self._store = store
         self._found: OrderedDict[Hashable, Builds] = OrderedDict()
         self._lock = RLock()  # a model may be prepared in the background
+        self.parked: Parked = {}
 
     def of(self, present: Builds, loss_fn: Loss, params: Tree, model_state: Tree) -> Builds:
         """The builds of a loss, traced at the present one's batch and planned anew if it has not been met.
@@ -45,6 +51,11 @@ class KnownModels:
             while len(self._found) > REMEMBERED:
                 self._found.popitem(last=False)
             return self._found[key]
+
+    def takeover(self, old: Builds, new: Builds, params: Tree, model_state: Tree, limits: Limits) -> Takeover:
+        """How one model takes over from another; what `prepare_takeover` raises, this raises."""
+        given = {"parameter": jax.tree.leaves(new.stacks.split(params)), "state": jax.tree.leaves(model_state)}
+        return prepare_takeover(old.first, new.first, given, self.parked, limits)
 
     def _made(self, present: Builds, loss_fn: Loss, params: Tree, rng: jax.Array | None, model_state: Tree) -> Builds:
         settings = replace(present.settings, loss_fn=loss_fn)

@@ -13,7 +13,7 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.adapt import Adapter
-from jvpipe.arguments import place_stages, reported_limit
+from jvpipe.arguments import feeds_of, place_stages, reported_limit
 from jvpipe.builds import Builds, Settings
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
@@ -24,7 +24,7 @@ from jvpipe.moves import Moves
 from jvpipe.planners import find_planner
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.change import ModelChange, Parked, prepare_takeover
+from jvpipe.runtime.change import ModelChange
 from jvpipe.runtime.checkpoint import load_checkpoint
 from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.flight import lifted
@@ -134,7 +134,6 @@ class Pipeline(Views):
         self._store = shared_store()
         self._builds = Builds(self._settings, self._store)
         self._models = KnownModels(self._store)
-        self._parked: Parked = {}
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
@@ -171,6 +170,7 @@ class Pipeline(Views):
         self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int, updates: int = 0
     ) -> State:
         self._check_limit(build.peaks)
+        self._models.parked.clear()  # it was of another run
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self._placing(build)
@@ -231,7 +231,7 @@ class Pipeline(Views):
         arrays = self._plain(build, state)
         self._check_limit(build.evaluation_peaks)
         _, values = self._controller.run(build.evaluation, arrays, self.feeds(batch, state.words, state.step))
-        return self._metrics(build, values)
+        return self._builds.metrics(build, values)
 
     def migrate(self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked") -> State:
         """Moves layers while training runs: from a micro-batch on, this plan holds. Values do not change.
@@ -257,36 +257,34 @@ class Pipeline(Views):
             self.monitor()
 
     def update_model(self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> State:
-        """Goes on with another model, between two steps; the plan is made anew.
+        """Goes on with another model from the next step on; the plan is made anew. What is in flight is finished first.
 
-        A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state;
-        so does a leaf of the model state. What the new model lacks waits on the host (the limits do not count it), and
-        is back when a later model has it again. The rest is new: values as given, optimizer state fresh. Of a loss that
-        was met before, the very object, nothing is traced, planned or compiled again; of others the layers are
-        compiled that no model had.
+        A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state,
+        and so does a leaf of the model state. What the new model lacks waits on the host (the limits do not count it)
+        until a later model has it again. The rest begins as given, with fresh optimizer state. Layers that some model
+        had are not compiled again; a loss that was met before, the very object, is neither traced nor planned again.
 
         Args:
-            state: the newest; consumed. What is in flight is finished first.
-            loss_fn: the loss of the new model, of the same kind as that of the present one.
-            params: all its parameters; of those that are kept or come back the shape is enough.
-            model_state: all its model state; that of the present model if left out.
+            state: the newest; consumed.
+            loss_fn: of the same kind as the present one.
+            params: those of the new model; of what is kept or comes back shapes are enough.
+            model_state: that of the new model; by default the present one.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
             MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
         """
         builds = self._models.of(self._builds, loss_fn, params, model_state)
-        given = {"parameter": jax.tree.leaves(builds.stacks.split(params)), "state": jax.tree.leaves(model_state)}
-        takeover = prepare_takeover(self.build, builds.first, given, self._parked, self._limits)
+        takeover = self._models.takeover(self._builds, builds, params, model_state, self._limits)
         state = self.drain(state)
         state.check(len(self.build.persistent))
-        arrays = takeover.run(state.arrays, self.ledger)
+        state = replace(state, arrays=takeover.run(state.arrays, self.ledger))
+        self._builds, self.ledger.versions = builds, VersionLedger()
         self._moves.follow(builds)
         self._adapter.follow(builds)
-        self._builds, self.ledger.versions = builds, VersionLedger()
         self.model_history.append(takeover.change(state.step))
         _log.info("%s", self.model_history[-1])
-        return replace(state, arrays=arrays)
+        return state
 
     def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
         """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
@@ -331,7 +329,7 @@ class Pipeline(Views):
         if uses:
             self.ledger.versions.record(uses, state.step * self._microbatches, state.updates)
         losses = values[-self._microbatches :] if flight else []
-        metrics = self._metrics(build, values[: len(values) - len(losses)])
+        metrics = self._builds.metrics(build, values[: len(values) - len(losses)])
         return State(arrays, state.words, state.step + 1, flight, state.updates + updates), metrics, losses
 
     def build_at(self, batch: Tree, updates: int) -> Build:
@@ -348,23 +346,7 @@ class Pipeline(Views):
 
     def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
         """What the micro-batches of a step read from the host; `words` are those of the run's key."""
-        micro = self._microbatches
-        feeds: dict[tuple[str, int], Sequence[Any]] = {}
-        for i, leaf in enumerate(map(np.asarray, jax.tree.leaves(batch))):
-            size = len(leaf) // micro
-            feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(micro)]
-        if words is not None:
-            feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(micro)]
-        return feeds
-
-    def _metrics(self, build: Build, values: list[jax.Array]) -> Metrics:
-        groups = len(build.traced.graph.aux_groups)
-        metrics: Metrics = {"loss": values[0]}
-        if self._settings.has_aux:
-            metrics["aux"] = jax.tree.unflatten(build.traced.loss.aux_tree, values[1 : 1 + groups])
-        if len(values) > 1 + groups:
-            metrics["grad_norm"] = values[1 + groups]
-        return metrics
+        return feeds_of(batch, words, step, self._microbatches)
 
     # Keeping
 

@@ -156,6 +156,15 @@ def test_what_is_removed_comes_back_as_it_left() -> None:
     assert pipe.model_history[-1].returned == change.parked
 
 
+def test_another_run_finds_nothing_parked() -> None:
+    pipe, state = started()
+    state = pipe.update_model(state, loss_of(C), params_of(C))
+    state = pipe.init(params_of(C), next(batches()), None)
+    state = pipe.update_model(state, loss_of(A), params_of(A))
+    assert pipe.model_history[-1].returned == ()
+    assert [path[0] for path in pipe.model_history[-1].new] == ["b", "b", "c", "c"]
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "pipemare"])
 def test_a_stream_in_flight_is_drained_first(schedule: str) -> None:
     def run(*, drains: bool) -> tuple[list[float], Any]:
