@@ -31,7 +31,7 @@ def main() -> None:
             steps_s, history = trained(STEPS, factor, adapt=on)
             print(f"| {factor} | {row(factor, steps_s, history)} |", flush=True)
     steps_s, history = trained(NOISY_STEPS, 1.0, adapt=True)
-    ratio = statistics.mean(steps_s[NOISY_STEPS // 2 :]) / statistics.mean(steps_s[5 : NOISY_STEPS // 2])
+    ratio = statistics.median(steps_s[NOISY_STEPS // 2 :]) / statistics.median(steps_s[5 : NOISY_STEPS // 2])
     print(f"\n{NOISY_STEPS} steps under noise alone: {len(history)} migrations; second half over first {ratio:.3f}")
 
 
@@ -61,7 +61,7 @@ def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], lis
 
 
 def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
-    """What happened, and the mean seconds of steps: before, while the repaired plan ran, and once it was back."""
+    """What happened, and the median seconds of steps: before, while the repaired plan ran, and once it was back."""
     away = [c for c in history if c.step in SLOW]
     back = [c for c in history if c.step >= SLOW.stop]
     before, after = steps_s[5 : SLOW.start], steps_s[SLOW.stop + 5 :]
@@ -72,8 +72,8 @@ def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
     if away:
         repaired = " and ".join(str(c.step - SLOW.start) for c in away)
         found = ["yes", repaired, found[2], str(back[-1].step - SLOW.stop) if back else "never"]
-    seconds = (statistics.mean(before), statistics.mean(steps_s[SLOW.start + 5 : SLOW.stop]), modelled_s)
-    return " | ".join([*found, *(f"{s:.3f}" for s in (*seconds, statistics.mean(after)))])
+    seconds = (statistics.median(before), statistics.median(steps_s[SLOW.start + 5 : SLOW.stop]), modelled_s)
+    return " | ".join([*found, *(f"{s:.3f}" for s in (*seconds, statistics.median(after)))])
 
 
 if __name__ == "__main__":
