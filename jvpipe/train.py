@@ -69,6 +69,8 @@ class Options:
     """Continues the run in --run-dir. Options that are not given are as they were in it."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is always one of the last step."""
+    adapt: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Lets layers leave a device that has become slow, and come back."""
     nas: tyro.conf.FlagCreatePairsOff[bool] = False
     """Searches architectures by regularised evolution: one after another is trained, blocks keep their parameters."""
     nas_steps: int = 5
@@ -195,6 +197,7 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
     first = state.step
     print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
     job.pipe.monitor()
+    job.pipe.adapt(job.options.adapt)
     done: tuple[int, dict[str, jax.Array], Sequence[str]] | None = None  # a step that is not yet logged
     with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
         clock = Clock()
