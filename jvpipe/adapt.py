@@ -69,7 +69,8 @@ class Adapter:
         found = self._found
         if found and not self._queue:
             self._found = None
-            if found.old.plan == self._builds.first.plan:
+            first = self._builds.first
+            if found.old.plan == first.plan and found.old.traced is first.traced:
                 self._queue.append(replace(found, change=replace(found.change, step=step)))
 
     def wait(self) -> None:

@@ -238,6 +238,8 @@ def finish(job: Job, state: Any) -> None:
     if job.search:
         best, loss = job.search.evolution.best
         print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
+    for change in job.pipe.history:
+        print(change)
     losses = [float(job.pipe.evaluate(state, batch)["loss"]) for batch in job.data.held_out]
     print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
     print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
