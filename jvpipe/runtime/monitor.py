@@ -20,6 +20,8 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.span import Span
 from jvpipe.ir.task import COPIES, Row
 
+_TICK_S = 1e-9  # what ran took some time, though the watcher may wake too late to see it
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -47,7 +49,7 @@ class Measured:
         """
         took: dict[tuple[object, str], list[float]] = defaultdict(list)
         for span in self.spans:
-            took[span.args["layer"], span.kind].append(span.end_s - span.start_s)
+            took[span.args["layer"], span.kind].append(max(span.end_s - span.start_s, _TICK_S))
         middle = {key: statistics.median(found) for key, found in took.items()}
         ran = [all((i, kind) in middle for kind in "FB") for i in range(layers)]
         return [sum(middle.get((i, kind), 0.0) for kind in "FBR") if ran[i] else 0.0 for i in range(layers)]
