@@ -21,7 +21,7 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules.course import Leg
-from jvpipe.schedules.emit import persistent_buffers
+from jvpipe.schedules.emit import Key, persistent_buffers
 from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
 from jvpipe.schedules.lower_stream import StreamLowering
 from jvpipe.schedules.schedule import Schedule
@@ -101,8 +101,18 @@ class Build:
     @cached_property
     def stream(self) -> StreamLowering:
         """The steps of an asynchronous stream, lowered."""
-        graph = self.traced.graph
-        return StreamLowering(graph, self.legs, self.schedule, self.microbatches, self.optimizer, self.layer_s)
+        graph, M = self.traced.graph, self.microbatches
+        return StreamLowering(graph, self.legs, self.schedule, M, self.optimizer, self.layer_s, self._had)
+
+    @property
+    def _had(self) -> dict[int, frozenset[Key]]:
+        """What a stream had in flight when it came from one plan to the next, by step."""
+        if self.origin is None:
+            return {}
+        earlier, start = self.origin
+        step = start // self.microbatches
+        had = {step: frozenset(earlier.stream.steps[step - 1].after)} if step else {}
+        return earlier._had | had
 
     def stream_step(self, steps: int) -> tuple[Step, Bound]:
         """The step of a stream after so many steps."""

@@ -4,8 +4,8 @@ The first steps of a stream fill the pipeline; from some step on, each is the on
 a stream is lowered once, up to there, and cut into its steps. A step begins with what the one before left in flight.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from jvpipe.ir.layers import LayerGraph
@@ -13,6 +13,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.schedules.course import Course, Leg
+from jvpipe.schedules.emit import Key
 from jvpipe.schedules.lower import Form, backward, forward, losses, swapped
 from jvpipe.schedules.order import order
 from jvpipe.schedules.schedule import Schedule
@@ -31,6 +32,8 @@ class StreamLowering:
     microbatches: int
     optimizer: OptimizerCut
     layer_s: Sequence[float] | None = None
+    had: Mapping[int, Collection[Key]] = field(default_factory=dict)
+    """By the step in which a leg begins, the names of all that the legs before have left in flight."""
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -68,7 +71,9 @@ class StreamLowering:
         course.settle(done)
         pen.plan_reads(done)
         at = 0
-        for tasks in ordered:
+        for n, tasks in enumerate(ordered):
+            if n in self.had:
+                pen.keep(self.had[n], n * M, n * M // course.every)
             used: list[Use] = []
             for task in tasks:
                 pen.at = at

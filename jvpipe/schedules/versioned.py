@@ -20,6 +20,7 @@ from jvpipe.programs.pieces import Slot
 from jvpipe.schedules.course import Course
 from jvpipe.schedules.emit import GLOBAL, Emitter, Key, home, persistent_buffers
 
+_OWNED = ("parameter", "constant", "state", "optimizer", "delta", "applied", "updates")
 _WINDOW = 2  # a layer's old place is free so many tasks of each stage after it has left
 
 
@@ -62,6 +63,13 @@ class VersionedEmitter(Emitter):
     def names(self) -> dict[int, Key]:
         """What each buffer is called by now."""
         return {b: key for key, b in self.ids.items()}
+
+    def keep(self, names: Collection[Key], m0: int, v0: int) -> None:
+        """Forgets what belongs to layers but for these names, which count from micro-batch m0 and version v0."""
+        written = {k for layer in self.graph.layers for k in layer.writing("state")}
+        for key in [key for key in self.ids if key[0] in _OWNED]:
+            if relative(key, m0, v0, written) not in names:
+                del self.ids[key]
 
     def settle(self, plan: Plan) -> None:
         """Moves what no task would: constants, and state that all layers share."""

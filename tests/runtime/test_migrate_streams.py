@@ -54,7 +54,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("case", "schedule"), [*(("one-hot", name) for name in SCHEDULES), ("resnet", "pipedream"), ("resnet", "pipemare")]
+    ("case", "schedule"), [*(("one-hot", name) for name in SCHEDULES), ("linen", "pipedream"), ("resnet", "pipemare")]
 )
 def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
     m, draw = CASES[case](), random.Random(f"{case} {schedule}")
