@@ -18,16 +18,11 @@ from jvpipe.runtime.tensors import Ledger
 Key = tuple[Hashable, ...]
 
 
-def step_of(build: Build, flight: int) -> int:
-    """Which of a stream's distinct steps its step number `flight` is."""
-    return min(flight, len(build.stream.steps) - 1)
-
-
 def names_of(build: Build, flight: int) -> tuple[Key, ...]:
     """The names of a state's arrays after so many steps of a stream."""
     if not flight:
         return tuple(buffer.key for buffer in build.persistent)
-    return build.stream.steps[step_of(build, flight - 1)].after
+    return build.stream.step(flight - 1).after
 
 
 def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
@@ -56,7 +51,7 @@ def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
 
 def lifted(build: Build, flight: int, values: Sequence[Any], ledger: Ledger) -> tuple[jax.Array, ...]:
     """The arrays of a state in flight, from host arrays in their order, each where it lay."""
-    step = build.stream.steps[step_of(build, flight - 1)]
+    step = build.stream.step(flight - 1)
     found = []
     for b, value in zip(step.lowered.final, values, strict=True):
         buffer = step.lowered.buffers[b]

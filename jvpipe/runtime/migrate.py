@@ -8,11 +8,11 @@ sums of gradients and its model state between the last task at the old place and
 What was left behind is freed once all copies are there. Until then, should anything fail, the old state is whole.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import RowKind
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.controller import Bound
 from jvpipe.runtime.tensors import MemoryLimitExceeded, check_limit
@@ -100,7 +100,8 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
             if how == "by host":
                 raise
             continue
-        change = Change(step, m, why, old.plan, new.plan, layers, _moved_bytes(bound.lowered), how)
+        moved_bytes = _bytes_of(bound.lowered, "OUT" if how == "by host" else "MOVE")
+        change = Change(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
         return Migration(change, old, made, bound, flight, steps)
     raise AssertionError("the last way raises")
 
@@ -127,8 +128,6 @@ def _moves(old: Build, new: Build, *, by_host: bool) -> Lowered:
     return lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
 
 
-def _moved_bytes(lowered: Lowered) -> int:
-    """What went over the links because layers changed places."""
-    found: Sequence[int] = [b for row in lowered.rows if row.kind == "MOVE" for b in row.writes]
-    found = found or [b for row in lowered.rows if row.kind == "OUT" for b in row.writes]
-    return sum(lowered.buffers[b].bytes for b in found if found)
+def _bytes_of(lowered: Lowered, kind: RowKind) -> int:
+    """What the copies of a kind carry."""
+    return sum(lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes)

@@ -45,6 +45,10 @@ class StreamLowering:
         first = next(n for n in range(begun + 1, fill + 2) if found[n] == found[n + 1])
         return tuple(found[: first + 1])
 
+    def step(self, steps: int) -> Step:
+        """The step after so many."""
+        return self.steps[min(steps, len(self.steps) - 1)]
+
     @property
     def begun(self) -> int:
         """The step in which the last leg begins."""

@@ -53,11 +53,6 @@ class Slices:
     def _lasting(self) -> set[int]:
         return self.pen.lasting()
 
-    @cached_property
-    def _written(self) -> set[int]:
-        """The leaves of the model state that change."""
-        return {k for layer in self.pen.graph.layers for k in layer.writing("state")}
-
     def _base(self, n: int) -> tuple[int, int]:
         """The micro-batch and the version from which slice n counts; the end of a stream counts from itself."""
         step = min(n, len(self.bounds) - 1 - self.drained)
@@ -67,7 +62,7 @@ class Slices:
         """A buffer's name in slice n."""
         key = self.names[n].get(b) or self.names[n + 1].get(b) or self.pen.buffers[b].key
         key = key[2:] if key[0] == "left" else key
-        return relative(key, *self._base(n), self._written)
+        return relative(key, *self._base(n), self.pen.written)
 
     def _alive(self, n: int) -> list[tuple[Key, int]]:
         """What is in flight before slice n, in the order of its names."""
@@ -77,7 +72,7 @@ class Slices:
         if self.drained and n == len(self.bounds) - 1:
             return list(pen.newest_ids().items())
         here = (b for b in self.names[n] if b in self._lasting or self._last.get(b, -1) >= self.bounds[n])
-        named = ((relative(self.names[n][b], *self._base(n), self._written), b) for b in here)
+        named = ((relative(self.names[n][b], *self._base(n), self.pen.written), b) for b in here)
         return sorted(named, key=lambda item: str(item[0]))
 
     def _step(self, n: int) -> Step:

@@ -32,6 +32,7 @@ class VersionedEmitter(Emitter):
         self.course, self.schedule, self.every = course, course.schedule, course.every
         self.accumulates = self.every > 1
         self.newest = [0] * len(self.graph.parameters)
+        self.written = {k for layer in self.graph.layers for k in layer.writing("state")}  # model state that changes
         self.at = 0  # the number of the task whose rows are written
         self._last_read: dict[tuple[int, int, int], int] = {}  # of a version on a device
         self._pieces = [(i, piece) for i, piece in enumerate(optimizer.update)]
@@ -66,20 +67,18 @@ class VersionedEmitter(Emitter):
 
     def keep(self, names: Collection[Key], m0: int, v0: int) -> None:
         """Forgets what belongs to layers but for these names, which count from micro-batch m0 and version v0."""
-        written = {k for layer in self.graph.layers for k in layer.writing("state")}
         for key in [key for key in self.ids if key[0] in _OWNED]:
-            if relative(key, m0, v0, written) not in names:
+            if relative(key, m0, v0, self.written) not in names:
                 del self.ids[key]
 
     def settle(self, plan: Plan) -> None:
         """Moves what no task would: constants, and state that all layers share."""
         self.enter(plan)
-        written = {k for layer in self.graph.layers for k in layer.writing("state")}
         for buffer in persistent_buffers(self.graph, plan, self.optimizer):
             match buffer.key:
                 case ("optimizer", int(j), -1):
                     self.bring_optimizer(j, GLOBAL, buffer.device)
-                case ("state", k, *_) if k in written:
+                case ("state", k, *_) if k in self.written:
                     pass
                 case ("constant" | "state", *_):
                     self.bring(buffer.key, GLOBAL)
