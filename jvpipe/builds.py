@@ -141,14 +141,12 @@ class Builds:
 
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device, so that any layer can run on any; nothing runs."""
-        build, devices = self.first, range(len(self.settings.devices))
-        pieces = [piece_program(piece) for piece in build.optimizer.init]
-        self._store.compile([(piece, device) for piece in pieces for device in self.settings.devices])
-        for plan in (build.plan.rotated(n, len(devices)) for n in devices):
-            turned = build if plan == build.plan else self.under(plan)
-            turned.peaks  # noqa: B018 - what is asked for is compiled
-            for warm in self._warm.values():
-                replace(warm, plan=turned.plan).peaks  # noqa: B018
+        every = [self.first, *self._warm.values()]
+        for build in every:
+            build.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
+        programs = [piece_program(piece) for piece in self.first.optimizer.init]
+        programs += [program for build in every for program in build.executables.values()]
+        self._store.compile([(program, device) for program in programs for device in self.settings.devices])
 
     def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
         settings = self.settings

@@ -37,11 +37,14 @@ class ArchitectureSearch:
         supernet: what there is to choose.
         seed: of the stream and of the parameters.
         steps: for how many each architecture is trained at a time.
+        evolution: gives architectures and is told their losses; a new one of the seed unless given.
     """
 
-    def __init__(self, supernet: Supernet, seed: int, steps: int = 5) -> None:
+    def __init__(
+        self, supernet: Supernet, seed: int, steps: int = 5, evolution: RegularizedEvolution | None = None
+    ) -> None:
         self.steps, self._supernet = steps, supernet
-        self.evolution = RegularizedEvolution(supernet.space, seed)
+        self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
         self._loss_of = cache(supernet.loss_of)  # the same object, so that a pipeline knows it again
         self.first = self._candidate(next(self.evolution))

@@ -146,14 +146,19 @@ def end_kinds(config: EvolvedTransformerConfig) -> dict[str, Kind]:
     return {name: Kind(lambda rngs, part=part: part(config, rngs=rngs)) for name, part in ends.items()}
 
 
-def params_of(config: EvolvedTransformerConfig, architecture: Architecture, key: jax.Array) -> dict[str, Any]:
+KindOf = Callable[[EvolvedTransformerConfig, Block], Kind]
+
+
+def params_of(
+    config: EvolvedTransformerConfig, architecture: Architecture, key: jax.Array, kind_of: KindOf = block_kind
+) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`; each part's follow from the key and its name."""
-    kinds = end_kinds(config) | {name: block_kind(config, block) for _, name, block in architecture.blocks()}
+    kinds = end_kinds(config) | {name: kind_of(config, block) for _, name, block in architecture.blocks()}
     return {name: kind.init(jax.random.fold_in(key, zlib.crc32(name.encode()))) for name, kind in kinds.items()}
 
 
 def loss_of(
-    config: EvolvedTransformerConfig, architecture: Architecture
+    config: EvolvedTransformerConfig, architecture: Architecture, kind_of: KindOf = block_kind
 ) -> Callable[[Any, Any, jax.Array | None], Weighted]:
     """The loss of next tokens under an architecture, `loss_fn(params, batch, rng)`; the batch is that of GPT-2."""
     ends, blocks = end_kinds(config), tuple(architecture.blocks())
@@ -167,7 +172,7 @@ def loss_of(
         embeddings = ends["embeddings"].module(params["embeddings"])
         x = embeddings(batch["tokens"], key(0))
         for slot, name, block in blocks:
-            x = block_kind(config, block).module(params[name])(x, key(2 + slot))
+            x = kind_of(config, block).module(params[name])(x, key(2 + slot))
         x = ends["last"].module(params["last"])(x, key(1))
         return prediction_loss(ends["head"].module(params["head"])(x, embeddings.tokens), batch)
 
@@ -179,14 +184,14 @@ def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
     return Architecture(tuple(GPT[slot % 2] for slot in range(config.blocks)))
 
 
-def supernet(config: EvolvedTransformerConfig) -> Supernet:
+def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> Supernet:
     """All architectures of at least half the slots; those whose attention has heads that do not fit are left out."""
     fits = [name for name in LEFT if not name.startswith("attention") or config.width % int(name[9:]) == 0]
     return Supernet(
         space=SearchSpace(tuple(fits), RIGHT, slots=config.blocks, fewest=(config.blocks + 1) // 2),
         default=default_architecture(config),
-        loss_of=partial(loss_of, config),
-        params_of=partial(params_of, config),
+        loss_of=partial(loss_of, config, kind_of=kind_of),
+        params_of=partial(params_of, config, kind_of=kind_of),
     )
 
 

@@ -63,15 +63,6 @@ class Plan:
         """The same placement for another schedule."""
         return replace(self, schedule=schedule)
 
-    def rotated(self, by: int, devices: int) -> "Plan":
-        """The same stages, each `by` devices further on, of so many devices.
-
-        >>> [stage.devices for stage in Plan.from_cuts([1, 1, 1]).rotated(1, devices=3).stages]
-        [(1,), (2,), (0,)]
-        """
-        turned = (replace(s, devices=tuple((d + by) % devices for d in s.devices)) for s in self.stages)
-        return replace(self, stages=tuple(turned))
-
     def without_fates(self) -> "Plan":
         """The same placement with everything kept."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))

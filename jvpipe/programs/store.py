@@ -13,7 +13,6 @@ from jax.sharding import SingleDeviceSharding
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.programs.layer import LayerPrograms, differentiate
-from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body
 
 
@@ -48,8 +47,7 @@ class ProgramStore:
         """A layer's forward and backward; layers alike get the same ones."""
         places = tuple(ref.kind == "tensor" and ref.index in partial for ref in body.reads)
         kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
-        structure = jaxprs.structure(body.eqns, body.inputs, body.outputs)
-        key = (structure, places, kinds, body.differentiable, body.active, frozenset(kept))
+        key = (body.structure, places, kinds, body.differentiable, body.active, frozenset(kept))
         if key not in self._layers:
             made = differentiate(body, kept, partial)
             self._layers[key] = self._layers.setdefault(made.key, made)

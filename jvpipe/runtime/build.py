@@ -50,7 +50,7 @@ class Build:
                 f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
             )
         self.schedule.check(len(self.plan.stages), self.microbatches)
-        self.executables: set[tuple[Hashable, Device]] = set()  # which programs are used where
+        self.executables: dict[tuple[Hashable, Device], Program] = {}  # which programs are used where
         self._steps: dict[int, tuple[Step, Bound]] = {}
         self._drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
@@ -170,7 +170,7 @@ class Build:
         known = programs or self.programs
         wanted = [(self._program(lowered, row, known), self.devices[row.device]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
-        self.executables |= {(program.key, device) for program, device in wanted}
+        self.executables |= {(program.key, device): program for program, device in wanted}
         return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
 
     def _calls_host(self, row: Row) -> bool:

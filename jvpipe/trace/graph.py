@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 
 import jax
@@ -35,6 +36,11 @@ class Body:
     differentiable: tuple[bool, ...]
     active: tuple[bool, ...]
     candidates: dict[Var, str]
+
+    @cached_property
+    def structure(self) -> jaxprs.Structure:
+        """Equal for bodies that compute the same."""
+        return jaxprs.structure(self.eqns, self.inputs, self.outputs)
 
 
 @dataclass(frozen=True)
