@@ -1,0 +1,232 @@
+"""Really run: NPROC=1 python -m experiments.nas.real changed|evolved|unpaced [gpipe|pipedream] [ARCHITECTURES]
+
+`changed`: layers are added twice to one stage and removed twice from another. `evolved`: 30 architectures of a search.
+Both paced, on four devices. `unpaced`: the search with the model `mini` as it is, on two devices.
+"""
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from typing import Any
+
+import jax
+import numpy as np
+
+import jvpipe
+from experiments.nas import paced, streams, variants
+from experiments.nas.report import MICRO_BATCHES, draw, report
+from jvpipe import models
+from jvpipe.models.architecture import Architecture, Supernet
+from jvpipe.models.evolved_transformer import default_architecture
+from jvpipe.models.workload import Workload
+from jvpipe.planners.problem import Decision
+from jvpipe.search import ArchitectureSearch
+
+STEPS, WARM = 8, 3
+"""An architecture is trained for so many steps; of a variant that is measured alone, those after `WARM` count."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A supernet and the stream of architectures that is drawn from it; None: by the search itself."""
+
+    name: str
+    workload: Workload
+    supernet: Supernet
+    stages: int
+    architectures: Sequence[Architecture] | None
+    micro_batch: int
+    limit_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Of an architecture."""
+        return self.supernet.space.slots
+
+    def batch(self) -> Any:
+        """A batch of ones."""
+        shapes = self.workload.abstract_batch(self.micro_batch * MICRO_BATCHES)
+        return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+
+
+class Timed(jvpipe.Pipeline):
+    """Keeps what each preparation and each switch took, in seconds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.prepared_s, self.switched_s = list[float](), list[float]()
+
+    def precompile(self, *args: Any, **options: Any) -> None:
+        """As it is."""
+        start_s = time.perf_counter()
+        super().precompile(*args, **options)
+        self.prepared_s.append(time.perf_counter() - start_s)
+
+    def update_model(self, *args: Any, **options: Any) -> Any:
+        """As it is."""
+        start_s = time.perf_counter()
+        found = super().update_model(*args, **options)
+        self.switched_s.append(time.perf_counter() - start_s)
+        return found
+
+
+class Clock:
+    """When arrays were there; a thread of its own waits for them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._found: list[Future[float]] = []
+
+    def watch(self, array: jax.Array) -> None:
+        """The next one."""
+        self._found.append(self._pool.submit(lambda: (array.block_until_ready(), time.perf_counter())[1]))
+
+    def moments_s(self) -> list[float]:
+        """Of all that were watched."""
+        return [future.result() for future in self._found]
+
+
+@contextmanager
+def counted_compilations() -> Iterator[dict[bool, int]]:
+    """How many programs are compiled meanwhile, by whether that was on the training's thread."""
+    found, main = {True: 0, False: 0}, threading.current_thread()
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            found[threading.current_thread() is main] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A stream that was trained: when steps ended, with whose architecture; what switching took."""
+
+    architectures: list[Architecture]
+    ends_s: list[float]
+    prepared_s: list[float]
+    switched_s: list[float]
+    compiled: dict[bool, int]
+
+    def step_s(self) -> list[float]:
+        """Of each architecture after the first, seconds per step, those of the switch to it among them."""
+        last = self.ends_s[STEPS - 1 :: STEPS]
+        return [(b - a) / STEPS for a, b in pairwise(last)]
+
+
+def pipeline(subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pipeline] = jvpipe.Pipeline) -> Any:
+    """One that plans by itself."""
+    optimizer = subject.workload.optimizer(1000, local=schedule == "pipedream")
+    limit = subject.limit_bytes
+    return made(loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, memory_limit=limit)
+
+
+def followed(subject: Subject, schedule: str, count: int) -> Followed:
+    """Trains the stream; layers move as the plan of each architecture says."""
+    space = subject.supernet.space
+    given = subject.architectures
+    search = ArchitectureSearch(subject.supernet, 0, STEPS, streams.Given(space, given) if given else None)
+    pipe, batch, clock = pipeline(subject, schedule, search.first.loss_fn, Timed), subject.batch(), Clock()
+    state = pipe.init(search.first.params, batch, jax.random.key(0))
+    for architecture in dict.fromkeys(given[1:] if given else space.covering()):
+        shapes = jax.eval_shape(lambda a=architecture: subject.supernet.params_of(a, jax.random.key(0)))
+        pipe.precompile(subject.supernet.loss_of(architecture), shapes)
+    pipe.prepared_s.clear()
+    found = []
+    with counted_compilations() as compiled:
+        for _, metrics, architecture in search.run(pipe, state, repeat(batch), STEPS * count):
+            clock.watch(metrics["loss"])
+            found.append(architecture)
+    return Followed(found[::STEPS], clock.moments_s(), pipe.prepared_s, pipe.switched_s, compiled)
+
+
+def alone(subject: Subject, schedule: str, architecture: Architecture) -> dict[str, tuple[float, jvpipe.Plan]]:
+    """Seconds per step of the variants that do not move layers, each in its stride, and its plan."""
+    pipe, batch = pipeline(subject, schedule, subject.supernet.loss_of(architecture)), subject.batch()
+    params = subject.supernet.params_of(architecture, jax.random.key(0))
+    state = pipe.init(params, batch, jax.random.key(0))
+    problem, bounds = pipe.planned.problem, streams.home_bounds(pipe.graph, subject.slots, subject.stages)
+    decisions: dict[str, Iterable[Decision]] = {
+        "ideal": (),
+        "static": variants.static(problem, bounds),
+        "swap/recompute": variants.swap_recompute_alone(problem, bounds),
+    }
+    found = {}
+    for name, wanted in decisions.items():
+        for decision in wanted:
+            try:
+                state = pipe.migrate(state, decision.plan(problem.costs, schedule, name))
+                break
+            except jvpipe.MemoryLimitExceeded:
+                continue
+        clock = Clock()
+        for reached, metrics in pipe.run(state, repeat(batch), STEPS + WARM):
+            state = reached
+            clock.watch(metrics["loss"])
+        moments_s = clock.moments_s()[WARM - 1 :]
+        found[name] = (moments_s[-1] - moments_s[0]) / (len(moments_s) - 1), pipe.plan
+        state = pipe.drain(state)
+    return found
+
+
+def subject(name: str) -> Subject:
+    """By its name."""
+    if name == "unpaced":
+        workload = models.load("evolved-transformer", "mini")
+        assert workload.supernet is not None
+        return Subject(name, workload, workload.supernet, 2, None, 4, 2**28)
+    slots = streams.STAGES * streams.PER_STAGE if name == "changed" else streams.SLOTS
+    workload, supernet = paced.paced_workload(slots)
+    blocks = list(default_architecture(workload.config).slots[:2])
+    given = streams.changed([block for block in blocks if block]) if name == "changed" else None
+    return Subject(name, workload, supernet, streams.STAGES, given, paced.MICRO_BATCH, LIMIT_BYTES)
+
+
+LIMIT_BYTES = 2**21
+
+
+def row(subject: Subject, schedule: str, count: int) -> dict[str, list[float]]:
+    """Runs everything under one schedule, prints the table and what switching took; micro-batches per second."""
+    stream = followed(subject, schedule, count)
+    full_s = stream.step_s()
+    measured = [alone(subject, schedule, architecture) for architecture in stream.architectures[1:]]
+    step_s = {name: [found[name][0] for found in measured] for name in variants.NAMES if name != "full"}
+    step_s["full"] = full_s
+    report(f"{subject.name}, {schedule}", step_s, [sum(found["ideal"][1].cuts) for found in measured])
+    prepared_s, switched_s = stream.prepared_s, stream.switched_s
+    both = [(a + b) / step for a, b, step in zip(prepared_s, switched_s, step_s["ideal"], strict=True)]
+    print(
+        f"traced and planned in the background in {statistics.median(prepared_s):.3f} s (most {max(prepared_s):.3f}), "
+        f"switched in {statistics.median(switched_s):.3f} s (most {max(switched_s):.3f}); both over an ideal step: "
+        f"{statistics.median(both):.2f} (most {max(both):.2f}, bound 1)\n"
+        f"programs compiled on the training's thread: {stream.compiled[True]}, beside it: {stream.compiled[False]}",
+        flush=True,
+    )
+    return {name: [MICRO_BATCHES / s for s in step_s[name]] for name in variants.NAMES}
+
+
+def main() -> None:
+    """Every schedule that is named, or both."""
+    words = sys.argv[1:]
+    name = words[0] if words else "changed"
+    jax.config.update("jax_num_cpu_devices", 2 if name == "unpaced" else streams.STAGES)
+    asked = subject(name)
+    count = next((int(word) for word in words if word.isdigit()), len(asked.architectures or ()) or streams.COUNT)
+    schedules = [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]
+    rates = {schedule: row(asked, schedule, count) for schedule in schedules}
+    if len(schedules) == 2:
+        draw(name, rates)
+
+
+if __name__ == "__main__":
+    main()
