@@ -17,7 +17,7 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import Path, evaluate, trace_optimizer, transformation
+from jvpipe.programs.optimizer_trace import Path, evaluate, scope, trace_optimizer, transformation
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot
 from jvpipe.trace import jaxprs
@@ -175,7 +175,7 @@ class _Program:
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
 
         def run(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-            with jax.named_scope(_jax.scope(eqn)):
+            with jax.named_scope(scope(eqn)):
                 return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
 
         closed = jaxprs.flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)

@@ -16,6 +16,7 @@ import optax
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
+from jvpipe.programs.inline import inlined
 from jvpipe.trace import jaxprs
 from jvpipe.trace.loss import path_name
 
@@ -97,7 +98,10 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
     Both are free of side effects, so the results have the same bits.
     """
-    closed = _retraced(_standard(jax.make_jaxpr)(fn)(*args))
+    traced = _standard(jax.make_jaxpr)(fn)(*args)
+    if (closed := inlined(traced)) is not None:
+        return closed
+    closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
         closed = _retraced(closed)
     return closed
@@ -105,7 +109,12 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 def transformation(eqn: JaxprEqn) -> str:
     """The optax transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
-    return _jax.scope(eqn).rpartition("/")[2]
+    return scope(eqn).rpartition("/")[2]
+
+
+def scope(eqn: JaxprEqn) -> str:
+    """The name scope of an equation, which ends with its transformation."""
+    return "/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind) -> list[Any]:
@@ -120,7 +129,7 @@ def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    with jax.named_scope("/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))):
+    with jax.named_scope(scope(eqn)):
         return _EXPANDED.get(eqn.primitive.name, _jax.bind)(eqn, values)
 
 

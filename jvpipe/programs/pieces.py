@@ -1,10 +1,11 @@
 """The programs that an optimizer is cut into, and the names of the arrays between them."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.layer import program_key
+from jvpipe.programs.optimizer_trace import scope
 from jvpipe.trace import jaxprs
 
 Kind = Literal["gradient", "weight", "parameter", "state", "kept", "partial", "global", "grad_norm"]
@@ -57,7 +59,7 @@ class Piece:
     @cached_property
     def key(self) -> Hashable:
         """Equal for pieces that can share one compiled program."""
-        return program_key(self.program), self.donated
+        return _key_of(self.program), self.donated
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,32 @@ class Part:
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
         """The program of these equations; the last of a layer may overwrite what the layer owns."""
-        single = {slot: var for var, slot in self.read.items()}
-        shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
-        program = jax.make_jaxpr(self._run)(*shapes)
+        program = _program_of(_Content(self._content, self))
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(layer, phase, self.reads, writes, donated, program)
+
+    @property
+    def _content(self) -> Hashable:
+        """Equal for parts of one program, whatever the names of what they read and yield, and of any model."""
+        packed = [self.vectors[slot] for slot in self.sent]
+        outputs = [*(v for variables in packed for v in variables), *(atom for atom, _ in self.yielded)]
+        read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
+        constants = {v: self.constants[v] for v in read if v in self.constants}
+        place = {slot: i for i, slot in enumerate(self.reads)}
+        layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
+        return (
+            jaxprs.structure(self.eqns, [*self.read, *constants], outputs),
+            tuple(map(jaxprs.comparable, constants.values())),
+            layout,
+            tuple(map(len, packed)),
+        )
+
+    def trace(self) -> ClosedJaxpr:
+        """The program, traced."""
+        single = {slot: var for var, slot in self.read.items()}
+        shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
+        return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
         given = dict(zip(self.reads, arrays, strict=True))
@@ -102,9 +124,32 @@ class Part:
         return jax.ShapeDtypeStruct((sum(map(_size, variables)),), _jax.aval(variables[0]).dtype)
 
     def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
-        variables = self.vectors[slot]
-        start = sum(map(_size, variables[: variables.index(var)]))
+        start, _ = self._span(slot, var)
         return jax.lax.reshape(jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape)
+
+    def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
+        """Where a value begins in its vector, and the length of that; nothing if it is alone in its slot."""
+        sizes = {v: _size(v) for v in self.vectors.get(slot, ())}
+        before = itertools.takewhile(lambda v: v is not var, sizes)
+        return (sum(sizes[v] for v in before), sum(sizes.values())) if sizes else ()
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a part computes, and the part."""
+
+    key: Hashable
+    part: Part = field(compare=False)
+
+
+@cache
+def _program_of(content: _Content) -> ClosedJaxpr:
+    return content.part.trace()
+
+
+@cache
+def _key_of(program: ClosedJaxpr) -> Hashable:
+    return program_key(program)
 
 
 def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr) -> tuple[int, ...]:
@@ -124,7 +169,7 @@ def _packed(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    with jax.named_scope(_jax.scope(eqn)):
+    with jax.named_scope(scope(eqn)):
         return _jax.bind(eqn, values)
 
 

@@ -63,14 +63,14 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: di
             if (results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))) is not None:
                 return results
             values = [whole(v) for v in values]
-            return _folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
+            return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_literal, consts), *args], strict=True))
     run(prune(jaxpr.eqns, jaxpr.outvars), env, apply)
     return read(jaxpr.outvars, env)
 
 
-def _folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
+def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """The results of an equation between constant scalars, such as the counter of a stream of keys."""
     scalar = all(_jax.aval(v).shape == () for v in eqn.outvars)
     if eqn.effects or not scalar or any(isinstance(v, _jax.Tracer) for v in values) or not is_cheap(eqn):
