@@ -110,14 +110,19 @@ def cut_optimizer(
     matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
     owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
     owned |= {slot: Input("global") for slot in norm}
-    owned |= _claims(update, owned)
     layers = sorted(set(owners))
     flow = update.flow(owned, layers)
+    while found := _claims(flow):
+        owned |= found
+        flow = update.flow(owned, layers)
+    _check(flow, owned)
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
+    first = replace(init.flow(owned, layers), shared=flow.shared)
+    _check(first, owned)
     return OptimizerCut(
-        replace(init.flow(owned, layers), shared=flow.shared).pieces(),
+        first.pieces(),
         flow.pieces(),
         tuple(StateLeaf(array, owner_of.get(slot)) for array, slot in zip(traced.state, state, strict=True)),
         traced.state_tree,
@@ -184,23 +189,23 @@ class _Program:
     def flow(self, owned: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
         program, placement = self.placed(owned)
         jaxpr, consts = program.closed.jaxpr, program.closed.consts
-        outputs = program.outputs(owned)
-        check_outputs(jaxpr.eqns, program.origins(owned), outputs, placement)
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
         inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
-        return Flow(jaxpr.eqns, constants, inputs, outputs, placement, layers)
+        return Flow(jaxpr.eqns, constants, inputs, program.outputs(owned), placement, layers)
 
 
-def _claims(update: _Program, owned: Mapping[Slot, Input]) -> dict[Slot, Input]:
+def _claims(flow: Flow) -> dict[Slot, Input]:
     """State that matches no parameter's path but is made of one layer's values and read by that layer alone."""
-    program, placement = update.placed(owned)
-    outputs = program.outputs(owned)
-    made = {out.slot: placement.of(out.atom).home for out in outputs if out.home == "everywhere"}
+    made = {out.slot: flow.placement.of(out.atom).home for out in flow.outputs if out.home == "everywhere"}
     made = {slot: home for slot, home in made.items() if isinstance(home, int)}
-    goes_to = destinations(program.closed.jaxpr.eqns, [out for out in outputs if out.slot not in made])
-    variables = {slot: var for var, slot in zip(program.closed.jaxpr.invars, program.inputs, strict=True)}
-    found = {slot: Input(home) for slot, home in made.items() if goes_to.get(variables[slot], home) == home}
-    return found | _claims(program, {**owned, **found}) if found else {}
+    goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in made])
+    variables = {slot: var for var, slot in flow.inputs.items()}
+    return {slot: Input(home) for slot, home in made.items() if goes_to.get(variables[slot], home) == home}
+
+
+def _check(flow: Flow, owned: Mapping[Slot, Input]) -> None:
+    inputs = {var: owned.get(slot, _EVERYWHERE) for var, slot in flow.inputs.items()}
+    check_outputs(flow.eqns, inputs, flow.outputs, flow.placement)
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:

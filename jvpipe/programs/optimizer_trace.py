@@ -68,12 +68,12 @@ def trace_optimizer(
 
     def update(sums: list[list[Any]], weight: Any, params: Tree, state: Tree) -> tuple[Tree, Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
-        means = [functools.reduce(jnp.add, parts) / by for parts in sums]
-        grads = [mean.astype(x.dtype) for mean, x in zip(means, leaves, strict=True)]
+        grads = [_mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
         updates, state = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
         return optax.apply_updates(params, updates), state, _norm(grads) if grad_norm else None
 
-    state = _standard(jax.eval_shape)(init, params)
+    traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(params)
+    state = first
     for _ in range(3):
         closed = straight_line(update, sums, weight, params, state)
         new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
@@ -83,10 +83,12 @@ def trace_optimizer(
         state = settled
     else:
         raise ValueError(f"the types of the optimizer's state do not settle: after three updates they are {state}")
+    if state is not first:
+        traced_init = _standard(jax.make_jaxpr)(lambda params: jax.tree.map(_cast, init(params), state))(params)
     paths = jax.tree_util.tree_leaves_with_path(state)
     return TracedOptimizer(
         closed,
-        straight_line(lambda params: jax.tree.map(_cast, init(params), state), params),
+        _straightened(traced_init),
         tuple(_array(path_name(path), leaf) for path, leaf in paths),
         tuple(tuple(path) for path, _ in paths),
         jax.tree.structure(state),
@@ -98,7 +100,10 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
     Both are free of side effects, so the results have the same bits.
     """
-    traced = _standard(jax.make_jaxpr)(fn)(*args)
+    return _straightened(_standard(jax.make_jaxpr)(fn)(*args))
+
+
+def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
     if (closed := inlined(traced)) is not None:
         return closed
     closed = _retraced(traced)
@@ -191,8 +196,19 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
+# Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
+    return (functools.reduce(jnp.add, parts) / by).astype(dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def _square_sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))))
+
+
 def _norm(grads: Sequence[jax.Array]) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g.astype(jnp.promote_types(g.dtype, np.float32))))) for g in grads))
+    return jnp.sqrt(sum(map(_square_sum, grads)))
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:
