@@ -113,6 +113,7 @@ class Adapter:
             _log.info("%s, but cuts %s do not repay the %d bytes that would move", replan.why, cuts, size)
             trigger.refuse(replan.cuts)
             return
+        found.bound.compile_marks()
         self._found, self._left = found, build.plan
 
 

@@ -40,7 +40,7 @@ class Moves:
         old = self.queue[-1].new if self.queue else self._builds.first
         flight = state.flight + step - state.step if state.flight else 0
         new = self._builds.under(plan, old)
-        self.queue.append(prepare(old, new, (step, microbatch), why, self._limits, flight))
+        self.queue.append(self._prepared(old, new, (step, microbatch), why, flight))
 
     def between(self, state: State, drain: Callable[[State], State], build: Build | None = None) -> State:
         """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
@@ -50,7 +50,7 @@ class Moves:
             m = change.microbatch if runs and change.step == state.step else 0
             if (migration.old, migration.flight, change.microbatch) != (old, state.flight, m):  # not as was foreseen
                 new = replace(migration.new, origin=None)
-                migration = prepare(old, new, (state.step, m), change.why, self._limits, state.flight)
+                migration = self._prepared(old, new, (state.step, m), change.why, state.flight)
                 self.queue[0] = migration
             if migration.change.how == "inside":
                 break
@@ -61,6 +61,12 @@ class Moves:
             state = replace(state, arrays=arrays)
             self.made(migration)
         return state
+
+    def _prepared(self, old: Build, new: Build, at: tuple[int, int], why: str, flight: int) -> Migration:
+        found = prepare(old, new, at, why, self._limits, flight)
+        if self._controller.monitor:
+            found.bound.compile_marks()
+        return found
 
     def follow(self, builds: Builds) -> None:
         """Another model is trained from here on."""

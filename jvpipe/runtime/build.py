@@ -1,13 +1,14 @@
 """A traced loss and a plan, made ready to run: programs compiled, rows bound."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Lowered, Peak, peaks
+from jvpipe.ir.buffers import Buffer, Lowered, Peak, peaks
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
@@ -171,7 +172,21 @@ class Build:
         wanted = [(self._program(lowered, row, known), self.devices[row.device]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
-        return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host)
+        return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host, self._mark)
+
+    def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
+        """What compiles a program that says when an array has arrived; None if no program overwrites that array."""
+        match moved.key[0]:
+            case "parameter" | "gradient" | "delta" | "applied":
+                found = self._parameter(moved.key)
+            case "optimizer":
+                found = shape(self.optimizer.state[int(str(moved.key[1]))].array)
+            case "updates":
+                found = weights.COUNT
+            case _:
+                return None
+        program = Program(("arrival", found.shape, str(found.dtype)), lambda x: [jax.numpy.int32(0)], (found,))
+        return lambda: self.store.compile([(program, self.devices[moved.device])])[0]
 
     def _calls_host(self, row: Row) -> bool:
         return row.kind in ("F", "R", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))

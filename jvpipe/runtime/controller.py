@@ -16,7 +16,7 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.task import Row
-from jvpipe.runtime.monitor import Monitor
+from jvpipe.runtime.monitor import WATCHED, Monitor
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.runtime.turns import turns
 
@@ -32,7 +32,8 @@ class Instruction(NamedTuple):
     """A row bound to what runs it, so that running it looks nothing up.
 
     `run` is an executable, or a copy; `feed` names what comes from the host. `born_bytes` are held on device `target`
-    from the row on, `freed_bytes` on device `source` no longer; `temporary_bytes` only while the row runs.
+    from the row on, `freed_bytes` on device `source` no longer; `temporary_bytes` only while the row runs. `mark` gives
+    a program that reads a moved array alone, which others may overwrite.
     """
 
     run: Callable[..., Any]
@@ -47,6 +48,7 @@ class Instruction(NamedTuple):
     freed_bytes: int
     watched: bool
     row: Row
+    mark: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,19 @@ class Bound:
         """What each row's program needs while it runs."""
         return [it.temporary_bytes for it in self.instructions]
 
+    def compile_marks(self) -> None:
+        """Makes ready what only a run that is measured needs."""
+        for it in self.instructions:
+            if it.mark:
+                it.mark()
+
 
 def bind(
     lowered: Lowered,
     devices: Sequence[Device],
     executable_of: Callable[[Row], Any],
     can_fail: Callable[[Row], bool],
+    mark_of: Callable[[Buffer], Callable[[], Any] | None],
 ) -> Bound:
     """Binds rows to executables and copies; rows that call the host can fail and are watched."""
     buffers = lowered.buffers
@@ -79,10 +88,11 @@ def bind(
     bound = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target, source = (_place(buffers, found) if found else row.device for found in (born, dead))
-        feed, temporary = None, 0
+        feed, temporary, mark = None, 0, None
         match row.kind:
             case "SEND" | "MOVE":
                 run = _in_list(_jax.copier(devices[target]))
+                mark = mark_of(buffers[row.writes[0]]) if row.kind == "MOVE" else None
             case "OUT":
                 run = _in_list(_jax.swapper(devices[row.device], "pinned_host"))
             case "IN":
@@ -114,6 +124,7 @@ def bind(
                 freed_bytes=dead_bytes,
                 watched=can_fail(row),
                 row=row,
+                mark=mark,
             )
         )
     return Bound(lowered, tuple(bound))
@@ -147,6 +158,26 @@ def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
     return (lambda table: (table[ids[0]],)) if ids else (lambda table: ())
 
 
+# moved buffers that are not known to be there: the number of the row, the row, and what gives its marker
+Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
+
+
+def _look(monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]) -> None:
+    """Tells the monitor what has arrived; what is about to be `taken`, or freed, and has not yet gets a marker.
+
+    No other thread may look: to ask an array that is being taken is fatal.
+    """
+    for b, (index, row, mark) in tuple(arriving.items()):
+        assert monitor is not None, "nobody else wants to know"
+        if _jax.is_ready(table[b]):
+            monitor.arrived(index)
+        elif b in taken:
+            monitor.watch(index, row, mark()(table[b])[0])
+        else:
+            continue
+        del arriving[b]
+
+
 @dataclass
 class Controller:
     """Runs bound steps."""
@@ -166,15 +197,19 @@ class Controller:
         if monitor is not None:
             monitor.begin(lowered)
         instructions = bound.instructions
+        arriving: Arriving = {}
         before = list(live)
         for index in turns(lowered.rows, bound.targets, table):
-            run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row = instructions[index]
+            it = instructions[index]
+            run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
             live[target] += born
             if live[target] + temporary > peak[target]:
                 peak[target] = live[target] + temporary
             if feed is not None:
                 table[writes[0]] = run(feeds[feed][row.microbatch])
             else:
+                if arriving:
+                    _look(monitor, arriving, table, (*writes, *frees))
                 try:
                     out = run(*gather(table))
                 except Exception as error:
@@ -184,14 +219,17 @@ class Controller:
                     table[b] = x
                 if watched:
                     self.marks.append((row, out[-1]))
-                if monitor is not None and (len(out) > len(writes) or row.kind in ("OUT", "IN")):
-                    monitor.dispatched(index, row, out[-1])
+                if monitor is not None and (len(out) > len(writes) or row.kind in WATCHED):
+                    monitor.dispatched(index, row, None if mark else out[-1])
+                    if mark:
+                        arriving[writes[0]] = index, row, mark
                 x = out = None  # what nobody reads is gone
             for b in frees:
                 if b < lowered.persistent:  # the state that is consumed still knows it
                     table[b].delete()
                 table[b] = None
             live[source] -= freed
+        _look(monitor, arriving, table, tuple(arriving))
         for b in lowered.metrics:  # these are the caller's from here on
             live[lowered.buffers[b].device] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]

@@ -3,6 +3,10 @@
 Every program yields a marker, four bytes that nothing takes; a copy to the host or back is its own. A thread per device
 waits on the markers in their order, another on the copies, and notes when each is there. A task started when its
 device was free, its inputs were there and it was dispatched.
+
+An array that moves to another device may be overwritten there, so no thread may wait on it. The controller looks at it
+whenever it dispatches something; if it is about to be taken and is not there, a program that only reads it yields a
+marker, which a third thread waits on.
 """
 
 import statistics
@@ -20,12 +24,14 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.span import Span
 from jvpipe.ir.task import COPIES, Row
 
+WATCHED = frozenset({"OUT", "IN", "MOVE"})
+"""Kinds of copies that are watched."""
 _TICK_S = 1e-9  # what ran took some time, though the watcher may wake too late to see it
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step did.
+    """What a step did, and the moves between the step before and it.
 
     `swapped_bytes` went to the host; their copies took `copy_s` both ways, of which devices were idle for `exposed_s`,
     each by its name for `exposed`. Forwards that ran again took `rerun_s`.
@@ -61,10 +67,13 @@ class Measured:
 
 
 class Record:
-    """The marks of one step; `before` and `after` say when each place had ended what was asked of it."""
+    """The marks of one step; `before` and `after` say when each place had ended what was asked of it.
 
-    def __init__(self, lowered: Lowered, before: list[float]) -> None:
-        self.lowered, self.before = lowered, before
+    `moves` is the record of the copies between the step before and it.
+    """
+
+    def __init__(self, lowered: Lowered, before: list[float], moves: "Record | None" = None) -> None:
+        self.lowered, self.before, self.moves = lowered, before, moves
         self.after = [0.0] * len(before)
         self.dispatched: dict[int, float] = {}
         self.ended: dict[int, float] = {}
@@ -81,25 +90,37 @@ class Monitor:
     def __init__(self, devices: Sequence[Device]) -> None:
         names = [str(device) for device in devices]
         self._names = [*names, *(f"{name} host" for name in names)]
-        self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in self._names]
-        self._last = [0.0] * len(self._names)
+        self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in range(3 * len(names))]
+        self._last = [0.0] * len(self._queues)
         self._records: deque[Record] = deque(maxlen=2)
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):
             threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
 
     def begin(self, lowered: Lowered) -> None:
-        """A step is about to be dispatched, or copies between two steps, which are not remembered."""
+        """A step is about to be dispatched, or copies between two steps, which are told with the step after them."""
         before = self.close()
-        self._now = Record(lowered, before.after if before else [0.0] * len(self._names))
-        if any(row.kind not in COPIES for row in lowered.rows):
+        moves = before if before and not _is_step(before.lowered) else None
+        self._now = Record(lowered, before.after if before else [0.0] * len(self._queues), moves)
+        if _is_step(lowered):
             self._records.append(self._now)
 
-    def dispatched(self, index: int, row: Row, mark: jax.Array) -> None:
-        """A row has been dispatched; `mark` is there when it has run."""
+    def dispatched(self, index: int, row: Row, mark: jax.Array | None) -> None:
+        """A row has been dispatched; `mark` is there when it has run, or else more will be said of it."""
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
-        self._queues[self._place(row)].put((self._now, index, mark))
+        if mark is not None:
+            self.watch(index, row, mark)
+
+    def watch(self, index: int, row: Row, mark: jax.Array) -> None:
+        """`mark` is there when a row has run."""
+        assert self._now is not None, "begun"
+        self._queues[self._place(row, self._now.lowered)].put((self._now, index, mark))
+
+    def arrived(self, index: int) -> None:
+        """What a row has moved is there."""
+        assert self._now is not None, "begun"
+        self._now.ended[index] = time.perf_counter()
 
     def close(self) -> Record | None:
         """The newest record, of which everything has been dispatched."""
@@ -134,27 +155,40 @@ class Monitor:
                 held.add(row.device)
             if index not in record.ended:
                 continue
-            place, dispatched_s = self._place(row), record.dispatched[index]
+            place, dispatched_s = self._place(row, record.lowered), record.dispatched[index]
             start_s = min(end_s, max(free[place], inputs_s, dispatched_s))
             if row.kind == "OUT":
                 swapped += buffers[row.writes[0]].bytes
             elif row.kind == "IN":
                 fetched.update(row.writes)
-            else:
+            elif row.kind not in WATCHED:
                 else_s = max([made.get(b, 0.0) for b in row.reads if b not in fetched], default=0.0)
                 else_s = max(free[place], else_s, 0.0 if row.device in held else dispatched_s)
                 exposed[self._names[place]] += max(0.0, start_s - else_s) if free[place] else 0.0
                 held.discard(row.device)
             free[place] = end_s
             name = f"{row.stage}{row.kind}{max(row.microbatch, 0)}"
-            spans.append(Span(self._names[place], name, start_s, end_s, row.kind, {"layer": row.layer}))
+            args: dict[str, int] = {"layer": row.layer}
+            if row.kind in WATCHED:
+                args["bytes"] = sum(buffers[b].bytes for b in row.writes)
+            spans.append(Span(self._named(row, record.lowered), name, start_s, end_s, row.kind, args))
         took_s = {kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0) for kind in ("OUT", "IN", "R")}
-        copy_s, exposed_s = took_s["OUT"] + took_s["IN"], sum(exposed.values())
-        return Measured(tuple(spans), swapped, copy_s, exposed_s, took_s["R"], exposed)
+        copy_s, exposed_s = took_s["OUT"] + took_s["IN"], sum(exposed.values(), 0.0)
+        moves = self.read(record.moves).spans if record.moves else ()
+        return Measured((*moves, *spans), swapped, copy_s, exposed_s, took_s["R"], exposed)
 
-    def _place(self, row: Row) -> int:
-        """The device of a row, or its link to the host."""
-        return row.device + len(self._names) // 2 * (row.kind in ("OUT", "IN"))
+    def _place(self, row: Row, lowered: Lowered) -> int:
+        """Who watches a row: of its device, of the device's link to the host, or of the links from other devices."""
+        devices = len(self._names) // 2
+        if row.kind == "MOVE":
+            return lowered.buffers[row.writes[0]].device + 2 * devices
+        return row.device + devices * (row.kind in WATCHED)
+
+    def _named(self, row: Row, lowered: Lowered) -> str:
+        """The device of a row, or the link that it takes."""
+        if row.kind == "MOVE":
+            return f"{self._names[row.device]} to {self._names[lowered.buffers[row.writes[0]].device]}"
+        return self._names[self._place(row, lowered)]
 
     def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:
         while True:
@@ -170,3 +204,7 @@ class Monitor:
             finally:
                 del mark  # a copy that is held here is not gone
             record.ended[index] = self._last[place] = time.perf_counter()
+
+
+def _is_step(lowered: Lowered) -> bool:
+    return any(row.kind not in COPIES for row in lowered.rows)

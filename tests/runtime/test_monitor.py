@@ -50,6 +50,44 @@ def test_any_thread_can_read_a_record_and_moves_between_steps_are_none() -> None
     assert pipe.measured() == found[0]
 
 
+def copied_bytes(pipe: jvpipe.Pipeline, links: Sequence[tuple[int, int]]) -> list[int]:
+    """What the measured timeline says that went over each link between devices."""
+    names = [str(device) for device in pipe._devices]
+    spans = [span for span in pipe.measured().spans if span.kind == "MOVE"]
+    assert all(span.start_s <= span.end_s for span in spans)
+    return [sum(s.args["bytes"] for s in spans if s.device == f"{names[a]} to {names[b]}") for a, b in links]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_copies_of_a_migration_are_seen_with_their_bytes(schedule: str) -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, PLAN, schedule)
+    pipe.monitor()
+    stream = pipe.run(state, (batch_of(m, MICRO) for _ in range(3)))
+    state, _ = next(stream)
+    assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, 0]
+    state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]), at=(1, 2))
+    state, _ = next(stream)
+    assert pipe.history[0].how == "inside"
+    assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, pipe.history[0].moved_bytes]
+    state, _ = next(stream)
+    assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, 0]
+
+
+def test_the_copies_between_two_steps_are_told_with_the_second() -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, PLAN)
+    pipe.monitor()
+    state, _ = pipe.step(state, batch_of(m, MICRO))
+    state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]))
+    assert copied_bytes(pipe, [(1, 0)]) == [0]
+    state, _ = pipe.step(state, batch_of(m, MICRO))
+    assert pipe.history[0].how == "between"
+    assert copied_bytes(pipe, [(1, 0)]) == [pipe.history[0].moved_bytes]
+    state, _ = pipe.step(state, batch_of(m, MICRO))
+    assert copied_bytes(pipe, [(1, 0)]) == [0]
+
+
 def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
     seconds = {"F": (1.0, 1.0, 9.0), "B": (2.0, 8.0, 2.5), "R": (0.5, 0.25, 0.75)}
     spans = [
