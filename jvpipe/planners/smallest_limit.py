@@ -15,8 +15,9 @@ from jvpipe.planners.tiers import spread_max, tiers
 from jvpipe.planners.windows import Reach, all_cuts, area, bounded
 
 EXACT = 128
-"""For models of more layers the limit is one that would do, near the smallest: after so many `ROUNDS`."""
-ROUNDS = 3
+"""For models of more layers the limit is one that would do, near the smallest."""
+ROUNDS, PATIENCE = 3, 60
+"""After so many rounds the best of such a model is taken, and after so many none is looked for."""
 STEP = 1e-3
 FEW_CELLS = 1_000_000
 """Up to so many, the cells of all cuts are looked at."""
@@ -94,6 +95,9 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
                 below = min(best.peak_bytes if best else np.inf, limit + 1) - fixed
                 held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact, below)
                 peaks[s][a, b] = fixed + held  # of what is not below the best, that of the best
+                if not exact:  # longer segments hardly hold less
+                    longer = peaks[s][a, b + 1 :]
+                    np.maximum(longer, blocks[s].fixed_bytes[a, b + 1 :] + held, out=longer)
         taken = [float(peaks[s][a, b]) for s, a, b in cells]
         if max(taken) <= limit and (best is None or max(taken) < best.peak_bytes):
             bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
@@ -101,7 +105,7 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
             best = Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
         if best and best.peak_bytes <= max(most * (1 if exact else 1 + STEP), enough):
             return best
-        if rounds > ROUNDS and not exact:
+        if rounds > (ROUNDS if best else PATIENCE) and not exact:
             return best
 
 
