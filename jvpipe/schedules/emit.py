@@ -144,10 +144,6 @@ class Emitter:
         """Where the gradients of a micro-batch are added up."""
         return ("gradient", p, layer, self.device[layer])
 
-    def zeroed_with(self, layer: int) -> Sequence[int]:
-        """The layers whose accumulators are made together: those of a device."""
-        return [found for found, d in self.device.items() if d == self.device[layer]]
-
     def rename(self, old: Key, new: Key) -> int:
         """The same buffer under another name."""
         b = self.ids[new] = self.ids.pop(old)

@@ -267,15 +267,11 @@ def _left(pen: Emitter, layer: Layer, ref: Ref, m: int) -> int:
 
 
 def _zeros(pen: Emitter, layer: Layer, m: int) -> None:
-    """Fresh accumulators for a layer, and those that are made with them."""
-    d, together = pen.device[layer.id], pen.zeroed_with(layer.id)
-    here = [
-        (pen.gradient(p, found, m), pen.graph.parameters[p].array.bytes)
-        for found in sorted(together)
-        for p in pen.graph.layers[found].reading("parameter")
-    ]
+    """Fresh accumulators for a layer."""
+    d = pen.device[layer.id]
+    here = [(pen.gradient(p, layer.id, m), pen.graph.parameters[p].array.bytes) for p in layer.reading("parameter")]
     writes = [pen.new(key, "gradient", size, d) for key, size in here]
-    pen.emit("ZERO", GLOBAL, -1, [], writes, device=d, program=min(together))
+    pen.emit("ZERO", GLOBAL, -1, [], writes, device=d, program=layer.id)
 
 
 def losses(pen: Emitter, layer: Layer, batch: range, *tag: Hashable) -> None:

@@ -171,10 +171,6 @@ class VersionedEmitter(Emitter):
         """The accumulator of the update that a micro-batch belongs to."""
         return ("gradient", p, layer, self.device[layer], m // self.every)
 
-    def zeroed_with(self, layer: int) -> Sequence[int]:
-        """The layers of a stage."""
-        return self.plan.stages[self.stage[layer]].layers
-
     def weigh(self, layer: Layer, m: int) -> None:
         """Once all micro-batches of an update have their weights: the sum."""
         d, g = self.device[layer.id], m // self.every
