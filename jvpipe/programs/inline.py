@@ -68,7 +68,8 @@ class _Line:
     def _constant(self, var: Var, value: Any) -> Atom:
         if not value.shape and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return Literal(np.asarray(value)[()], _jax.aval(var))
-        new = _jax.new_variable(_jax.aval(var))
+        known = next((v for v, x in self.constants.items() if x is value), None)
+        new = known or _jax.new_variable(_jax.aval(var))
         self.constants[new] = value
         return new
 

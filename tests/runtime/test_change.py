@@ -235,6 +235,20 @@ def test_a_model_is_compiled_ahead_in_the_background() -> None:
     assert compiled_in(change) == 0
 
 
+@pytest.mark.parametrize(("optimizer", "programs"), [(optax.adamw(0.02), 0), (optax.chain(OPTIMIZER), 1)])
+def test_an_unseen_model_of_known_layers_compiles_nothing_but_a_norm_over_all(optimizer: Any, programs: int) -> None:
+    """Whatever its number of layers and wherever they are cut; the norm is compiled once for each device."""
+    pipe, state = started(optimizer=optimizer)
+    pipe.precompile(loss_of(B), params_of(B))
+    names: Names = ("c", "x", "a", "q", "b", "r", "d", "y")
+
+    def change() -> None:
+        pipe.precompile(loss_of(names), jax.eval_shape(lambda: params_of(names)))
+        stepped(pipe, pipe.update_model(state, loss_of(names), params_of(names)), batches())
+
+    assert compiled_in(change) == programs * 2
+
+
 def test_the_limit_is_kept_or_nothing_happens() -> None:
     """With room for one model at a time what leaves goes first; with less the change is refused."""
     names: Names = ("u", "v", "w", "t")
