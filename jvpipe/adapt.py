@@ -15,9 +15,9 @@ from jvpipe.cost.links import measure_links
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import recut
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.migrate import Limits, Migration, prepare
+from jvpipe.runtime.migrate import Migration, prepare
 from jvpipe.runtime.monitor import Measured, Monitor, Record
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.trigger import Replan, Rule, Seen, Trigger
 from jvpipe.trace.graph import Traced
 

@@ -13,7 +13,7 @@ from jvpipe.builds import Builds
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.change import Parked, Takeover, prepare_takeover
-from jvpipe.runtime.migrate import Limits
+from jvpipe.runtime.tensors import Limits
 from jvpipe.trace.loss import abstract
 
 Tree = Any

@@ -9,8 +9,9 @@ from jvpipe.builds import Builds
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.controller import Controller
-from jvpipe.runtime.migrate import Change, Limits, Migration, prepare
+from jvpipe.runtime.migrate import Change, Migration, prepare
 from jvpipe.runtime.state import State
+from jvpipe.runtime.tensors import Limits
 
 _log = logging.getLogger("jvpipe")
 

@@ -15,7 +15,7 @@ from jvpipe._jax import Device
 from jvpipe.adapt import Adapter
 from jvpipe.arguments import feeds_of, place_stages, reported_limit
 from jvpipe.builds import Builds, Settings
-from jvpipe.ir.buffers import Peak
+from jvpipe.ir.buffers import HOST, Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.use import synchronous_uses
@@ -29,10 +29,9 @@ from jvpipe.runtime.checkpoint import load_checkpoint
 from jvpipe.runtime.controller import Controller, Feeds
 from jvpipe.runtime.flight import lifted
 from jvpipe.runtime.losses import LossWatch
-from jvpipe.runtime.migrate import Limits
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
-from jvpipe.runtime.tensors import Ledger, check_limit
+from jvpipe.runtime.tensors import Ledger, Limits, parked_bytes
 from jvpipe.runtime.trigger import Rule
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
@@ -59,7 +58,7 @@ class Pipeline(Views):
             "torchgpipe" (balances measured seconds), "torchgpipe-size" (bytes of parameters), or one of "gpipe",
             "pipedream", "dapple", "vpipe", "dawnpiper", "adapipe", after the papers.
         memory_limit: per device, bytes or a text such as "16GiB"; by default what the devices report, if they do.
-        host_memory_limit: for swapped values of all devices together.
+        host_memory_limit: for swapped values of all devices together, and what `update_model` parks.
         fates: of tensors by name, such as `{"*/attention/*": "swap"}`: "keep", "swap" or "recompute".
         checkpoint: torchgpipe's modes, which micro-batches are computed again from their stage's input: "always",
             "except_last" or "never".
@@ -130,10 +129,11 @@ class Pipeline(Views):
             grad_norm=grad_norm,
         )
         self._devices, self._microbatches = used, microbatches
-        self._limits = Limits(self._settings.memory_limit_bytes, self._settings.host_limit_bytes)
         self._store = shared_store()
         self._builds = Builds(self._settings, self._store)
         self._models = KnownModels(self._store)
+        limits = self._settings.memory_limit_bytes, self._settings.host_limit_bytes
+        self._limits = Limits(*limits, parked=self._models.parked)
         self.ledger = Ledger(self._devices)
         self._controller = Controller(self.ledger)
         self._losses = LossWatch(self._controller, microbatches)
@@ -169,12 +169,10 @@ class Pipeline(Views):
     def _place(
         self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int, updates: int = 0
     ) -> State:
-        self._check_limit(build.peaks)
-        self._models.parked.clear()  # it was of another run
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self._placing(build)
-        self._check_limit(placing.peaks(leaves), "while its arrays are made")
+        self._begin(build, placing.peaks(leaves))
         arrays = placing.place(self.ledger, leaves, self._store)
         return State(arrays, words, step, updates=updates)
 
@@ -229,7 +227,7 @@ class Pipeline(Views):
         """The metrics of a batch, forward only; nothing changes."""
         build = self._builds.of(batch)
         arrays = self._plain(build, state)
-        self._check_limit(build.evaluation_peaks)
+        self._limits.check(build.evaluation_peaks, self._devices)
         _, values = self._controller.run(build.evaluation, arrays, self.feeds(batch, state.words, state.step))
         return self._builds.metrics(build, values)
 
@@ -260,9 +258,9 @@ class Pipeline(Views):
         """Goes on with another model from the next step on; the plan is made anew. What is in flight is finished first.
 
         A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state,
-        and so does a leaf of the model state. What the new model lacks waits on the host (the limits do not count it)
-        until a later model has it again. The rest begins as given, with fresh optimizer state. Layers that some model
-        had are not compiled again; a loss that was met before, the very object, is neither traced nor planned again.
+        and so does a leaf of the model state. What the new model lacks waits on the host until a later model has it
+        again. The rest begins as given, with fresh optimizer state. Layers that some model had are not compiled again;
+        a loss that was met before, the very object, is neither traced nor planned again.
 
         Args:
             state: the newest; consumed.
@@ -373,7 +371,7 @@ class Pipeline(Views):
         saving.check_flight(path, meta["flight"])
         if len(meta["flight"]["legs"]) > 1:
             self._builds.switch(self._builds.along(meta["flight"]["legs"]))
-        self._check_limit(self.build.peaks)
+        self._begin(self.build, self.build.peaks)
         steps, values = int(meta["flight"]["steps"]), arrays["flight"]
         found = lifted(self.build, steps, [values[name] for name in sorted(values)], self.ledger)
         self.ledger.versions = VersionLedger.from_json(meta["flight"]["versions"])
@@ -383,5 +381,10 @@ class Pipeline(Views):
     def _saving(self) -> Saving:
         return Saving(self.build, self._order, self._microbatches)
 
-    def _check_limit(self, peaks: Sequence[Peak], idle: str = "between steps") -> None:
-        check_limit(peaks, self._devices, self._limits.device_bytes, self._limits.host_bytes, idle)
+    def _begin(self, build: Build, making: Sequence[Peak]) -> None:
+        """A run begins, if it and the making of its arrays keep the limits: what is parked was of another one."""
+        limits = replace(self._limits, parked={})
+        limits.check(build.peaks, self._devices)
+        limits.check(making, self._devices, "while its arrays are made")
+        self.ledger.drop(HOST, parked_bytes(self._models.parked))
+        self._models.parked.clear()

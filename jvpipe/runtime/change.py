@@ -11,16 +11,14 @@ from typing import Any, Literal
 
 import jax
 
-from jvpipe.ir.buffers import Buffer, Peak
+from jvpipe.ir.buffers import HOST, Buffer, Peak
 from jvpipe.ir.layers import Array
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.checkpoint import to_host
-from jvpipe.runtime.migrate import Limits
 from jvpipe.runtime.state import Placing, name_of
-from jvpipe.runtime.tensors import Ledger, MemoryLimitExceeded, check_limit
+from jvpipe.runtime.tensors import Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 
-Identity = tuple[str, Array]
 Parked = dict[Identity, Any]
 """Arrays on the host that no present model has."""
 
@@ -72,13 +70,12 @@ def prepare_takeover(
     """
     found = Takeover(old, new, given, parked, by_host=False)
     found.check()
-    limit = limits.device_bytes, limits.host_bytes
-    check_limit(new.peaks, new.devices, *limit)
+    replace(limits, parked=found.parked_after).check(new.peaks, new.devices)
     try:
-        check_limit(found.peaks, new.devices, *limit)
+        replace(limits, host_bytes=None).check(found.peaks, new.devices)
     except MemoryLimitExceeded:
         found = replace(found, by_host=True)
-        check_limit(found.peaks, new.devices, *limit, "while one model takes over from another")
+    limits.check(found.peaks, new.devices, "while one model takes over from another")
     return found
 
 
@@ -153,6 +150,12 @@ class Takeover:
                 found.setdefault((kind, array), i)
         return found
 
+    @cached_property
+    def parked_after(self) -> Parked:
+        """What is parked once the new model has taken over; of what leaves now, not yet its values."""
+        back = {found for found, source in zip(self._after, self.sources, strict=True) if source.how == "return"}
+        return {found: value for found, value in (self.parked | self.parks).items() if found not in back}
+
     def change(self, step: int) -> ModelChange:
         """For the records."""
         found: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
@@ -167,7 +170,7 @@ class Takeover:
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
-        """The most bytes on each device, and last on the host, on the way."""
+        """The most bytes on each device, and last on the host beside what is parked, on the way."""
         devices = range(len(self.new.devices))
         before, gone, arriving = ([0] * len(devices) for _ in range(3))
         for i, buffer in enumerate(self.old.persistent):
@@ -181,7 +184,15 @@ class Takeover:
         spare = _placing(self.new).spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
         holders = [(("the model before", before[d] - gone[d]), ("what arrives", arriving[d])) for d in devices]
-        return (*map(_peak, most, holders), _peak(0, ()))
+        waiting = sum(self.old.persistent[i].bytes for i in self._copied) if self.by_host else 0
+        parks = parked_bytes(self.parks)
+        host = _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
+        return (*map(_peak, most, holders), host)
+
+    @cached_property
+    def _copied(self) -> frozenset[int]:
+        """The old model's buffers that the new one has elsewhere."""
+        return frozenset(source.index for source in self.sources if source.how == "copy")
 
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
         """The new model's arrays. The old ones are whole until it has all, but for `by_host`.
@@ -190,8 +201,8 @@ class Takeover:
         """
         placing, live = _placing(self.new), list(ledger.live)
         leaves = {identity: to_host(arrays[i]) for identity, i in self.parks.items()}
-        copied = {source.index for source in self.sources if source.how == "copy"}
-        on_host = {i: to_host(arrays[i]) for i in copied if self.by_host}
+        on_host = {i: to_host(arrays[i]) for i in self._copied if self.by_host}
+        ledger.hold(HOST, self.peaks[HOST].bytes)
         given = {**self.given, "constant": self.new.traced.loss.constants}
         try:
             if self.by_host:
@@ -216,14 +227,15 @@ class Takeover:
             placing.initialise_optimizer(table, self.new.store)
             jax.block_until_ready(list(table.values()))
         except BaseException:
-            if not self.by_host:
-                ledger.live[:] = live
+            if self.by_host:
+                live[:HOST] = ledger.live[:HOST]
+            ledger.live[:] = live
             raise
         if not self.by_host:
             self._leave(arrays, ledger)
-        for identity, source in zip(self._after, self.sources, strict=True):
-            if source.how == "return":
-                self.parked.pop(identity, None)
+        ledger.drop(HOST, self.peaks[HOST].bytes + parked_bytes(self.parked) - parked_bytes(self.parked_after))
+        for identity in self.parked.keys() - self.parked_after.keys():
+            del self.parked[identity]
         self.parked.update(leaves)
         return tuple(table[buffer.key] for buffer in self.new.persistent)
 

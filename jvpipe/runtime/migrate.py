@@ -15,7 +15,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import RowKind
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.controller import Bound
-from jvpipe.runtime.tensors import MemoryLimitExceeded, check_limit
+from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from jvpipe.schedules.lower import lower_move, lower_step
 from jvpipe.schedules.splice import spliced
 
@@ -62,14 +62,6 @@ class Migration:
     steps: int = 0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a migration must keep at every instant."""
-
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-
-
 def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limits, flight: int = 0) -> Migration:
     """Lowers and compiles a change of plan at (step, micro-batch), as asked for if the memory allows.
 
@@ -78,7 +70,7 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
-    check_limit(new.peaks, new.devices, limits.device_bytes, limits.host_bytes)
+    limits.check(new.peaks, new.devices)
     (step, microbatch), layers = at, moved_layers(old.plan, new.plan)
     for how in ("inside", "between", "by host"):
         made, steps, m = new, 0, 0
@@ -95,7 +87,7 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
             made, m = replace(new, origin=(settled, steps * new.microbatches + microbatch)), microbatch
             bound, peaks = made.stream_step(steps)[1], made.peaks
         try:
-            check_limit(peaks, new.devices, limits.device_bytes, limits.host_bytes, "while layers move")
+            limits.check(peaks, new.devices, "while layers move")
         except MemoryLimitExceeded:
             if how == "by host":
                 raise

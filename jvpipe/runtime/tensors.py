@@ -1,11 +1,16 @@
 """The tensor table: the one mutable object of a run. It holds every array and counts every byte."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Peak
+from jvpipe.ir.layers import Array
 from jvpipe.runtime.versions import VersionLedger
+
+Identity = tuple[str, Array]
+"""What tells an array of one model from those of others: its kind, path, shape and type."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -53,12 +58,12 @@ class Ledger:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of swapped values on the host now."""
+        """Bytes of swapped values and of parked arrays on the host now."""
         return self.live[HOST]
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes of swapped values on the host at once."""
+        """The most bytes of swapped values and of parked arrays on the host at once."""
         return self.peak[HOST]
 
 
@@ -66,22 +71,35 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
     return dict(zip(devices, values, strict=False))
 
 
-def check_limit(
-    peaks: Sequence[Peak],
-    devices: Sequence[Device],
-    limit: int | None,
-    host_limit: int | None = None,
-    idle: str = "between steps",
-) -> None:
-    """Raises `MemoryLimitExceeded` if a device, or the host, would hold more bytes than its limit.
+def parked_bytes(parked: Iterable[Identity]) -> int:
+    """What parked arrays take on the host."""
+    return sum(array.bytes for _, array in parked)
 
-    `idle` says when that is if it is at no task.
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that each device, and the host, may hold at any instant.
+
+    On the host `parked` arrays, which the present model lacks, lie beside what is swapped.
     """
-    worst = max(peaks[:HOST], key=lambda peak: peak.bytes)
-    if limit is not None and worst.bytes > limit:
-        raise _exceeded(str(devices[peaks.index(worst)]), worst, limit, idle)
-    if host_limit is not None and peaks[HOST].bytes > host_limit:
-        raise _exceeded("the host", peaks[HOST], host_limit, idle)
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    parked: Mapping[Identity, Any] = field(default_factory=dict)
+
+    def check(self, peaks: Sequence[Peak], devices: Sequence[Device], idle: str = "between steps") -> None:
+        """Raises `MemoryLimitExceeded` if a device, or the host, would hold more bytes than its limit.
+
+        `idle` says when that is if it is at no task.
+        """
+        worst, host, beside = max(peaks[:HOST], key=lambda peak: peak.bytes), peaks[HOST], parked_bytes(self.parked)
+        if self.device_bytes is not None and worst.bytes > self.device_bytes:
+            raise _exceeded(str(devices[peaks.index(worst)]), worst, self.device_bytes, idle)
+        if self.host_bytes is not None and host.bytes + beside > self.host_bytes:
+            holders = (*host.holders, ("parked", beside)) if beside else host.holders
+            raise _exceeded(
+                "the host", replace(host, bytes=host.bytes + beside, holders=holders), self.host_bytes, idle
+            )
 
 
 def _exceeded(place: str, peak: Peak, limit: int, idle: str) -> MemoryLimitExceeded:

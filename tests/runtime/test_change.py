@@ -67,8 +67,13 @@ def stepped(pipe: jvpipe.Pipeline, state: jvpipe.State, given: Any, steps: int =
         state, metrics = pipe.step(state, batch)
         losses.append(float(metrics["loss"]))
     jax.block_until_ready(state)
-    assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays), "something leaked"
+    assert sum(pipe.ledger.live[:HOST]) == sum(x.nbytes for x in state.arrays), "something leaked"
+    assert pipe.ledger.host_bytes == parked_bytes(pipe), "what is parked is counted"
     return state, losses
+
+
+def parked_bytes(pipe: jvpipe.Pipeline) -> int:
+    return sum(value.nbytes for value in pipe._models.parked.values())
 
 
 def streamed(
@@ -156,10 +161,61 @@ def test_what_is_removed_comes_back_as_it_left() -> None:
     assert pipe.model_history[-1].returned == change.parked
 
 
-def test_another_run_finds_nothing_parked() -> None:
+def test_the_host_holds_what_is_parked_within_its_limit() -> None:
+    """b and d leave for B, then x, y and z while they come back: each with two moments."""
+    block = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+    pipe, state = started()
+    assert pipe.ledger.host_bytes == 0
+    state = pipe.update_model(state, loss_of(B), params_of(B))
+    assert pipe.ledger.host_bytes == pipe.ledger.host_peak_bytes == 2 * block
+    state = pipe.update_model(state, loss_of(A), params_of(A))
+    assert pipe.ledger.host_bytes == 3 * block
+    assert pipe.ledger.host_peak_bytes == 5 * block, "they come back while others leave"
+
+    pipe, state = started(host_memory_limit=2 * block - 1)
+    state, before = stepped(pipe, state, given := batches())
+    with pytest.raises(MemoryLimitExceeded, match=f"the host would hold {2 * block:,} bytes") as error:
+        pipe.update_model(state, loss_of(B), params_of(B))
+    assert error.value.smallest_limit_bytes == 2 * block
+    assert (pipe.model_history, pipe.ledger.host_bytes) == ([], 0)
+    assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
+
+    pipe, state = started(host_memory_limit=4 * block)
+    state = pipe.update_model(state, loss_of(B), params_of(B))
+    with pytest.raises(MemoryLimitExceeded, match=f"the host would hold {5 * block:,} bytes"):
+        pipe.update_model(state, loss_of(A), params_of(A))
+    assert pipe.ledger.host_bytes == 2 * block
+    state, _ = stepped(pipe, state, batches())
+
+
+def test_what_is_parked_leaves_no_room_for_what_is_swapped() -> None:
+    names, other = ("b", "a", "c", "d"), ("b", "a", "x", "y")
+    pipe, state = started(fates={"*": "swap"})
+    stepped(pipe, state, batches())
+    swapped = pipe.ledger.host_peak_bytes
+    assert swapped > 0
+    pipe, state = started(fates={"*": "swap"}, host_memory_limit=swapped)
+    state = pipe.update_model(state, loss_of(names), params_of(names))  # nothing leaves
+    with pytest.raises(MemoryLimitExceeded, match=r"the host would hold .* parked 480"):
+        pipe.update_model(state, loss_of(other), params_of(other))
+
+
+def test_another_run_finds_nothing_parked(tmp_path: Any) -> None:
+    pipe, state = started(schedule="2bw", optimizer=optax.adamw(1e-2))
+    for state, _ in pipe.run(state, batches(), 2):  # noqa: B007, B020
+        pass
+    pipe.save(tmp_path / "in flight", state)
+    for names in (C, A):
+        state = pipe.update_model(state, loss_of(names), params_of(names))
+    assert pipe.ledger.host_bytes == parked_bytes(pipe) > 0
+    state = pipe.restore(tmp_path / "in flight")
+    assert state.flight > 0
+    assert pipe.ledger.host_bytes == parked_bytes(pipe) == 0
+
     pipe, state = started()
     state = pipe.update_model(state, loss_of(C), params_of(C))
     state = pipe.init(params_of(C), next(batches()), None)
+    assert pipe.ledger.host_bytes == 0
     state = pipe.update_model(state, loss_of(A), params_of(A))
     assert pipe.model_history[-1].returned == ()
     assert [path[0] for path in pipe.model_history[-1].new] == ["b", "b", "c", "c"]
