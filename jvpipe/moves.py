@@ -49,7 +49,8 @@ class Moves:
             migration, old = self.queue[0], self._builds.first
             runs = build in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
-            if (migration.old, migration.flight, change.microbatch) != (old, state.flight, m):  # not as was foreseen
+            foreseen = migration.old, migration.flight, change.microbatch
+            if foreseen != (old, old.repeating(state.flight), m):
                 new = replace(migration.new, origin=None)
                 migration = self._prepared(old, new, (state.step, m), change.why, state.flight)
                 self.queue[0] = migration

@@ -70,6 +70,24 @@ def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(schedule: s
     assert all(c.moved_bytes > 0 for c in pipe.history)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_what_was_made_ready_is_used_as_it_is(schedule: str, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the stream has gone on by a step since it was asked for."""
+
+    def prepared(*args: Any) -> Any:
+        raise AssertionError("lowered again while the pipeline waits")
+
+    monkeypatch.setattr("jvpipe.moves.prepare", prepared)
+    m = CASES["mlp"]()
+    pipe, state = started(m, HOME, schedule)
+    pipe.adapt()
+    offer = pipe._adapter.offer
+    monkeypatch.setattr(pipe._adapter, "offer", lambda step: None if step % 2 else offer(step))
+    trained(m, pipe, state, devices, range(5, 11))
+    assert [(c.step, c.new.cuts) for c in pipe.history] == [(8, (4, 1)), (14, (3, 2))]
+    assert {c.how for c in pipe.history} == {"between" if schedule == "1f1b" else "inside"}
+
+
 def test_what_does_not_fit_is_said_and_left(devices: Devices, caplog: pytest.LogCaptureFixture) -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, HOME)

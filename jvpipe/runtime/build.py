@@ -134,6 +134,10 @@ class Build:
             self._drains[n] = step, self.bound(step.lowered, self._leg_programs)
         return self._drains[n]
 
+    def repeating(self, steps: int) -> int:
+        """After so many steps of a stream, those after which it is alike: once it repeats itself that is the first."""
+        return min(steps, len(self.stream.steps)) if steps else 0
+
     def settled(self, steps: int) -> tuple["Build", int]:
         """Once nothing of an earlier plan is left in flight: the build of this plan alone, and where its stream is."""
         if self.origin is None or steps < len(self.stream.steps):

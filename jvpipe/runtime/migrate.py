@@ -50,8 +50,8 @@ class Change:
 class Migration:
     """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone.
 
-    In a stream it is made for a state that is `flight` steps into the stream of the old build; `steps` is where
-    that is in the stream of the new one.
+    In a stream it is made for a state that is `flight` steps into the stream of the old build, or as far as it repeats
+    itself since; `steps` is where that is in the stream of the new one.
     """
 
     change: Change
@@ -72,6 +72,7 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
     """
     limits.check(new.peaks, new.devices)
     (step, microbatch), layers = at, moved_layers(old.plan, new.plan)
+    flight = old.repeating(flight)
     for how in ("inside", "between", "by host"):
         made, steps, m = new, 0, 0
         if how != "inside":
@@ -83,7 +84,7 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
             bound, m = _step(old, new, microbatch), microbatch
             peaks = new.peaks_of(bound)
         else:
-            settled, steps = old.settled(min(flight, len(old.stream.steps)))
+            settled, steps = old.settled(flight)
             made, m = replace(new, origin=(settled, steps * new.microbatches + microbatch)), microbatch
             bound, peaks = made.stream_step(steps)[1], made.peaks
         try:
