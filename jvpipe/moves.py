@@ -8,8 +8,8 @@ from dataclasses import replace
 from jvpipe.builds import Builds
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.controller import Controller
-from jvpipe.runtime.migrate import Change, Migration, prepare
+from jvpipe.runtime.controller import Controller, StageError
+from jvpipe.runtime.migrate import Change, Migration, prepare, rescued
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import Limits
 
@@ -59,7 +59,14 @@ class Moves:
             self.queue.popleft()
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
-            arrays, _ = self._controller.run(migration.bound, state.arrays, {})
+            try:
+                arrays, _ = self._controller.run(migration.bound, state.arrays, {})
+            except StageError as error:
+                error.state = rescued(migration, state, error.table)
+                error.add_note(
+                    "Nothing has moved and nothing is lost: go on with the `state` of this error, or save it."
+                )
+                raise
             state = replace(state, arrays=arrays)
             self.made(migration)
         return state

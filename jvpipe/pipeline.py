@@ -15,7 +15,7 @@ from jvpipe._jax import Device
 from jvpipe.adapt import Adapter
 from jvpipe.arguments import feeds_of, place_stages, reported_limit
 from jvpipe.builds import Builds, Settings
-from jvpipe.ir.buffers import HOST, Peak
+from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.use import synchronous_uses
@@ -31,7 +31,7 @@ from jvpipe.runtime.flight import lifted
 from jvpipe.runtime.losses import LossWatch
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
-from jvpipe.runtime.tensors import Ledger, Limits, parked_bytes
+from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.runtime.trigger import Rule
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
@@ -244,6 +244,8 @@ class Pipeline(Views):
         Raises:
             ValueError: the plan does not fit the model or the devices, or the moment is over.
             MemoryLimitExceeded: the plan does not keep the limit, or the way to it does not.
+            StageError: something failed on the way. If that was between two steps, nothing is lost: the error's `state`
+                is whole under the old plan.
         """
         self._moves.ask(state, plan, at, why)
         return self._moves.between(state, self.drain)
@@ -364,27 +366,33 @@ class Pipeline(Views):
         arrays, meta = load_checkpoint(path)
         if not self._builds:
             self._builds.trace(*saved_inputs(path, meta))
-        saving, words = self._saving, saved_words(meta)
+        saving, words, build = self._saving, saved_words(meta), self.build
+        if build.origin:  # it was on its way from another plan
+            build = replace(build, origin=None)
         if "flight" not in meta:
             leaves = saving.leaves(path, arrays)
-            return self._place(self.build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
-        saving.check_flight(path, meta["flight"])
-        if len(meta["flight"]["legs"]) > 1:
-            self._builds.switch(self._builds.along(meta["flight"]["legs"]))
-        self._begin(self.build, self.build.peaks)
-        steps, values = int(meta["flight"]["steps"]), arrays["flight"]
-        found = lifted(self.build, steps, [values[name] for name in sorted(values)], self.ledger)
-        self.ledger.versions = VersionLedger.from_json(meta["flight"]["versions"])
-        return State(found, words, int(meta["step"]), steps, int(meta["updates"]))
+            state = self._place(build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
+        else:
+            flight, values = meta["flight"], arrays["flight"]
+            saving.check_flight(path, flight)
+            if len(flight["legs"]) > 1:
+                build = self._builds.along(flight["legs"])
+            self._begin(build, build.peaks)
+            found = lifted(build, int(flight["steps"]), [values[name] for name in sorted(values)], self.ledger)
+            self.ledger.versions = VersionLedger.from_json(flight["versions"])
+            state = State(found, words, int(meta["step"]), int(flight["steps"]), int(meta["updates"]))
+        if build is not self.build:
+            self._builds.switch(build)
+        return state
 
     @property
     def _saving(self) -> Saving:
         return Saving(self.build, self._order, self._microbatches)
 
     def _begin(self, build: Build, making: Sequence[Peak]) -> None:
-        """A run begins, if it and the making of its arrays keep the limits: what is parked was of another one."""
+        """A run begins, if it and the making of its arrays keep the limits: nothing is left of another one."""
         limits = replace(self._limits, parked={})
         limits.check(build.peaks, self._devices)
         limits.check(making, self._devices, "while its arrays are made")
-        self.ledger.drop(HOST, parked_bytes(self._models.parked))
         self._models.parked.clear()
+        self.ledger.begin()

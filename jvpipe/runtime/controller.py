@@ -25,7 +25,14 @@ Feeds = Mapping[tuple[str, int], Sequence[Any]]
 
 
 class StageError(RuntimeError):
-    """A program failed: says in which stage, task and layer."""
+    """A program or a copy failed: says in which stage, task and layer.
+
+    `state` is whole if what failed is a migration between two steps: the run goes on from it, or it is saved. `table`
+    are the arrays that there were.
+    """
+
+    state: Any = None
+    table: Sequence[Any] = ()
 
 
 class Instruction(NamedTuple):
@@ -214,7 +221,9 @@ class Controller:
                     out = run(*gather(table))
                 except Exception as error:
                     live[:] = before
-                    raise self.failure(error, row) from error
+                    failure = self.failure(error, row)
+                    failure.table = table
+                    raise failure from error
                 for b, x in zip(writes, out):  # noqa: B905 - a marker may follow
                     table[b] = x
                 if watched:

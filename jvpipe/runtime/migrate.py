@@ -5,16 +5,24 @@ on that is the new plan. So residuals never move, and what a micro-batch compute
 belongs to a layer follows it: its weights and optimizer state one micro-batch ahead, beside the devices' work; its
 sums of gradients and its model state between the last task at the old place and the first at the new one.
 
-What was left behind is freed once all copies are there. Until then, should anything fail, the old state is whole.
+What was left behind is freed once all copies are there. Until then, should anything fail, the old state is whole. A
+move between two steps that fails later, with values on the host alone, brings them back. Inside a step what comes later
+is the update, which consumes the state as it does in every step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import RowKind
 from jvpipe.runtime.build import Build
+from jvpipe.runtime.checkpoint import to_host
 from jvpipe.runtime.controller import Bound
+from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from jvpipe.schedules.lower import lower_move, lower_step
 from jvpipe.schedules.splice import spliced
@@ -97,6 +105,33 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
         change = Change(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
         return Migration(change, old, made, bound, flight, steps)
     raise AssertionError("the last way raises")
+
+
+def rescued(migration: Migration, state: State, table: Sequence[Any]) -> State:
+    """What a failed move between two steps leaves, whole under the old plan: what is gone there is brought back.
+
+    Args:
+        migration: the move.
+        state: what it consumed.
+        table: the arrays that there were, by their numbers in the buffer table.
+    """
+    if not any(x.is_deleted() for x in state.arrays):
+        return state
+    buffers, old = migration.bound.lowered.buffers, migration.old
+    found: dict[Name, Any] = {}
+    for buffer, x in zip(buffers, table, strict=True):
+        if x is not None and not x.is_deleted():
+            bare = replace(buffer, key=buffer.key[1:]) if buffer.key[0] == "host" else buffer
+            found.setdefault(name_of(bare), x)
+    values = {name: to_host(x) for name, x in found.items()}
+    for x in table[len(state.arrays) :]:
+        if x is not None:
+            x.delete()
+    arrays = tuple(
+        jax.device_put(values[name_of(buffer)], old.devices[buffer.device], may_alias=False) if x.is_deleted() else x
+        for buffer, x in zip(old.persistent, state.arrays, strict=True)
+    )
+    return replace(state, arrays=arrays)
 
 
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:

@@ -43,8 +43,8 @@ class State:
             raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
         if any(x.is_deleted() for x in self.arrays):
             raise ValueError(
-                "this state was consumed by an earlier step: use the state that the step returned, "
-                "or save it before with pipe.save"
+                "this state was consumed by an earlier step: use the state that the step returned, or save it before "
+                "with pipe.save; if that step failed, go on from the last checkpoint with pipe.restore"
             )
 
 

@@ -37,6 +37,10 @@ class Ledger:
         self.live = [0] * (len(self.devices) + 1)
         self.peak = [0] * (len(self.devices) + 1)
 
+    def begin(self) -> None:
+        """Counts anew: a run begins, and nothing is left of another one."""
+        self.live[:] = self.peak[:] = [0] * len(self.live)
+
     def hold(self, device: int, size: int, temporary: int = 0) -> None:
         """Counts bytes that a device holds from now on, and some that it holds for a moment."""
         self.live[device] += size

@@ -1,7 +1,8 @@
 """Whose turn it is: rows in the order of the lists, but that a late copy holds up its own device alone.
 
 A FREE waits until its copy has reached the host. Meanwhile its device puts its rows off; so does one that would send
-to it, for what it holds must be what the buffer table says; and one whose inputs are not there. The others go on.
+to it, for what it holds must be what the buffer table says; and one whose inputs are not there. The others go on. But
+nothing that layers leave behind is dropped before all of it has arrived elsewhere.
 """
 
 import time
@@ -28,6 +29,8 @@ def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> 
     def may_go(index: int) -> bool:
         row, target = rows[index], targets[index]
         if target in late and late[target][0] < index:
+            return False
+        if row.kind == "DROP" and any(i < index and _awaits_move(rows[i]) for queue in late.values() for i in queue):
             return False
         if row.kind == "FREE":  # its copy was made before it: if that is gone, another device has used it already
             return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
@@ -57,3 +60,8 @@ def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> 
         yield from put_off()
         if sum(map(len, late.values())) == before:
             time.sleep(_POLL_S)
+
+
+def _awaits_move(row: Row) -> bool:
+    """Whether a row waits for what leaves with a layer; what is swapped leaves with a task of its own."""
+    return row.kind == "FREE" and row.layer < 0

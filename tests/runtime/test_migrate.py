@@ -13,14 +13,16 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.controller import Bound, Instruction
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.controller import Bound, Instruction, StageError
+from jvpipe.runtime.migrate import Migration, prepare
+from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
 from tests.end_to_end.test_ledger import held
 from tests.zoo import CASES, Case
 
 MICRO, STEPS = 4, 4
+MOVING = ("MOVE", "B", "OUT", "FREE", "DROP", "IN", "U")
 Moment = tuple[tuple[int, int], jvpipe.Plan]
 
 
@@ -172,25 +174,64 @@ def test_where_both_copies_do_not_fit_a_move_takes_another_way_or_is_refused() -
     assert_same(trained(m, pipe, state), expected)  # nothing has happened
 
 
-@pytest.mark.parametrize("kind", ["MOVE", "FREE", "B"])
-def test_a_failure_on_the_way_leaves_the_state_whole(kind: str) -> None:
-    m = CASES["resnet"]()
-    pipe, state = started(m, jvpipe.Plan.from_cuts([2, 5]))
-    expected = trained(m, *started(m, jvpipe.Plan.from_cuts([2, 5])), steps=2)
-    state = pipe.migrate(state, jvpipe.Plan.from_cuts([5, 2]), at=(0, 2))
+def broken(migration: Migration, at: int) -> Migration:
+    """A migration of which one row fails."""
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("no link")
 
-    migration = pipe._moves.queue[0]
-    at = [i for i, it in enumerate(migration.bound.instructions) if it.row.kind == kind][-1]
-    broken = [it._replace(run=fails) if i == at else it for i, it in enumerate(migration.bound.instructions)]
-    pipe._moves.queue[0] = replace(migration, bound=Bound(migration.bound.lowered, tuple(broken)))
-    with pytest.raises(RuntimeError, match="no link"):
-        pipe.step(state, batch_of(m, MICRO))
-    assert pipe.plan.cuts == (2, 5)
-    assert pipe.history == []
-    assert_same(trained(m, pipe, state, steps=2), expected)
+    rows = list(migration.bound.instructions)
+    rows[at] = rows[at]._replace(run=fails)
+    return replace(migration, bound=Bound(migration.bound.lowered, tuple(rows)))
+
+
+def moments(migration: Migration) -> list[int]:
+    """The rows at which a migration may fail: the first and the last of each kind that it has to do with."""
+    rows = [it.row for it in migration.bound.instructions]
+    found = {kind: [i for i, row in enumerate(rows) if row.kind == kind] for kind in MOVING}
+    return sorted({i for kind in found.values() for i in (*kind[:1], *kind[-1:])})
+
+
+@pytest.mark.parametrize("how", ["inside", "between", "by host"])
+def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
+    """From the state as it was; that of the error, if values had left; from the checkpoint, if the update had begun."""
+    m, here = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2])
+    there = jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
+    pipe, state = started(m, here)
+    pipe.save(tmp_path / "state", state)
+    expected = trained(m, pipe, state, steps=1)
+
+    def asked(pipe: jvpipe.Pipeline, state: jvpipe.State) -> Migration:
+        if how == "inside":
+            pipe.migrate(state, there, at=(0, 2))
+            return pipe._moves.queue.pop()
+        old, new = pipe.build, pipe._builds.under(there)
+        limit = None if how == "between" else max(peak.bytes for peak in (*old.peaks, *new.peaks))
+        return prepare(old, new, (0, 0), how, Limits(limit))
+
+    ways = set()
+    for at in moments(asked(pipe, pipe.restore(tmp_path / "state"))):
+        state = pipe.restore(tmp_path / "state")
+        migration = broken(asked(pipe, state), at)
+        assert migration.change.how == how
+        pipe._moves.queue.append(migration)
+        with pytest.raises(StageError, match="no link") as error:
+            pipe.step(state, batch_of(m, MICRO))
+        assert (pipe.plan.cuts, pipe.history, len(pipe._moves.queue)) == ((2, 2), [], 0)
+        assert pipe.plan.stages[0].devices == (0,)
+        if any(x.is_deleted() for x in state.arrays):
+            with pytest.raises(ValueError, match="if that step failed, go on from the last checkpoint"):
+                pipe.step(state, batch_of(m, MICRO))
+            way = "checkpoint" if error.value.state is None else "error"
+            state = error.value.state or pipe.restore(tmp_path / "state")
+        else:
+            way = "state"
+            assert error.value.state in (None, state)
+        assert_same(trained(m, pipe, state, steps=1), expected)
+        ways.add(way)
+    assert (
+        ways == {"inside": {"state", "checkpoint"}, "between": {"state", "error"}, "by host": {"state", "error"}}[how]
+    )
 
 
 def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:

@@ -114,6 +114,23 @@ def test_a_run_saved_on_the_way_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert_same(other.params(other.drain(restored)), whole.params(whole.drain(ended)))
 
 
+def test_a_run_that_broke_on_the_way_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    m, here, there = CASES["mlp"](), jvpipe.Plan.from_cuts([1, 2, 2]), jvpipe.Plan.from_cuts([2, 2, 1])
+    pipe, state, _ = run(m, "pipedream", here, {}, 1)
+    pipe.save(tmp_path / "plain", pipe.drain(state))
+    pipe, state, _ = run(m, "pipedream", here, {(1, 1): there}, 2)
+    assert pipe.build.origin is not None, "the earlier plan is still in flight"
+    found = []
+    for one in (pipe, pipeline(m, there, "pipedream")):
+        state = one.restore(tmp_path / "plain")
+        for state, _ in one.run(state, batches_of(m, 3)[1:]):  # noqa: B007, B020
+            pass
+        state = jax.block_until_ready(one.drain(state))
+        assert sum(one.ledger.live) == sum(x.nbytes for x in state.arrays), "nothing of the broken run is counted"
+        found.append(one.params(state))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_a_limit_is_kept_on_the_way(schedule: str) -> None:
     """With room for it the move is made in the flow, without it after a drain."""

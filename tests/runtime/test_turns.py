@@ -10,8 +10,8 @@ from jvpipe.ir.task import Row, RowKind
 from jvpipe.runtime.turns import turns
 
 
-def row(kind: RowKind, device: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Row:
-    return Row(kind, device, device, 0, 0, reads, writes)
+def row(kind: RowKind, device: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), layer: int = 0) -> Row:
+    return Row(kind, device, device, layer, 0, reads, writes)
 
 
 ROWS = [
@@ -69,3 +69,33 @@ def test_each_device_keeps_its_order(monkeypatch: pytest.MonkeyPatch, ready_afte
     for device in range(4):
         mine = [i for i in found if ROWS[i].device == device]
         assert mine == sorted(mine)
+
+
+def test_nothing_is_dropped_before_all_that_moves_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers change places; what comes to device 0 is late. Of another device's swap nobody has to wait."""
+    rows = [
+        row("MOVE", 0, (0,), (2,), -1),
+        row("MOVE", 1, (1,), (3,), -1),
+        row("FREE", 0, (0, 2), (), -1),
+        row("FREE", 1, (1, 3), (), -1),
+        row("DROP", 0, (0,), (), -1),
+        row("DROP", 1, (1,), (), -1),
+    ]
+    swap = [row("OUT", 2, (4,), (5,)), row("FREE", 2, (4, 5))]
+    for late, first in ((3, rows), (5, [*swap, *rows])):
+        table: list[Any] = [0, 1, None, None, 4, None]
+        asked: list[int] = []
+
+        def is_ready(array: int, late: int = late, asked: list[int] = asked) -> bool:
+            asked.append(array)
+            return array != late or len(asked) > 50
+
+        monkeypatch.setattr(_jax, "is_ready", is_ready)
+        done = []
+        for index in turns(first, [found.device for found in first], table):
+            done.append(first[index])
+            for b in first[index].writes:
+                table[b] = b
+        kinds = [found.kind for found in done if found.device < 2]
+        assert kinds == ["MOVE", "MOVE", "FREE", "FREE", "DROP", "DROP"]
+        assert (done[-1].kind == "FREE") == (late == 5), "the swap comes last"
