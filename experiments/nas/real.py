@@ -8,11 +8,11 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import jax
@@ -25,11 +25,11 @@ from jvpipe import models
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolved_transformer import default_architecture
 from jvpipe.models.workload import Workload
-from jvpipe.planners.problem import Decision
+from jvpipe.planners.by_hand import checkpointed
 from jvpipe.search import ArchitectureSearch
 
-STEPS, WARM = 8, 3
-"""An architecture is trained for so many steps; of a variant that is measured alone, those after `WARM` count."""
+STEPS, WARM, TIMED = 8, 2, 3
+"""An architecture is trained for `STEPS`; a variant that is measured alone for `WARM` steps, and `TIMED` that count."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Subject:
     stages: int
     architectures: Sequence[Architecture] | None
     micro_batch: int
-    limit_bytes: int
+    limit_bytes: int | None
 
     @property
     def slots(self) -> int:
@@ -150,27 +150,35 @@ def followed(subject: Subject, schedule: str, count: int) -> Followed:
     return Followed(found[::STEPS], clock.moments_s(), pipe.prepared_s, pipe.switched_s, compiled)
 
 
+def plans_at_home(pipe: jvpipe.Pipeline, bounds: Sequence[int]) -> dict[str, Iterator[jvpipe.Plan]]:
+    """The pipeline's own plan, and those of the variants that leave layers at home, the first choice first."""
+    assert pipe.planned is not None
+    problem = pipe.planned.problem
+    kept = jvpipe.Plan.from_cuts([j - i for i, j in pairwise(bounds)]).with_schedule(problem.schedule.name)
+    again = checkpointed(pipe.graph, kept, "always")
+    chosen = (d.plan(problem.costs, problem.schedule.name, "vpipe") for d in variants.chosen_at_home(problem, bounds))
+    return {
+        "ideal": iter([pipe.plan]),
+        "static": iter([again] if problem.schedule.synchronous else [kept, again]),
+        "swap/recompute": iter([kept]) if problem.memory_limit_bytes is None else chain(chosen, [again]),
+    }
+
+
 def alone(subject: Subject, schedule: str, architecture: Architecture) -> dict[str, tuple[float, jvpipe.Plan]]:
     """Seconds per step of the variants that do not move layers, each in its stride, and its plan."""
     pipe, batch = pipeline(subject, schedule, subject.supernet.loss_of(architecture)), subject.batch()
     params = subject.supernet.params_of(architecture, jax.random.key(0))
     state = pipe.init(params, batch, jax.random.key(0))
-    problem, bounds = pipe.planned.problem, streams.home_bounds(pipe.graph, subject.slots, subject.stages)
-    decisions: dict[str, Iterable[Decision]] = {
-        "ideal": (),
-        "static": variants.static(problem, bounds),
-        "swap/recompute": variants.swap_recompute_alone(problem, bounds),
-    }
     found = {}
-    for name, wanted in decisions.items():
-        for decision in wanted:
+    for name, wanted in plans_at_home(pipe, streams.home_bounds(pipe.graph, subject.slots, subject.stages)).items():
+        for plan in wanted:
             try:
-                state = pipe.migrate(state, decision.plan(problem.costs, schedule, name))
+                state = pipe.migrate(state, plan)
                 break
             except jvpipe.MemoryLimitExceeded:
                 continue
         clock = Clock()
-        for reached, metrics in pipe.run(state, repeat(batch), STEPS + WARM):
+        for reached, metrics in pipe.run(state, repeat(batch), WARM + TIMED):
             state = reached
             clock.watch(metrics["loss"])
         moments_s = clock.moments_s()[WARM - 1 :]
@@ -184,12 +192,12 @@ def subject(name: str) -> Subject:
     if name == "unpaced":
         workload = models.load("evolved-transformer", "mini")
         assert workload.supernet is not None
-        return Subject(name, workload, workload.supernet, 2, None, 4, 2**28)
+        return Subject(name, workload, workload.supernet, 2, None, 4, None)
     slots = streams.STAGES * streams.PER_STAGE if name == "changed" else streams.SLOTS
     workload, supernet = paced.paced_workload(slots)
     blocks = list(default_architecture(workload.config).slots[:2])
     given = streams.changed([block for block in blocks if block]) if name == "changed" else None
-    return Subject(name, workload, supernet, streams.STAGES, given, paced.MICRO_BATCH, LIMIT_BYTES)
+    return Subject(name, workload, supernet, streams.STAGES, given, paced.MICRO_BATCH, LIMIT_BYTES if given else None)
 
 
 LIMIT_BYTES = 2**21

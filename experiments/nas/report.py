@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.nas.variants import NAMES
 
-MICRO_BATCHES = 8
+MICRO_BATCHES = 16
 BOUNDS = {"ideal": 0.93, "static": 1.25}
 COLOURS = {"static": "#b0413e", "swap/recompute": "#c8691c", "full": "#2f6db3", "ideal": "#222222"}
 

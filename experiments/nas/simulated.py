@@ -124,8 +124,8 @@ def seconds(found: Sequence[Planned]) -> dict[str, list[float]]:
         best = find_planner("jvpipe")(one.problem)
         planning_s = one.prepared_s + time.perf_counter() - start_s
         for name, decisions in (
-            ("static", variants.static(one.problem, one.home)),
-            ("swap/recompute", variants.swap_recompute_alone(one.problem, one.home)),
+            ("static", variants.static_at_home(one.problem, one.home)),
+            ("swap/recompute", variants.chosen_at_home(one.problem, one.home)),
         ):
             step_s[name].append(one.step_s(variants.fitting(one.problem, decisions)))
         lost_s = 0.0

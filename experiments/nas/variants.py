@@ -20,14 +20,14 @@ from jvpipe.planners.vpipe import swap_recompute
 NAMES = ("static", "swap/recompute", "full", "ideal")
 
 
-def static(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
+def static_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
     """What the upper layer would do, the first choice first."""
     if not problem.schedule.synchronous:
         yield Decision.keeping_all(bounds)
     yield Decision(tuple(bounds), tuple(RERUN if i in bounds else RERUN_ON for i in range(bounds[-1])))
 
 
-def swap_recompute_alone(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
+def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
     """vPipe's swap and recompute at these cuts; then under smaller limits, should the first plan hold too much."""
     for share in (1.0, 0.95, 0.9, 0.8, 0.7):
         asked = replace(problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None)
@@ -38,7 +38,6 @@ def swap_recompute_alone(problem: Problem, bounds: Sequence[int]) -> Iterator[De
         for stage in stages:
             swap_recompute(stage)
         yield Decision(tuple(bounds), tuple(chain.from_iterable(stage.choices for stage in stages)))
-    yield from static(problem, bounds)
 
 
 def fitting(problem: Problem, decisions: Iterator[Decision]) -> Decision:
