@@ -44,11 +44,6 @@ class Subject:
     micro_batch: int
     limit_bytes: int | None
 
-    @property
-    def slots(self) -> int:
-        """Of an architecture."""
-        return self.supernet.space.slots
-
     def batch(self) -> Any:
         """A batch of ones."""
         shapes = self.workload.abstract_batch(self.micro_batch * MICRO_BATCHES)
@@ -131,6 +126,15 @@ def pipeline(subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pi
     return made(loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, memory_limit=limit)
 
 
+def homes(subject: Subject, schedule: str) -> list[int]:
+    """Where the upper layer's own planner has the slots of the first architecture, or of one that fills all slots."""
+    whole = subject.architectures[0] if subject.architectures else subject.supernet.default
+    loss_fn, optimizer = subject.supernet.loss_of(whole), subject.workload.optimizer(1000, local=True)
+    pipe = jvpipe.Pipeline(loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule)
+    pipe.init(subject.supernet.params_of(whole, jax.random.key(0)), subject.batch(), jax.random.key(0))
+    return streams.homes(pipe.graph, len(whole.slots), pipe.plan.cuts)
+
+
 def followed(subject: Subject, schedule: str, count: int) -> Followed:
     """Trains the stream; layers move as the plan of each architecture says."""
     space = subject.supernet.space
@@ -164,13 +168,15 @@ def plans_at_home(pipe: jvpipe.Pipeline, bounds: Sequence[int]) -> dict[str, Ite
     }
 
 
-def alone(subject: Subject, schedule: str, architecture: Architecture) -> dict[str, tuple[float, jvpipe.Plan]]:
+def alone(
+    subject: Subject, schedule: str, architecture: Architecture, homes: Sequence[int]
+) -> dict[str, tuple[float, jvpipe.Plan]]:
     """Seconds per step of the variants that do not move layers, each in its stride, and its plan."""
     pipe, batch = pipeline(subject, schedule, subject.supernet.loss_of(architecture)), subject.batch()
     params = subject.supernet.params_of(architecture, jax.random.key(0))
     state = pipe.init(params, batch, jax.random.key(0))
     found = {}
-    for name, wanted in plans_at_home(pipe, streams.home_bounds(pipe.graph, subject.slots, subject.stages)).items():
+    for name, wanted in plans_at_home(pipe, streams.home_bounds(pipe.graph, homes, subject.stages)).items():
         for plan in wanted:
             try:
                 state = pipe.migrate(state, plan)
@@ -207,7 +213,8 @@ def row(subject: Subject, schedule: str, count: int) -> dict[str, list[float]]:
     """Runs everything under one schedule, prints the table and what switching took; micro-batches per second."""
     stream = followed(subject, schedule, count)
     full_s = stream.step_s()
-    measured = [alone(subject, schedule, architecture) for architecture in stream.architectures[1:]]
+    at = homes(subject, schedule)
+    measured = [alone(subject, schedule, architecture, at) for architecture in stream.architectures[1:]]
     step_s = {name: [found[name][0] for found in measured] for name in variants.NAMES if name != "full"}
     step_s["full"] = full_s
     report(f"{subject.name}, {schedule}", step_s, [sum(found["ideal"][1].cuts) for found in measured])

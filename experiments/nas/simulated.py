@@ -20,7 +20,6 @@ from jvpipe import models
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
 from jvpipe.models.architecture import Architecture
-from jvpipe.models.evolved_transformer import default_architecture
 from jvpipe.models.workload import Workload
 from jvpipe.planners import find_planner
 from jvpipe.planners.forecast import simulated_step_s
@@ -47,9 +46,17 @@ class Planned:
     """An architecture as a planner sees it; `prepared_s` is what tracing it and cutting its optimizer took here."""
 
     problem: Problem
-    home: Sequence[int]
-    names: Sequence[str]
+    graph: Any
     prepared_s: float
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return [self.graph.label(layer) for layer in self.graph.layers]
+
+    def under(self, schedule: str) -> "Planned":
+        """The same under a schedule."""
+        return replace(self, problem=replace(self.problem, schedule=find_schedule(schedule)))
 
     def step_s(self, decision: Decision) -> float:
         """Seconds per step in the simulator."""
@@ -73,10 +80,16 @@ def workload_of(name: str) -> Workload:
 
 def architectures_of(name: str, workload: Workload, count: int) -> list[Architecture]:
     """Those of a stream."""
-    assert workload.supernet is not None
     if name == "changed":
-        return streams.changed([block for block in default_architecture(workload.config).slots[:2] if block])
+        return streams.changed([block for block in default(workload).slots[:2] if block])
+    assert workload.supernet is not None
     return streams.evolved(workload.supernet.space, count, streams.stand_in_loss)
+
+
+def default(workload: Workload) -> Architecture:
+    """What fills all slots."""
+    assert workload.supernet is not None
+    return workload.supernet.default
 
 
 def planned(workload: Workload, architecture: Architecture, micro_batch: int) -> Planned:
@@ -95,8 +108,7 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
     limit, host = CLUSTER.device.memory_bytes, CLUSTER.host_memory_bytes
     schedule = find_schedule("gpipe")
     problem = Problem(costs, streams.STAGES, schedule, MICRO_BATCHES, limit, host, CLUSTER.host, CLUSTER.peer)
-    home = streams.home_bounds(graph, supernet.space.slots)
-    return Planned(problem, home, [graph.label(layer) for layer in graph.layers], prepared_s)
+    return Planned(problem, graph, prepared_s)
 
 
 def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) -> float:
@@ -115,7 +127,7 @@ def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) 
     return max(taken_s) + (0.0 if new.problem.schedule.synchronous else sum(stages_s) - max(stages_s))
 
 
-def seconds(found: Sequence[Planned]) -> dict[str, list[float]]:
+def seconds(found: Sequence[Planned], homes: Sequence[int]) -> dict[str, list[float]]:
     """Seconds per step of each variant, by architecture; those of the full one with its switches."""
     step_s: dict[str, list[float]] = {name: [] for name in variants.NAMES}
     before: tuple[Planned, Decision] | None = None
@@ -123,9 +135,10 @@ def seconds(found: Sequence[Planned]) -> dict[str, list[float]]:
         start_s = time.perf_counter()
         best = find_planner("jvpipe")(one.problem)
         planning_s = one.prepared_s + time.perf_counter() - start_s
+        bounds = streams.home_bounds(one.graph, homes)
         for name, decisions in (
-            ("static", variants.static_at_home(one.problem, one.home)),
-            ("swap/recompute", variants.chosen_at_home(one.problem, one.home)),
+            ("static", variants.static_at_home(one.problem, bounds)),
+            ("swap/recompute", variants.chosen_at_home(one.problem, bounds)),
         ):
             step_s[name].append(one.step_s(variants.fitting(one.problem, decisions)))
         lost_s = 0.0
@@ -145,10 +158,13 @@ def main() -> None:
     count = next((int(word) for word in words if word.isdigit()), streams.COUNT)
     architectures = architectures_of(name, workload, count)
     found = [planned(workload, architecture, MICRO_BATCH[name]) for architecture in architectures]
+    whole = found[0] if name == "changed" else planned(workload, default(workload), MICRO_BATCH[name])
     rates = {}
     for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
-        under = [replace(one, problem=replace(one.problem, schedule=find_schedule(schedule))) for one in found]
-        step_s = seconds(under)
+        asked = replace(whole.under(schedule).problem, memory_limit_bytes=None)
+        cuts = [j - i for i, j in pairwise(find_planner(schedule)(asked).bounds)]
+        homes = streams.homes(whole.graph, len(architectures[0].slots), cuts)
+        step_s = seconds([one.under(schedule) for one in found], homes)
         rates[schedule] = {name: [MICRO_BATCHES / s for s in step_s[name]] for name in variants.NAMES}
         report(f"{name}, simulated, {schedule}", step_s, [len(one.names) for one in found])
     if len(rates) == 2:

@@ -1,6 +1,7 @@
 """The two streams of architectures, and where a static partition has their layers.
 
-Slots have a home: of S stages, stage s has the s-th part of them. A static partition leaves every block at its home.
+Slots have a home: the stage where the upper layer's own planner has them, in the first architecture of the stream of
+additions, in the one that fills all slots of the search. A static partition leaves every block at its home.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,22 +59,33 @@ def evolved(space: SearchSpace, count: int, loss: Callable[[Architecture], float
     return found
 
 
-def home_bounds(graph: Any, slots: int, stages: int = STAGES) -> list[int]:
+def homes(graph: Any, slots: int, cuts: Sequence[int]) -> list[int]:
+    """The home of each slot, given the layers per stage of one architecture; an empty slot goes with the one before."""
+    stages = [s for s, count in enumerate(cuts) for _ in range(count)]
+    found = {slot: stage for slot, stage in zip(_slots(graph), stages, strict=True) if slot >= 0}
+    return list(accumulate((found.get(slot, 0) for slot in range(slots)), max))
+
+
+def home_bounds(graph: Any, homes: Sequence[int], stages: int = STAGES) -> list[int]:
     """Where the stages of a static partition begin: what is before the first block is on the first stage.
 
     What is behind the last is on the last one, and what is between blocks on the stage of the block before. A stage
     without a layer takes its neighbour's last one.
     """
-    labels = [graph.label(layer) for layer in graph.layers]
-    blocks = [int(label.split("_")[1]) if label.startswith("block_") else -1 for label in labels]
+    blocks = _slots(graph)
     last = max(i for i, slot in enumerate(blocks) if slot >= 0)
-    homes = [slot * stages // slots if i <= last else stages - 1 for i, slot in enumerate(blocks)]
-    homes = [max(home, 0) for home in accumulate(homes, max)]
-    starts = [sum(home < s for home in homes) for s in range(stages + 1)]
-    starts = [max(start, s) for s, start in enumerate(starts)]
+    found = [stages - 1 if i > last else homes[slot] if slot >= 0 else 0 for i, slot in enumerate(blocks)]
+    found = list(accumulate(found, max))
+    starts = [max(sum(home < s for home in found), s) for s in range(stages + 1)]
     for s in range(stages - 1, 0, -1):
         starts[s] = min(starts[s], starts[s + 1] - 1)
     return starts
+
+
+def _slots(graph: Any) -> list[int]:
+    """The slot of each layer; -1 for what is no block."""
+    labels = [graph.label(layer) for layer in graph.layers]
+    return [int(label.split("_")[1]) if label.startswith("block_") else -1 for label in labels]
 
 
 def stand_in_loss(architecture: Architecture) -> float:
