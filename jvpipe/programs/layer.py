@@ -53,12 +53,14 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
         kept: the names of the candidates that the forward saves.
         partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
     """
-    closed, tree = _trace_forward(body, kept)
+    reads = enumerate(zip(body.reads, body.differentiable, strict=True))
+    summed = [i for i, (ref, d) in reads if d and ref.kind == "tensor" and ref.index in partial]
+    closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     leaves = closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
     own = list(dict.fromkeys(v for v in leaves if sources[v][0] == "residual"))
-    backward, signature = _trace_backward(body, tree, [(sources[v], _jax.aval(v)) for v in leaves], partial)
+    backward, signature = _trace_backward(body, tree, [(sources[v], _jax.aval(v)) for v in leaves], summed)
     used = [v for v in own if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
@@ -104,8 +106,12 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return jaxprs.read(body.outputs, env)
 
 
-def _trace_forward(body: Body, kept: Collection[str]) -> tuple[ClosedJaxpr, Any]:
-    """The forward with every leaf that the backward closes over as an output, and how to rebuild it."""
+def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> tuple[ClosedJaxpr, Any]:
+    """The forward with every leaf that the backward closes over as an output, and how to rebuild it.
+
+    To the backward the `summed` inputs are outputs as well. Then their partial sums are where the layer's own sums
+    begin, as if the layers that read them later were part of this one: where layers are cut changes no sum.
+    """
     trees = []
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
@@ -113,8 +119,11 @@ def _trace_forward(body: Body, kept: Collection[str]) -> tuple[ClosedJaxpr, Any]
         def pick(*variable: Any) -> tuple[list[Any], list[Any]]:
             moving = iter(variable)
             merged = [next(moving) if d else x for x, d in zip(xs, body.differentiable, strict=True)]
-            out = jax.checkpoint(lambda *ys: _run(body, ys), policy=policy, prevent_cse=False)(*merged)
-            return [x for x, a in zip(out, body.active, strict=True) if a], out
+            run = jax.checkpoint(
+                lambda *ys: (_run(body, ys), [ys[i] for i in summed]), policy=policy, prevent_cse=False
+            )
+            out, passed = run(*merged)
+            return [*(x for x, a in zip(out, body.active, strict=True) if a), *passed], out
 
         variable = [x for x, d in zip(xs, body.differentiable, strict=True) if d]
         _, pull, out = jax.vjp(pick, *variable, has_aux=True)
@@ -140,12 +149,11 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 
 
 def _trace_backward(
-    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], partial: Collection[int]
+    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], summed: Sequence[int]
 ) -> tuple[ClosedJaxpr, Signature]:
     variable = [i for i, d in enumerate(body.differentiable) if d]
     gradients = [i for i in variable if body.reads[i].kind == "parameter"]
     returned = [i for i in variable if body.reads[i].kind == "tensor"]
-    added_to = [i for i in returned if body.reads[i].index in partial]
     active = [i for i, a in enumerate(body.active) if a]
     taken = [i for i in active if body.writes[i] != Ref("loss", 0)]
     shapes = dict(leaves)
@@ -155,8 +163,7 @@ def _trace_backward(
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
         given = {i: jnp.ones((), _jax.aval(body.outputs[i]).dtype) for i in active}
         given |= zip(taken, cotangents, strict=True)
-        moved = dict(zip(variable, pull([given[i] for i in active]), strict=True))
-        moved |= {i: before + moved[i] for i, before in zip(added_to, sums, strict=True)}
+        moved = dict(zip(variable, pull([*(given[i] for i in active), *sums]), strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
@@ -164,12 +171,12 @@ def _trace_backward(
         backward,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
         [_shape(body.outputs[i]) for i in taken],
-        [_shape(body.inputs[i]) for i in added_to],
+        [_shape(body.inputs[i]) for i in summed],
         [_shape(body.inputs[i]) for i in gradients],
     )
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
     jaxpr = closed.jaxpr.replace(invars=[v for v in closed.jaxpr.invars if v not in unread])
-    signature = Signature((), tuple(sources), tuple(taken), tuple(added_to), tuple(gradients), tuple(returned))
+    signature = Signature((), tuple(sources), tuple(taken), tuple(summed), tuple(gradients), tuple(returned))
     return ClosedJaxpr(jaxpr, closed.consts), signature
