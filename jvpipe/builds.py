@@ -12,16 +12,20 @@ import optax
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes
 from jvpipe.cost.measure import Runs
+from jvpipe.cost.presets import accelerator_like
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import checkpointed, with_fates
 from jvpipe.planning import Planned, Request, decide, measure
+from jvpipe.programs.agreement import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.splitting import Candidate, Splitter
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.halves import split_at
 from jvpipe.trace.loss import abstract
 from jvpipe.trace.model import trace_model
 
@@ -95,18 +99,19 @@ class Builds:
         first = self.first if self._known else None
         if first is None:
             self.batch = abstract(batch)
-        cuts = first.traced.cuts if first else None
+        cuts, splits = (first.traced.cuts, first.traced.splits) if first else (None, ())
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
-        model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, **options)
-        self.stacks, traced, graph = model.stacks, model.traced, model.traced.graph
-        cut = partial(
-            cut_for, settings.optimizer, graph, model.params, settings.microbatches, grad_norm=settings.grad_norm
-        )
-        optimizer = first.optimizer if first else cut(settings.schedule)
-        build = self._build(traced, first.plan, optimizer) if first else self._planned_build(traced, optimizer)
+        model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
+        self.stacks, traced = model.stacks, model.traced
+
+        def cut(traced: Traced, schedule: Schedule = settings.schedule) -> OptimizerCut:
+            shapes, count = model.params, settings.microbatches
+            return cut_for(settings.optimizer, traced.graph, shapes, count, schedule, grad_norm=settings.grad_norm)
+
+        build = self._build(traced, first.plan, first.optimizer) if first else self._planned_build(traced, cut)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
-            self._warm[batch_shapes(batch)] = replace(build, schedule=plain, optimizer=cut(plain))
+            self._warm[batch_shapes(batch)] = replace(build, schedule=plain, optimizer=cut(build.traced, plain))
         self._known[batch_shapes(batch)] = build
         return build
 
@@ -150,23 +155,42 @@ class Builds:
 
     def _build(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
         settings = self.settings
+        if plan.splits and plan.splits != traced.splits:
+            raise ValueError(
+                f"the plan splits layers before equations {list(plan.splits)}, this pipeline's are split before "
+                f"{list(traced.splits)}: a plan with other layers needs a new pipeline, Pipeline(stages=plan)"
+            )
+        plan = replace(plan, splits=traced.splits)
         plan.check(len(traced.graph.layers), len(settings.devices))
         layer_s = self.planned.layer_s if self.planned else None
         return Build(
             traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, self._store, layer_s
         )
 
-    def _planned_build(self, traced: Traced, optimizer: OptimizerCut) -> Build:
+    def _planned_build(self, traced: Traced, cut: Callable[[Traced], OptimizerCut]) -> Build:
         """Plans, unless the plan is given, and makes the plan ready to run."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.with_schedule(settings.schedule.name)
-            return self._build(traced, self._by_hand(traced, plan), optimizer)
+            traced = split_at(traced, plan.splits)
+            return self._build(traced, self._by_hand(traced, plan), cut(traced))
+        chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
+        splitter = self._splitter(cut)
+        traced = splitter.finest(traced, settings.stages) if chooses else traced
         layers = len(traced.graph.layers)
         if settings.stages > layers:
             raise ValueError(
                 f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
             )
+        found = self._planned(cut, traced)
+        found = splitter.better(found, partial(self._planned, cut)) if chooses else found
+        self.planned = found.planned
+        return self._build(found.traced, self._by_hand(found.traced, found.planned.plan), found.optimizer)
+
+    def _planned(self, cut: Callable[[Traced], OptimizerCut], traced: Traced) -> Candidate:
+        """The planner's plan for a model cut into these layers."""
+        settings, optimizer = self.settings, cut(traced)
+        assert isinstance(settings.stages, int)
         request = Request(
             settings.planner,
             settings.stages,
@@ -182,8 +206,17 @@ class Builds:
             build = self._build(traced, self._by_hand(traced, plan), optimizer)
             return max(peak.bytes for peak in build.peaks[:HOST])
 
-        self.planned = decide(request, problem, peak_bytes_of)
-        return self._build(traced, self._by_hand(traced, self.planned.plan), optimizer)
+        return Candidate(traced, optimizer, decide(request, problem, peak_bytes_of))
+
+    def _splitter(self, cut: Callable[[Traced], OptimizerCut]) -> Splitter:
+        device, store = self.settings.devices[0], self._store
+
+        def agree(whole: Traced, layer: int, halves: Traced) -> bool:
+            return same_bits(store, device, whole, layer, halves) and same_update(
+                store, device, cut(whole), layer, cut(halves)
+            )
+
+        return Splitter(accelerator_like(getattr(device, "device_kind", ""), device.platform), agree)
 
     def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
         """A plan with the fates that the user gave."""

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,11 +28,14 @@ from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.jvpipe import lower_bound
 from jvpipe.planners.memory import Evaluation, evaluate
 from jvpipe.planners.problem import Decision, Problem
-from jvpipe.programs.optimizer import cut_optimizer
+from jvpipe.planning import Planned
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.report import timeline
 from jvpipe.report.figures import timeline_figure
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.schedules import find_schedule
+from jvpipe.splitting import Candidate, Splitter, crowded
+from jvpipe.trace.graph import Traced
 from jvpipe.trace.model import trace_model
 
 
@@ -81,6 +84,7 @@ class Answer:
     decision: Decision | None = None
     evaluation: Evaluation | None = None
     infeasible: Infeasible | None = None
+    splits: tuple[int, ...] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = problem_of(options)
         names = _names(options)
         answers = [answer(problem, name) for name in names]
+        if names == ["jvpipe"] and options.model is not None:
+            problem, answers[0] = with_splits(options, problem, answers[0])
     except (ValueError, OSError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
@@ -148,6 +154,12 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 
 def model_costs(options: Options, cluster: Cluster) -> Costs:
     """The estimated costs of a model at its real size; nothing is allocated."""
+    traced, cut = traced_model(options)
+    return estimate(traced, cluster, cut(traced), options.microbatches)
+
+
+def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], OptimizerCut]]:
+    """A model at its real size, and what cuts its optimizer for its layers."""
     workload = models.load(str(options.model), options.size, dtype=options.dtype)
     batch = workload.abstract_batch(options.batch_size or workload.batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -161,15 +173,43 @@ def model_costs(options: Options, cluster: Cluster) -> Costs:
         workload.initial_state(),
         has_state=workload.has_state,
     )
-    graph = model.traced.graph
-    optimizer = cut_optimizer(
-        workload.optimizer(workload.steps),
-        model.params,
-        [p.owner for p in graph.parameters],
-        [len(p.readers) for p in graph.parameters],
-        microbatches=None if graph.weighted else options.microbatches,
-    )
-    return estimate(model.traced, cluster, optimizer, options.microbatches)
+
+    def cut(traced: Traced) -> OptimizerCut:
+        graph = traced.graph
+        return cut_optimizer(
+            workload.optimizer(workload.steps),
+            model.params,
+            [p.owner for p in graph.parameters],
+            [len(p.readers) for p in graph.parameters],
+            microbatches=None if graph.weighted else options.microbatches,
+        )
+
+    return model.traced, cut
+
+
+def with_splits(options: Options, problem: Problem, found: Answer) -> tuple[Problem, Answer]:
+    """The plan with layers cut in two, where that is faster. Nothing runs: that it keeps the bits is assumed."""
+    cluster, decision = problem.cluster, found.decision
+    if cluster is None or decision is None or not crowded(_planned(problem, decision)):
+        return problem, found
+    start_s = time.perf_counter()
+    traced, cut = traced_model(options)
+
+    def plan(traced: Traced) -> Candidate:
+        optimizer = cut(traced)
+        finer = replace(problem, costs=estimate(traced, cluster, optimizer, options.microbatches))
+        return Candidate(traced, optimizer, _planned(finer, find_planner(found.planner)(finer)))
+
+    begin = Candidate(traced, cut(traced), _planned(problem, decision))
+    best = Splitter(cluster.device, lambda whole, layer, halves: True).better(begin, plan)
+    problem, decision = best.planned.problem, best.planned.decision
+    planning_s = found.planning_s + time.perf_counter() - start_s
+    evaluation = evaluate(problem, decision)
+    return problem, Answer(found.planner, planning_s, decision, evaluation, splits=best.traced.splits)
+
+
+def _planned(problem: Problem, decision: Decision) -> Planned:
+    return Planned(decision.plan(problem.costs, problem.schedule.name, "jvpipe"), problem, decision)
 
 
 def answer(problem: Problem, planner: str) -> Answer:
@@ -218,6 +258,7 @@ def as_json(problem: Problem, found: Answer) -> dict[str, Any]:
         "lower_bound_s": lower_bound(problem),
         "bubble_fraction": bubble_fraction(problem, found.evaluation.stages),
         "planning_s": found.planning_s,
+        "splits": list(found.splits),
     }
 
 
@@ -269,6 +310,7 @@ def _summary(problem: Problem, found: Answer) -> str:
         f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated (no plan is under "
         f"{1e3 * lower_bound(problem):.2f}), slowest stage {1e3 * found.evaluation.bottleneck_s:.2f} ms, "
         f"{bubble_fraction(problem, stages):.1%} idle, planned in {found.planning_s:.2f} s"
+        + (f"; {len(found.splits)} layers are cut in two" if found.splits else "")
     )
 
 

@@ -26,7 +26,8 @@ class Stage:
 class Plan:
     """Stages in the order of the forward; `schedule` and `planner` say what it was made for and by.
 
-    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything.
+    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
+    places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -36,6 +37,7 @@ class Plan:
     schedule: str = "1f1b"
     planner: str = "given"
     keep_last: bool = False
+    splits: tuple[int, ...] = ()
 
     @staticmethod
     def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
@@ -95,7 +97,8 @@ class Plan:
             Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
             for s in found["stages"]
         )
-        return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)))
+        splits = tuple(map(int, found.get("splits", ())))
+        return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)), splits)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

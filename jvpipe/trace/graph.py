@@ -45,12 +45,16 @@ class Body:
 
 @dataclass(frozen=True)
 class Traced:
-    """A layer graph with the equations behind it."""
+    """A layer graph with the equations behind it.
+
+    `cuts` are the narrow places at which the equations were cut, `splits` further ones inside the layers of these.
+    """
 
     graph: LayerGraph
     bodies: tuple[Body, ...]
     loss: LossJaxpr
     cuts: tuple[int, ...]
+    splits: tuple[int, ...] = ()
 
     @property
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -59,29 +63,29 @@ class Traced:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
-def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None) -> Traced:
-    """Cuts a traced loss into layers.
+def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()) -> Traced:
+    """Cuts a traced loss into layers: at its narrow places unless `cuts` tells others, and at `splits` too.
 
     Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
     to no layer: each layer that needs one computes it again (but see `settle_sums`).
     """
-    sorted_eqns = _Sorted.of(loss)
+    sorted_eqns = Sorted.of(loss)
     if cuts is None:
         cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
-    bounds = [0, *cuts, len(sorted_eqns.main)]
+    bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     parameters = [v for v, ref in loss.inputs.items() if ref.kind == "parameter"]
     last = next((i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])), len(runs) - 1)
     floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
-    return _Assembly(loss, floating, runs, tuple(cuts), last).traced()
+    return replace(_Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits))
 
 
 _DERIVATIONS = 6  # a key further from the seed is sent: each link of a long chain would be a layer of its own kind
 
 
 @dataclass(frozen=True)
-class _Sorted:
+class Sorted:
     """Equations by place: `floating` ones are computed wherever they are needed, `main` ones once, in order."""
 
     floating: tuple[JaxprEqn, ...]
@@ -89,7 +93,8 @@ class _Sorted:
     weighted: tuple[bool, ...]
 
     @staticmethod
-    def of(loss: LossJaxpr) -> "_Sorted":
+    def of(loss: LossJaxpr) -> "Sorted":
+        """The equations of a loss, sorted."""
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         free = {v for v, kind in source.items() if kind in ("batch", "seed", "constant")}
         parametric = {v for v, kind in source.items() if kind == "parameter"}
@@ -113,7 +118,7 @@ class _Sorted:
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
         # A model without products has no weighted operation: then whatever reads a parameter counts as one.
-        return _Sorted(tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading))
+        return Sorted(tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading))
 
 
 @dataclass(frozen=True)

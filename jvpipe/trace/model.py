@@ -29,14 +29,18 @@ def trace_model(
     rng: jax.Array | None,
     model_state: Tree = None,
     cuts: Sequence[int] | None = None,
+    splits: Sequence[int] = (),
     *,
     has_aux: bool = False,
     has_state: bool = False,
 ) -> Model:
-    """Traces at the shapes of a micro-batch; `params` may be shapes alone. `cuts` are those of an earlier trace."""
+    """Traces at the shapes of a micro-batch; `params` may be shapes alone.
+
+    `cuts` and `splits` are those of an earlier trace.
+    """
     loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
     stacks = find_stacks(loss, params)
     if stacks:  # layers stacked for a scan become layers of their own
         params, sliced = stacks.split(params), stacks.of_slices(loss_fn)
         loss = trace_loss(sliced, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
-    return Model(build_graph(loss, cuts), stacks, params)
+    return Model(build_graph(loss, cuts, splits), stacks, params)

@@ -37,7 +37,7 @@ def settle_sums(
     for eqn in reversed(floating):
         if not _is_sum(eqn):
             _pass_on(eqn, read_anyway, _needing(eqn, read_anyway))
-    summed = _parameters_behind(floating, parameters)
+    summed = parameters_behind(floating, parameters)
     stay, settled = [], [[] for _ in runs]
     for eqn in reversed(floating):
         layers = _needing(eqn, wanted)
@@ -67,7 +67,7 @@ def _pass_on(eqn: JaxprEqn, wanted: dict[Var, set[int]], layers: set[int]) -> No
         wanted[v] |= layers
 
 
-def _parameters_behind(floating: Sequence[JaxprEqn], parameters: Collection[Var]) -> dict[Var, frozenset[Var]]:
+def parameters_behind(floating: Sequence[JaxprEqn], parameters: Collection[Var]) -> dict[Var, frozenset[Var]]:
     """The parameters that each value is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:

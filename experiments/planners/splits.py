@@ -1,0 +1,63 @@
+"""What finer layers save: models at their real size on many devices, planned with whole layers and with halves of some.
+
+M = 2 S micro-batches. Nothing runs, the estimates are the roofline's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.plan import Answer, Options, answer, model_costs, on_cluster, with_splits
+from jvpipe.planners.forecast import simulated_step_s
+from jvpipe.planners.problem import Problem
+from jvpipe.schedules import find_schedule
+
+MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))
+"""Model, size, examples per micro-batch."""
+CLUSTERS = (("a100-40gb", (4, 8)), ("a100-80gb", (8, 16, 24)))
+"""Cluster (the links of the first are PCIe, those of the second NVLink) and stages, all as if in one machine."""
+
+
+def planned(cluster_name: str, model: str, size: str, examples: int, stages: int) -> list[tuple[Problem, Answer]]:
+    """The plan with whole layers, and with finer ones."""
+    microbatches = 2 * stages
+    options = Options(
+        model=model, size=size, stages=stages, microbatches=microbatches, batch_size=examples * microbatches
+    )
+    cluster = replace(find_cluster(cluster_name), devices_per_machine=stages)
+    costs, schedule = model_costs(options, cluster), find_schedule("1f1b")
+    problem = Problem(costs, stages, schedule, microbatches, cluster.device.memory_bytes)
+    problem = on_cluster(problem, cluster)
+    whole = answer(problem, "jvpipe")
+    return [(problem, whole), with_splits(options, problem, whole)]
+
+
+def row(name: str, stages: int, found: Sequence[tuple[Problem, Answer]]) -> str:
+    """Slowest stage over the mean, its layers, step milliseconds; of both plans, and what is saved."""
+    cells, steps = [], []
+    for problem, each in found:
+        if each.decision is None or each.evaluation is None:
+            return f"| {name} | {stages} | no plan fits |"
+        costs, bounds = each.evaluation.stages, each.decision.bounds
+        seconds = [cost.compute_s for cost in costs]
+        slowest = seconds.index(max(seconds))
+        steps.append(simulated_step_s(problem, costs))
+        cells += [f"{max(seconds) * stages / sum(seconds):.3f}", f"{bounds[slowest + 1] - bounds[slowest]}"]
+        cells += [f"{1e3 * steps[-1]:.1f}"]
+    layers = len(found[1][0].costs.layers)
+    return f"| {name} | {stages} | {' | '.join(cells)} | {layers} | {1 - steps[1] / steps[0]:.1%} |"
+
+
+def main() -> None:
+    """Prints the table."""
+    print("| model, cluster | S | slowest / mean | its layers | step ms ", end="")
+    print("| finer: slowest / mean | its layers | step ms | layers | saved |\n|" + 10 * "---|")
+    for cluster, each in CLUSTERS:
+        for model, size, examples in MODELS:
+            for stages in each:
+                found = planned(cluster, model, size, examples, stages)
+                print(row(f"{model} {size}, {cluster}", stages, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

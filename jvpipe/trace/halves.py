@@ -1,0 +1,101 @@
+"""Layers cut in two, where one of them is too large a part of a stage.
+
+A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
+memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
+can give the same bits as one; whether they do is for `programs.agreement` to say. No parameter is read on both sides:
+it would have two gradients, summed in another order. Only the layer itself is looked at: layers alike are cut alike,
+and no other layer changes.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from itertools import pairwise
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.trace import jaxprs
+from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
+from jvpipe.trace.primitives import flops
+from jvpipe.trace.sums import parameters_behind
+
+Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
+"""How long each equation takes, of those that make some outputs."""
+
+_EVEN = 0.05
+"""Halves are alike if they differ by less than this share of their layer: then the one that sends less is better."""
+
+
+def kind(body: Body) -> Hashable:
+    """Equal for layers that are alike."""
+    return jaxprs.structure(body.eqns, body.inputs, body.outputs), body.differentiable, body.active
+
+
+def places(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
+    """How many equations before its end a layer can be cut in two, the most even halves first.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jvpipe.trace.graph import build_graph
+    >>> from jvpipe.trace.loss import trace_loss
+    >>> def loss_fn(params, x, rng):
+    ...     return jnp.sum(jnp.tanh(x @ params[0]) @ params[1])
+    >>> w = jnp.ones((2, 2))
+    >>> traced = build_graph(trace_loss(loss_fn, [w, w], w, None), cuts=[])
+    >>> halves = split(traced, {0: places(traced, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
+    >>> [[eqn.primitive.name for eqn in body.eqns] for body in halves.bodies]
+    [['dot_general', 'tanh'], ['dot_general', 'reduce_sum']]
+    """
+    sorted_eqns, body = Sorted.of(traced.loss), traced.bodies[layer]
+    start, end = _bounds(traced, sorted_eqns)[layer]
+    parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == "parameter"]
+    run, behind = sorted_eqns.main[start:end], parameters_behind(sorted_eqns.floating, parameters)
+    products = [p for p, eqn in enumerate(run) if flops(eqn)]
+    taken_s = list(seconds(body.eqns, body.outputs))
+    total_s, found = sum(taken_s), []
+    for p in products[1:]:
+        first, second = (_reads(half) for half in (run[:p], run[p:]))
+        if _behind(first, behind).isdisjoint(_behind(second, behind)):
+            later_s = sum(taken_s[len(taken_s) - len(run) + p :])
+            slower = max(later_s, total_s - later_s) / total_s if total_s else 1.0
+            sent = {v for eqn in run[:p] for v in eqn.outvars} & second
+            found.append((round(slower / _EVEN), sum(map(_bytes, sent)), len(run) - p))
+    return [place for *_, place in sorted(found)]
+
+
+def split(traced: Traced, where: dict[int, int]) -> Traced:
+    """The same model with some layers cut in two, each so many equations before its end."""
+    bounds = _bounds(traced, Sorted.of(traced.loss))
+    further = [bounds[layer][1] - place for layer, place in where.items()]
+    return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
+
+
+def split_at(traced: Traced, splits: Sequence[int]) -> Traced:
+    """A model with layers cut in two as a plan says.
+
+    Raises:
+        ValueError: there is no such place inside of a layer.
+    """
+    if not splits:
+        return traced
+    end = len(Sorted.of(traced.loss).main)
+    if wrong := [p for p in splits if not 0 < p < end or p in traced.cuts or splits.count(p) > 1]:
+        raise ValueError(
+            f"the plan splits layers before equations {wrong}, where this model has no inside of a layer (it has "
+            f"{end} equations): the plan was made for another model. Let the planner make one, by stages=N"
+        )
+    return build_graph(traced.loss, traced.cuts, splits)
+
+
+def _bounds(traced: Traced, sorted_eqns: Sorted) -> list[tuple[int, int]]:
+    return list(pairwise([0, *sorted([*traced.cuts, *traced.splits]), len(sorted_eqns.main)]))
+
+
+def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[Var]:
+    return set().union(*(behind.get(v, ()) for v in values))
+
+
+def _reads(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    return set(jaxprs.free_variables(eqns))
+
+
+def _bytes(var: Var) -> int:
+    aval = _jax.aval(var)
+    return aval.size * aval.dtype.itemsize
