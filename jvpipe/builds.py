@@ -60,6 +60,7 @@ class Builds:
     def __init__(self, settings: Settings, store: ProgramStore, runs: Runs | None = None) -> None:
         self.settings, self._store = settings, store
         self.runs: Runs = {} if runs is None else runs
+        self._follows = runs is not None  # another model, while it waits: finer layers are not tried
         self._known: dict[Any, Build] = {}
         self._warm: dict[Any, Build] = {}
         self.planned: Planned | None = None
@@ -183,7 +184,8 @@ class Builds:
                 f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
             )
         found = self._planned(cut, traced)
-        found = splitter.better(found, partial(self._planned, cut)) if chooses else found
+        if chooses and not self._follows:
+            found = splitter.better(found, partial(self._planned, cut))
         self.planned = found.planned
         return self._build(found.traced, self._by_hand(found.traced, found.planned.plan), found.optimizer)
 
