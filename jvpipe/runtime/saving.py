@@ -81,7 +81,7 @@ class Saving:
     def check_flight(self, path: str | Path, flight: Mapping[str, Any]) -> None:
         """Raises ValueError if what was in flight belongs to another schedule, other cuts or fates."""
         if flight["bound_to"] != self._binding:
-            saved, cuts, _, micro = flight["bound_to"]
+            saved, cuts, _, _, micro = flight["bound_to"]
             raise ValueError(
                 f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
                 "the same schedule, cuts, fates and micro-batches can go on from it. Use these, or save a state that "
@@ -90,8 +90,9 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        fates = [dict(stage.fates) for stage in self.build.plan.stages]
-        return [self.schedule.options, list(self.build.plan.cuts), fates, self.microbatches]
+        plan = self.build.plan
+        fates = [dict(stage.fates) for stage in plan.stages]
+        return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches]
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
         graph, optimizer = self.build.traced.graph, self.build.optimizer

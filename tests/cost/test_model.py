@@ -76,8 +76,8 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(nam
             step = lower_step(model.graph, forms, lists, optimizer(name), layer_s)
             by_stage, share = shares(problem, decision, peaks(step, stages)[:stages])
             assert min(by_stage) >= 1, (stages, by_stage)
-            if layer_s is None:
-                assert share <= (1.05 if schedule == "gpipe" or stages == 1 else 1.16), (stages, share)
+            if layer_s is None:  # gradients are counted from the start, but a layer's begin with its own backward
+                assert share <= (1.11 if schedule == "gpipe" or stages == 1 else 1.16), (stages, share)
 
 
 @pytest.mark.parametrize("name", ["pre-norm", "threefry", "unet", "resnet", "linen"])

@@ -21,4 +21,4 @@ def test_a_deep_bert_compiles_its_distinct_layers_only() -> None:
     distinct = len({id(p) for p in layer_programs(shared_store(), pipe.build.traced)})
     assert len(pipe.graph.layers) > 22
     assert distinct <= 6
-    assert max(pipe.programs.values()) <= 3 * distinct
+    assert max(pipe.programs.values()) <= 4 * distinct  # forward, backward, sums of gradients, update
