@@ -3,6 +3,7 @@
 Rates are micro-batches per second; a step has `MICRO_BATCHES`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,42 +13,60 @@ from matplotlib.figure import Figure
 
 from experiments.nas.variants import NAMES
 
-MICRO_BATCHES = 16
-BOUNDS = {"ideal": 0.93, "static": 1.25}
-COLOURS = {"static": "#b0413e", "swap/recompute": "#c8691c", "full": "#2f6db3", "ideal": "#222222"}
+MICRO_BATCHES, STEPS = 16, 8
+"""Of a step; of an architecture."""
+COLOURS = {
+    "static, first": "#8557a8",
+    "static": "#b0413e",
+    "swap/recompute": "#c8691c",
+    "full": "#2f6db3",
+    "ideal": "#222222",
+}
 
 
-def report(title: str, step_s: Mapping[str, Sequence[float]], layers: Sequence[int]) -> None:
+def report(title: str, step_s: Mapping[str, Sequence[float]], layers: Sequence[int], first: int = 0) -> None:
     """Prints the table of a stream, given seconds per step by variant and architecture, and the ratios of its means.
 
-    Every architecture is trained for as many steps: the mean is that of the seconds.
+    Every architecture is trained for as many steps: the mean is that of the seconds. The first one is number `first`.
     """
-    rows = [[*map(str, (n, count))] for n, count in enumerate(layers)]
     print(f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|")
-    for n, row in enumerate(rows):
-        print(f"| {' | '.join([*row, *(f'{MICRO_BATCHES / step_s[name][n]:.1f}' for name in NAMES)])} |")
+    for n, count in enumerate(layers):
+        rates = (f"{MICRO_BATCHES / step_s[name][n]:.1f}" for name in NAMES)
+        print(f"| {n + first} | {count} | {' | '.join(rates)} |")
     total = {name: sum(step_s[name]) for name in NAMES}
     means = (f"{MICRO_BATCHES * len(layers) / total[name]:.1f}" for name in NAMES)
     print(f"| mean | | {' | '.join(means)} |")
     over = {name: total[name] / total["full"] for name in NAMES}
+    lost = STEPS * (total["full"] - total["ideal"]) / total["ideal"]
+    ratios = [f"full over {name} {over[name]:.{digits}f}" for name, digits in (("ideal", 3), ("static", 2))]
+    bounded = [f"{ratio} (bound {bound})" for ratio, bound in zip(ratios, (0.93, 1.25), strict=True)]
     print(
-        f"\nfull over ideal {over['ideal']:.3f} (bound {BOUNDS['ideal']}), over static {over['static']:.2f} (bound "
-        f"{BOUNDS['static']}), over swap and recompute alone {over['swap/recompute']:.2f}",
-        flush=True,
+        f"\n{', '.join(bounded)}, over that of the first architecture {over['static, first']:.2f}, over swap and "
+        f"recompute alone {over['swap/recompute']:.2f}"
     )
+    print(f"a switch costs {lost:.2f} of a step, tracing and planning included (bound 1)", flush=True)
+
+
+def keep(name: str, schedule: str, step_s: Mapping[str, Sequence[float]]) -> None:
+    """Adds rates to <name>.json beside this file, and draws what is there to <name>.svg."""
+    path = Path(__file__).with_name(f"{name}.json")
+    rates = json.loads(path.read_text()) if path.exists() else {}
+    rates[schedule] = {variant: [round(MICRO_BATCHES / s, 2) for s in step_s[variant]] for variant in NAMES}
+    path.write_text(json.dumps(rates, indent=1) + "\n")
+    draw(name, rates)
 
 
 def draw(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Micro-batches per second by schedule, variant and architecture; to <name>.svg beside this file."""
+    """Micro-batches per second by schedule, variant and architecture."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-    for axes, (schedule, found) in zip(panels, rates.items(), strict=True):
+    for axes, (schedule, found) in zip(panels, sorted(rates.items()), strict=True):
         for variant, colour in COLOURS.items():
             style = ":" if variant == "ideal" else "-"
             values = found[variant]
             axes.stairs(values, range(1, len(values) + 2), color=colour, linestyle=style, label=variant, baseline=None)
-        axes.set_title(f"{name}, {schedule}", loc="left", fontsize=10)
+        axes.set_title(f"{name.replace('_', ', ')}, {schedule}", loc="left", fontsize=10)
         axes.set_xlabel("architecture", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=8)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from experiments.nas import streams, variants
-from experiments.nas.report import MICRO_BATCHES, draw, report
+from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
@@ -30,7 +30,6 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.model import trace_model
 
-STEPS = 8
 CLUSTER = find_cluster("a100-40gb")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "changed": ("evolved-transformer", {"blocks": streams.STAGES * streams.PER_STAGE}),
@@ -111,6 +110,13 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
     return Planned(problem, graph, prepared_s)
 
 
+def homes_of(one: Planned, slots: int) -> list[int]:
+    """Where the upper layer's own planner, which knows of no limit, has the slots of an architecture."""
+    problem = replace(one.problem, memory_limit_bytes=None)
+    bounds = find_planner(problem.schedule.name)(problem).bounds
+    return streams.homes(one.graph, slots, [j - i for i, j in pairwise(bounds)])
+
+
 def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) -> float:
     """What a change of model and plan takes: copies to the device that gets most, and a stream's draining and filling.
 
@@ -127,7 +133,7 @@ def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) 
     return max(taken_s) + (0.0 if new.problem.schedule.synchronous else sum(stages_s) - max(stages_s))
 
 
-def seconds(found: Sequence[Planned], homes: Sequence[int]) -> dict[str, list[float]]:
+def seconds(found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]) -> dict[str, list[float]]:
     """Seconds per step of each variant, by architecture; those of the full one with its switches."""
     step_s: dict[str, list[float]] = {name: [] for name in variants.NAMES}
     before: tuple[Planned, Decision] | None = None
@@ -135,8 +141,9 @@ def seconds(found: Sequence[Planned], homes: Sequence[int]) -> dict[str, list[fl
         start_s = time.perf_counter()
         best = find_planner("jvpipe")(one.problem)
         planning_s = one.prepared_s + time.perf_counter() - start_s
-        bounds = streams.home_bounds(one.graph, homes)
+        bounds = streams.home_bounds(one.graph, whole)
         for name, decisions in (
+            ("static, first", variants.static_at_home(one.problem, streams.home_bounds(one.graph, first))),
             ("static", variants.static_at_home(one.problem, bounds)),
             ("swap/recompute", variants.chosen_at_home(one.problem, bounds)),
         ):
@@ -159,16 +166,11 @@ def main() -> None:
     architectures = architectures_of(name, workload, count)
     found = [planned(workload, architecture, MICRO_BATCH[name]) for architecture in architectures]
     whole = found[0] if name == "changed" else planned(workload, default(workload), MICRO_BATCH[name])
-    rates = {}
     for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
-        asked = replace(whole.under(schedule).problem, memory_limit_bytes=None)
-        cuts = [j - i for i, j in pairwise(find_planner(schedule)(asked).bounds)]
-        homes = streams.homes(whole.graph, len(architectures[0].slots), cuts)
-        step_s = seconds([one.under(schedule) for one in found], homes)
-        rates[schedule] = {name: [MICRO_BATCHES / s for s in step_s[name]] for name in variants.NAMES}
+        homes = [homes_of(one.under(schedule), len(architectures[0].slots)) for one in (found[0], whole)]
+        step_s = seconds([one.under(schedule) for one in found], *homes)
         report(f"{name}, simulated, {schedule}", step_s, [len(one.names) for one in found])
-    if len(rates) == 2:
-        draw(f"{name}_simulated", rates)
+        keep(f"{name}_simulated", schedule, step_s)
 
 
 if __name__ == "__main__":

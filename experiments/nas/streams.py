@@ -1,7 +1,7 @@
 """The two streams of architectures, and where a static partition has their layers.
 
-Slots have a home: the stage where the upper layer's own planner has them, in the first architecture of the stream of
-additions, in the one that fills all slots of the search. A static partition leaves every block at its home.
+Slots have a home: the stage where the upper layer's own planner has them, in the first architecture or in the one that
+fills all slots of a search. A static partition leaves every block at its home.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """What the upper layer, vPipe's two halves and the whole make of one architecture: decisions on a planner's problem.
 
 - `static`: layers stay at home. GPipe computes every stage again; PipeDream keeps everything, and where that breaks the
-  limit it computes every stage again too, since it would stop otherwise.
+  limit it computes every stage again too, since it would stop otherwise. `static, first`: home is where the planner has
+  the slots in the first architecture.
 - `swap/recompute`: layers stay at home, fates by vPipe's algorithm 2: everything is kept but for what is too much.
 - `full`: cuts and fates by jvpipe's planner, while training runs.
 - `ideal`: the same, had it been known before and cost nothing.
@@ -17,7 +18,7 @@ from jvpipe.planners.segments import Segments
 from jvpipe.planners.selection import Moves, Selection
 from jvpipe.planners.vpipe import swap_recompute
 
-NAMES = ("static", "swap/recompute", "full", "ideal")
+NAMES = ("static, first", "static", "swap/recompute", "full", "ideal")
 
 
 def static_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
