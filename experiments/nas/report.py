@@ -64,7 +64,9 @@ def draw(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     for axes, (schedule, found) in zip(panels, sorted(rates.items()), strict=True):
         for variant, colour in COLOURS.items():
             style = ":" if variant == "ideal" else "-"
-            values = found[variant]
+            values = found.get(variant)
+            if values is None:
+                continue
             axes.stairs(values, range(1, len(values) + 2), color=colour, linestyle=style, label=variant, baseline=None)
         axes.set_title(f"{name.replace('_', ', ')}, {schedule}", loc="left", fontsize=10)
         axes.set_xlabel("architecture", fontsize=8)
