@@ -134,8 +134,8 @@ def homes_of(subject: Subject, schedule: str, architecture: Architecture) -> lis
     return streams.homes(pipe.graph, len(architecture.slots), pipe.plan.cuts)
 
 
-def followed(subject: Subject, schedule: str, count: int) -> Followed:
-    """Trains the stream; layers move as the plan of each architecture says."""
+def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvpipe.Pipeline, Any]:
+    """Trains the stream; layers move as the plan of each architecture says. Also the pipeline and its last state."""
     space = subject.supernet.space
     given = subject.architectures
     search = ArchitectureSearch(subject.supernet, 0, STEPS, streams.Given(space, given) if given else None)
@@ -147,10 +147,12 @@ def followed(subject: Subject, schedule: str, count: int) -> Followed:
     pipe.prepared_s.clear()
     found = []
     with counted_compilations() as compiled:
-        for _, metrics, architecture in search.run(pipe, state, repeat(batch), STEPS * count):
+        for reached, metrics, architecture in search.run(pipe, state, repeat(batch), STEPS * count):
+            state = reached
             clock.watch(metrics["loss"])
             found.append(architecture)
-    return Followed(found[::STEPS], clock.moments_s(), pipe.prepared_s, pipe.switched_s, compiled)
+    moments_s = clock.moments_s()
+    return Followed(found[::STEPS], moments_s, [*pipe.prepared_s], [*pipe.switched_s], compiled), pipe, state
 
 
 def plans_at_home(
@@ -178,14 +180,13 @@ def plans_at_home(
 
 
 def alone(
-    subject: Subject, schedule: str, architecture: Architecture, first: Sequence[int], whole: Sequence[int]
-) -> dict[str, tuple[float, jvpipe.Plan]]:
-    """Seconds per step of the variants that do not move layers, each in its stride, and its plan."""
-    pipe, batch = pipeline(subject, schedule, subject.supernet.loss_of(architecture)), subject.batch()
-    params = subject.supernet.params_of(architecture, jax.random.key(0))
-    state = pipe.init(params, batch, jax.random.key(0))
+    subject: Subject, pipe: jvpipe.Pipeline, state: Any, architecture: Architecture, homes: Sequence[Sequence[int]]
+) -> tuple[dict[str, tuple[float, jvpipe.Plan]], Any]:
+    """Seconds per step of the variants that do not move layers, each in its stride, and its plan; the state."""
+    batch, params = subject.batch(), subject.supernet.params_of(architecture, jax.random.key(0))
+    state = pipe.update_model(state, subject.supernet.loss_of(architecture), params)
     found: dict[str, tuple[float, jvpipe.Plan]] = {}
-    bounds = [streams.home_bounds(pipe.graph, homes, subject.stages) for homes in (first, whole)]
+    bounds = [streams.home_bounds(pipe.graph, home, subject.stages) for home in homes]
     for name, wanted in plans_at_home(pipe, *bounds).items():
         for plan in wanted:
             try:
@@ -203,7 +204,7 @@ def alone(
         moments_s = clock.moments_s()[WARM - 1 :]
         found[name] = (moments_s[-1] - moments_s[0]) / (len(moments_s) - 1), pipe.plan
         state = pipe.drain(state)
-    return found
+    return found, state
 
 
 def subject(name: str) -> Subject:
@@ -224,12 +225,15 @@ LIMIT_BYTES = 2**21
 
 def run(subject: Subject, schedule: str, count: int) -> None:
     """Runs everything under one schedule, prints the table and what switching took."""
-    stream = followed(subject, schedule, count)
+    stream, pipe, state = followed(subject, schedule, count)
     full_s = stream.step_s()
     first = stream.architectures[0]
     whole = first if subject.architectures else subject.supernet.default
     homes = [homes_of(subject, schedule, architecture) for architecture in (first, whole)]
-    measured = [alone(subject, schedule, architecture, *homes) for architecture in stream.architectures[1:]]
+    measured = []
+    for architecture in stream.architectures[1:]:
+        taken, state = alone(subject, pipe, state, architecture, homes)
+        measured.append(taken)
     step_s = {name: [found[name][0] for found in measured] for name in variants.NAMES if name != "full"}
     step_s["full"] = full_s
     report(f"{subject.name}, {schedule}", step_s, [sum(found["ideal"][1].cuts) for found in measured], first=1)
