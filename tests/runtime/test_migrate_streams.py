@@ -53,9 +53,7 @@ def run(
     return pipe, state, losses
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule"), [*(("one-hot", name) for name in SCHEDULES), ("linen", "pipedream"), ("resnet", "pipemare")]
-)
+@pytest.mark.parametrize(("case", "schedule"), [*(("one-hot", name) for name in SCHEDULES), ("resnet", "pipemare")])
 def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
     m, draw = CASES[case](), random.Random(f"{case} {schedule}")
     moves = {(step, draw.randrange(MICRO)): lambda pipe: random_plan(pipe, draw) for step in range(1, STEPS - 1)}
