@@ -53,8 +53,8 @@ def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = AD
 
 
 def graph_of(m: Case) -> LayerGraph:
-    options = {"has_aux": m.has_aux, "has_state": m.has_state}
-    return trace_model(m.loss_fn, m.params, m.batch, m.rng, m.state, None, **options).traced.graph
+    found = trace_model(m.loss_fn, m.params, m.batch, m.rng, m.state, None, has_aux=m.has_aux, has_state=m.has_state)
+    return found.traced.graph
 
 
 def batches_of(m: Case, count: int, micro: int = MICRO) -> list[Any]:
