@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import jax
-
 from experiments.nas import streams, variants
+from experiments.nas.paced import traced
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
 from jvpipe.cost.cluster_file import find_cluster
@@ -28,7 +27,6 @@ from jvpipe.planners.problem import Decision, Problem
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
-from jvpipe.trace.model import trace_model
 
 CLUSTER = find_cluster("a100-40gb")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "amoebanet": ("evolved-amoebanet", {"slots": 24, "filters": 96, "side": 64}),
 }
 MICRO_BATCH = {"changed": 8, "evolved": 8, "amoebanet": 64}
-"""With which PipeDream, keeping everything, just holds the first architecture."""
+"""With which PipeDream holds everything of the first architecture, with room to spare."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
     supernet = workload.supernet
     assert supernet is not None
     start_s = time.perf_counter()
-    params = jax.eval_shape(lambda key: supernet.params_of(architecture, key), jax.random.key(0))
-    batch = workload.abstract_batch(micro_batch)
-    model = trace_model(supernet.loss_of(architecture), params, batch, jax.random.key(0), None, has_state=False)
+    model = traced(workload, supernet, architecture, micro_batch)
     graph = model.traced.graph
     owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
     optimizer = cut_optimizer(workload.optimizer(1000), model.params, owners, readers, microbatches=None)
