@@ -12,6 +12,7 @@ from dataclasses import replace
 from jvpipe.builds import Builds
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import measure_links
+from jvpipe.interpreter import beside_training
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import recut
 from jvpipe.runtime.build import Build
@@ -86,7 +87,8 @@ class Adapter:
             self._left = None
             replan = trigger.observe(build.plan, seen(monitor.read(record), build))
             if replan is not None:
-                self._prepare(trigger, replan, build, step, flight)
+                with beside_training():
+                    self._prepare(trigger, replan, build, step, flight)
         except Exception:
             _log.exception("step %d could not be looked at", step)
 

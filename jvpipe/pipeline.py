@@ -15,6 +15,7 @@ from jvpipe._jax import Device
 from jvpipe.adapt import Adapter
 from jvpipe.arguments import feeds_of, place_stages, reported_limit
 from jvpipe.builds import Builds, Settings
+from jvpipe.interpreter import beside_training
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
@@ -292,7 +293,8 @@ class Pipeline(Views):
         It may be called in another thread while this one trains; layers that no model had are timed beside that.
         `params` and `model_state` may be shapes.
         """
-        self._models.of(self._builds, loss_fn, params, model_state).compile_everywhere()
+        with beside_training():
+            self._models.of(self._builds, loss_fn, params, model_state).compile_everywhere()
 
     def wait(self, state: State) -> State:
         """Waits until a state is there; if a stage failed on the way to it, says which."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.interpreter import beside_training
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
 from jvpipe.pipeline import Metrics, Pipeline
@@ -72,9 +73,10 @@ class ArchitectureSearch:
         return candidate, pipe.update_model(state, candidate.loss_fn, candidate.params)
 
     def _prepared(self, pipe: Pipeline, architecture: Architecture) -> Candidate:
-        candidate = self._candidate(architecture)
-        pipe.precompile(candidate.loss_fn, candidate.params)
-        return candidate
+        with beside_training():
+            candidate = self._candidate(architecture)
+            pipe.precompile(candidate.loss_fn, candidate.params)
+            return candidate
 
     def _candidate(self, architecture: Architecture) -> Candidate:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):

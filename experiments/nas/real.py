@@ -1,7 +1,7 @@
 """Really run: NPROC=1 python -m experiments.nas.real changed|evolved|unpaced [gpipe|pipedream] [ARCHITECTURES]
 
 `changed`: layers are added twice to one stage and removed twice from another. `evolved`: 30 architectures of a search.
-Both paced, on four devices. `unpaced`: the search with the model `mini` as it is, on two devices.
+Both paced, on four devices. `unpaced`: the search with the model `mini` and the same kinds of blocks, on two devices.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from jvpipe.planners.by_hand import checkpointed
 from jvpipe.search import ArchitectureSearch
 
 WARM, TIMED = 2, 3
-"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` that count."""
+"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median counts."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def alone(
             state = reached
             clock.watch(metrics["loss"])
         moments_s = clock.moments_s()[WARM - 1 :]
-        found[name] = (moments_s[-1] - moments_s[0]) / (len(moments_s) - 1), pipe.plan
+        found[name] = statistics.median(b - a for a, b in pairwise(moments_s)), pipe.plan
         state = pipe.drain(state)
     return found, state
 
@@ -212,7 +212,7 @@ def subject(name: str) -> Subject:
     if name == "unpaced":
         workload = models.load("evolved-transformer", "mini")
         assert workload.supernet is not None
-        return Subject(name, workload, workload.supernet, 2, None, 4, None)
+        return Subject(name, workload, paced.smaller(workload.supernet), 2, None, 4, None)
     slots = streams.STAGES * streams.PER_STAGE if name == "changed" else streams.SLOTS
     workload, supernet = paced.paced_workload(slots)
     blocks = list(default_architecture(workload.config).slots[:2])

@@ -4,6 +4,7 @@ A leg of the course begins at a micro-batch; from there on layers lie where its 
 what the rule of its new stage says, but nothing older than what its old stage would have read next: that is gone.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class Course:
         drained: bool,
     ) -> None:
         self.graph, self.legs, self.schedule, self.M = graph, tuple(legs), schedule, M
+        self._starts = [leg.start for leg in legs]
         self.every = schedule.period(M)
         counts = [len(leg.form.plan.stages) for leg in legs]
         self._stages = [{i: s for s, found in enumerate(leg.form.plan.stages) for i in found.layers} for leg in legs]
@@ -79,7 +81,7 @@ class Course:
 
     def _at(self, m: int) -> int:
         """The number of a micro-batch's leg."""
-        return max(n for n, leg in enumerate(self.legs) if leg.start <= m)
+        return bisect_right(self._starts, m) - 1
 
     def form(self, m: int) -> Form:
         """How a micro-batch runs."""

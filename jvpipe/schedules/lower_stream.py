@@ -41,9 +41,13 @@ class StreamLowering:
         S, M = max(len(leg.form.plan.stages) for leg in self.legs), self.microbatches
         begun = self.begun
         fill = begun + 2 + -(-S // M)
-        found = self._lower(fill + 2 + -(-2 * S // M), drained=False)
-        first = next(n for n in range(begun + 1, fill + 2) if found[n] == found[n + 1])
-        return tuple(found[: first + 1])
+        slices = self._lower(fill + 2 + -(-2 * S // M), drained=False)
+        found = [slices.step(n) for n in range(begun + 2)]
+        for n in range(begun + 2, fill + 3):
+            if (following := slices.step(n)) == found[-1]:
+                return tuple(found)
+            found.append(following)
+        raise AssertionError("a stream comes to repeat itself")
 
     def step(self, steps: int) -> Step:
         """The step after so many."""
@@ -57,9 +61,9 @@ class StreamLowering:
     def drain(self, steps: int) -> Step:
         """What is left to do after so many steps; it ends with nothing in flight."""
         n = min(steps, len(self.steps))
-        return dropping(self._lower(n, drained=True)[-1], self.steps[n - 1])
+        return dropping(self._lower(n, drained=True).step(n), self.steps[n - 1])
 
-    def _lower(self, steps: int, *, drained: bool) -> list[Step]:
+    def _lower(self, steps: int, *, drained: bool) -> Slices:
         M = self.microbatches
         course = Course(self.graph, self.legs, self.schedule, M, steps, self.layer_s, drained=drained)
         lists = course.parts if drained else course.parts[:-1]
@@ -94,7 +98,7 @@ class StreamLowering:
             pen.enter(self.legs[-1].form.plan)
             pen.refresh()
             bounds[-1], names[-1] = len(pen.rows), pen.names()
-        return Slices(pen, bounds, names, uses, M, self.schedule.period(M), drained).steps()
+        return Slices(pen, bounds, names, uses, M, self.schedule.period(M), drained)
 
     def _task(self, pen: VersionedEmitter, form: Form, swaps: Swaps, task: Task) -> list[Use]:
         s, kind, m = task

@@ -40,10 +40,6 @@ class Slices:
     every: int
     drained: bool
 
-    def steps(self) -> list[Step]:
-        """Every slice as a step."""
-        return [self._step(n) for n in range(len(self.bounds) - 1)]
-
     @cached_property
     def _last(self) -> dict[int, int]:
         """The last row that touches each buffer."""
@@ -75,7 +71,8 @@ class Slices:
         named = ((relative(self.names[n][b], *self._base(n), self.pen.written), b) for b in here)
         return sorted(named, key=lambda item: str(item[0]))
 
-    def _step(self, n: int) -> Step:
+    def step(self, n: int) -> Step:
+        """A slice as a step; the last one of a drained stream is its end."""
         pen, M, (m0, v0) = self.pen, self.M, self._base(n)
         rows = pen.rows[self.bounds[n] : self.bounds[n + 1]]
         before, after = self._alive(n), self._alive(n + 1)
