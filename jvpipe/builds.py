@@ -55,12 +55,18 @@ class Settings:
 
 
 class Builds:
-    """The builds of a pipeline by the shapes of their batch; the first to be traced decides the plan of all."""
+    """The builds of a pipeline by the shapes of their batch; the first to be traced decides the plan of all.
 
-    def __init__(self, settings: Settings, store: ProgramStore, runs: Runs | None = None) -> None:
+    Where these follow a `present` model, layers are timed in the room that it leaves under the limit.
+    """
+
+    def __init__(self, settings: Settings, store: ProgramStore, present: "Builds | None" = None) -> None:
         self.settings, self._store = settings, store
-        self.runs: Runs = {} if runs is None else runs
-        self._follows = runs is not None  # another model, while it waits: finer layers are not tried
+        self._follows = present is not None  # which waits meanwhile: finer layers are not tried
+        self.runs: Runs = present.runs if present else {}
+        limit = settings.memory_limit_bytes
+        held = present.first.peaks[0].bytes if present and limit is not None else 0
+        self._timing_bytes = None if limit is None else limit - held
         self._known: dict[Any, Build] = {}
         self._warm: dict[Any, Build] = {}
         self.planned: Planned | None = None
@@ -202,7 +208,7 @@ class Builds:
             settings.memory_limit_bytes,
             settings.host_limit_bytes,
         )
-        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs)
+        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs, self._timing_bytes)
 
         def peak_bytes_of(plan: Plan) -> int:
             build = self._build(traced, self._by_hand(traced, plan), optimizer)

@@ -62,7 +62,7 @@ class KnownModels:
         if isinstance(settings.stages, Plan):  # it was given for the layers of another model
             stages = settings.stages.stages
             settings = replace(settings, stages=len(stages), places=tuple(stage.devices[0] for stage in stages))
-        builds = Builds(settings, self._store, present.runs)
+        builds = Builds(settings, self._store, present)
         try:
             builds.trace(params, present.batch, rng, model_state)
         except KeyError as error:

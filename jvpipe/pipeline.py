@@ -27,7 +27,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.change import ModelChange
 from jvpipe.runtime.checkpoint import load_checkpoint
-from jvpipe.runtime.controller import Controller, Feeds
+from jvpipe.runtime.controller import Controller, Feeds, StageError
 from jvpipe.runtime.flight import lifted
 from jvpipe.runtime.losses import LossWatch
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
@@ -274,12 +274,18 @@ class Pipeline(Views):
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
             MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
+            StageError: something failed on the way; its `state` is the present model's, drained and whole.
         """
         builds = self._models.of(self._builds, loss_fn, params, model_state)
         takeover = self._models.takeover(self._builds, builds, params, model_state, self._limits)
         state = self.drain(state)
         state.check(len(self.build.persistent))
-        state = replace(state, arrays=takeover.run(state.arrays, self.ledger))
+        try:
+            state = replace(state, arrays=takeover.run(state.arrays, self.ledger))
+        except StageError as error:
+            error.state = replace(state, arrays=tuple(error.table))
+            error.add_note("The model before is whole: go on with the `state` of this error, or save it.")
+            raise
         self._builds, self.ledger.versions = builds, VersionLedger()
         self._moves.follow(builds)
         self._adapter.follow(builds)

@@ -72,10 +72,11 @@ def measure(
     device: Device,
     store: ProgramStore,
     known: Runs | None = None,
+    room_bytes: int | None = None,
 ) -> Problem:
     """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses.
 
-    What is `known` of programs is not measured again.
+    What is `known` of programs is not measured again, and nothing that the device has no room for.
     """
     if request.planner in UNTIMED:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
@@ -83,8 +84,8 @@ def measure(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
         )
     else:
-        micro = request.microbatches
-        costs = measured_costs(traced, device, store, optimizer, micro, fates=request.chooses, known=known)
+        options = {"fates": request.chooses, "known": known, "room_bytes": room_bytes}
+        costs = measured_costs(traced, device, store, optimizer, request.microbatches, **options)
     problem = Problem(
         costs,
         request.stages,

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe._jax import Device
+from jvpipe._jax import ClosedJaxpr, Device
+from jvpipe.cost import roofline
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
+from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.model import Work, costs_of, own_inputs
 from jvpipe.cost.presets import accelerator_like
 from jvpipe.cost.recompute import Recompute
@@ -40,18 +42,23 @@ Runs = dict[Hashable, Run]
 
 
 def measure_programs(
-    store: ProgramStore, programs: Sequence[Program], device: Device, known: Runs | None = None
+    store: ProgramStore,
+    programs: Sequence[Program],
+    device: Device,
+    known: Runs | None = None,
+    room_bytes: int | None = None,
 ) -> Runs:
-    """Compiles programs side by side, and runs and times each distinct one; not those that are `known`, to which the
-    others are added.
+    """Compiles programs side by side, and runs and times each distinct one that there is room for; not those that are
+    `known`, to which the others are added.
     """
     runs = {} if known is None else known
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
-    runs |= {
-        key: Run(_seconds(executable, program, device), executable.memory_analysis().temp_size_in_bytes)
-        for (key, program), executable in zip(distinct.items(), executables, strict=True)
-    }
+    for (key, program), executable in zip(distinct.items(), executables, strict=True):
+        found = executable.memory_analysis()
+        size = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        if room_bytes is None or size + found.temp_size_in_bytes <= room_bytes:
+            runs[key] = Run(_seconds(executable, program, device), found.temp_size_in_bytes)
     return runs
 
 
@@ -64,6 +71,7 @@ def measured_costs(
     *,
     fates: bool = True,
     known: Runs | None = None,
+    room_bytes: int | None = None,
 ) -> Costs:
     """The costs of a model on a device at hand; layers alike are measured once.
 
@@ -77,12 +85,17 @@ def measured_costs(
             half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
             many bytes each option needs more is what its backward needs as compiled.
         known: what programs took that were measured before; those measured now are added.
+        room_bytes: that the device has for a program; what needs more is estimated by the roofline, at the pace of what
+            was measured.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: layer_programs(store, traced, share) for share in shares}
     forwards = [forward_program(programs) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
-    runs = measure_programs(store, [*forwards, *chain.from_iterable(backwards.values())], device, known)
+    programs = [*forwards, *chain.from_iterable(backwards.values())]
+    runs = measure_programs(store, programs, device, known, room_bytes)
+    jaxprs = [p.forward for p in kept["all"]] + [p.backward for share in shares for p in kept[share]]
+    runs = runs | _estimated(store, device, runs, {p.key: (p, j) for p, j in zip(programs, jaxprs, strict=True)})
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
@@ -90,9 +103,7 @@ def measured_costs(
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
-        recomputed = recomputes(
-            traced, kept["nothing"], accelerator_like(getattr(device, "device_kind", ""), device.platform)
-        )
+        recomputed = recomputes(traced, kept["nothing"], _accelerator(device))
         measured = []
         for layer, recompute in enumerate(recomputed):
             found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
@@ -100,6 +111,25 @@ def measured_costs(
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
         options = with_compiled_bytes(traced, options, [id(p) for p in kept["nothing"]], store, device)
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
+
+
+def _accelerator(device: Device) -> Accelerator:
+    return accelerator_like(getattr(device, "device_kind", ""), device.platform)
+
+
+def _estimated(
+    store: ProgramStore, device: Device, runs: Runs, programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]]
+) -> Runs:
+    """What the programs that were not run would have taken."""
+    missing = [key for key in programs if key not in runs]
+    if not missing:
+        return {}
+    modelled_s = {key: roofline.seconds(jaxpr, _accelerator(device)) for key, (_, jaxpr) in programs.items()}
+    paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
+    pace = statistics.median(paces) if paces else 1.0
+    executables = store.compile([(programs[key][0], device) for key in missing])
+    temporary = [executable.memory_analysis().temp_size_in_bytes for executable in executables]
+    return {key: Run(pace * modelled_s[key], size) for key, size in zip(missing, temporary, strict=True)}
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:

@@ -4,7 +4,7 @@ An array is the same in both if its kind, path, shape and type are. The optimize
 the parameter goes; state that belongs to no parameter (a step count) always stays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from jvpipe.ir.layers import Array
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.checkpoint import to_host
+from jvpipe.runtime.controller import StageError
 from jvpipe.runtime.state import Placing, name_of
 from jvpipe.runtime.tensors import Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 
@@ -195,49 +196,77 @@ class Takeover:
         return frozenset(source.index for source in self.sources if source.how == "copy")
 
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
-        """The new model's arrays. The old ones are whole until it has all, but for `by_host`.
+        """The new model's arrays. What has left is added to `parked`, what has come back is taken from it.
 
-        What has left is added to `parked`, what has come back is taken from it.
+        Raises:
+            StageError: something failed; its `table` are the old model's arrays, whole.
         """
-        placing, live = _placing(self.new), list(ledger.live)
+        live, made = list(ledger.live), dict[Any, jax.Array]()
         leaves = {identity: to_host(arrays[i]) for identity, i in self.parks.items()}
         on_host = {i: to_host(arrays[i]) for i in self._copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
-        given = {**self.given, "constant": self.new.traced.loss.constants}
         try:
             if self.by_host:
                 self._leave(arrays, ledger)
-            table: dict[Any, jax.Array] = {}
-            for (kind, array), buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
-                match source.how:
-                    case "stay":
-                        table[buffer.key] = arrays[source.index]
-                        continue
-                    case "copy":
-                        value = on_host.get(source.index, arrays[source.index])
-                    case "return":
-                        value = self.parked[kind, array]
-                    case "make" if kind == "optimizer":
-                        value = None
-                    case "make":
-                        value = given[kind][name_of(buffer)[1]]
-                ledger.hold(buffer.device, buffer.bytes)
-                if value is not None:
-                    table[buffer.key] = jax.device_put(value, self.new.devices[buffer.device], may_alias=False)
-            placing.initialise_optimizer(table, self.new.store)
-            jax.block_until_ready(list(table.values()))
-        except BaseException:
+            self._arrive({**dict(enumerate(arrays)), **on_host}, made, ledger)
+        except BaseException as error:
             if self.by_host:
-                live[:HOST] = ledger.live[:HOST]
+                left = leaves | {self._before[i]: x for i, x in on_host.items()}
+                arrays = self._restored(arrays, made.values(), left)
             ledger.live[:] = live
-            raise
+            if not isinstance(error, Exception):
+                raise
+            failure = StageError(f"the model could not be changed: {error}")
+            failure.table = arrays
+            raise failure from error
         if not self.by_host:
             self._leave(arrays, ledger)
         ledger.drop(HOST, self.peaks[HOST].bytes + parked_bytes(self.parked) - parked_bytes(self.parked_after))
         for identity in self.parked.keys() - self.parked_after.keys():
             del self.parked[identity]
         self.parked.update(leaves)
-        return tuple(table[buffer.key] for buffer in self.new.persistent)
+        return tuple(made[buffer.key] for buffer in self.new.persistent)
+
+    def _arrive(self, before: Mapping[int, Any], made: dict[Any, jax.Array], ledger: Ledger) -> None:
+        """Puts every array of the new model in its place; `before` are the old model's values, by buffer."""
+        given = {**self.given, "constant": self.new.traced.loss.constants}
+        for (kind, array), buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
+            match source.how:
+                case "stay":
+                    made[buffer.key] = before[source.index]
+                    continue
+                case "copy":
+                    value = before[source.index]
+                case "return":
+                    value = self.parked[kind, array]
+                case "make" if kind == "optimizer":
+                    value = None
+                case "make":
+                    value = given[kind][name_of(buffer)[1]]
+            ledger.hold(buffer.device, buffer.bytes)
+            if value is not None:
+                made[buffer.key] = jax.device_put(value, self.new.devices[buffer.device], may_alias=False)
+        _placing(self.new).initialise_optimizer(made, self.new.store)
+        jax.block_until_ready(list(made.values()))
+
+    def _restored(
+        self, arrays: Sequence[jax.Array], made: Iterable[jax.Array], left: Mapping[Identity, Any]
+    ) -> tuple[jax.Array, ...]:
+        """The old model's arrays again, once what was made for the new one is gone."""
+        staying = {id(x) for x in arrays}
+        for x in made:
+            if id(x) not in staying:
+                x.delete()
+        there = {identity: x for identity, x in zip(self._before, arrays, strict=True) if not x.is_deleted()}
+        constants = self.old.traced.loss.constants
+        found = []
+        for x, identity, buffer in zip(arrays, self._before, self.old.persistent, strict=True):
+            if x.is_deleted():
+                kind, index = name_of(buffer)
+                value = constants[index] if kind == "constant" else (there | left)[identity]
+                x = jax.device_put(value, self.old.devices[buffer.device], may_alias=False)
+            found.append(x)
+        return tuple(found)
 
     def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
         for i in self.leaving:

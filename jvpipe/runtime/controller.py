@@ -27,8 +27,8 @@ Feeds = Mapping[tuple[str, int], Sequence[Any]]
 class StageError(RuntimeError):
     """A program or a copy failed: says in which stage, task and layer.
 
-    `state` is whole if what failed is a migration between two steps: the run goes on from it, or it is saved. `table`
-    are the arrays that there were.
+    `state` is whole if what failed lay between two steps, a migration or a change of models: the run goes on from it,
+    or it is saved. `table` are the arrays that there were.
     """
 
     state: Any = None

@@ -46,6 +46,22 @@ def test_measured_costs_are_estimates_with_other_seconds() -> None:
         assert all(0 <= o.extra_s <= a.options[-1].extra_s for o in a.options)
 
 
+def test_what_there_is_no_room_for_is_estimated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store, device = traced("mlp"), shared_store(), jax.devices()[0]
+    known = {}
+    measured = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known=known)
+    guessed = estimate(model, PRESETS["cpu"], optimizer("mlp"), MICROBATCHES)
+    forwards = [forward_program(made).key for made in layer_programs(store, model, "all")]
+    left = {key: run for key, run in known.items() if key != forwards[0]}
+    monkeypatch.setattr("jvpipe.cost.measure._seconds", lambda *_: pytest.fail("this was run"))
+    costs = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known=left, room_bytes=0)
+    assert forwards[0] not in left, "a later look may find room"
+    assert costs.layers[1].backward_s == measured.layers[1].backward_s
+    alone = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known={}, room_bytes=0)
+    for a, b in zip(alone.layers, guessed.layers, strict=True):
+        assert a.forward_s == pytest.approx(b.forward_s)
+
+
 def test_bytes_beside_those_given_are_the_compilers() -> None:
     model, store, device = traced("pre-norm"), shared_store(), jax.devices()[0]
     measured = measured_costs(model, device, store, optimizer("pre-norm"), MICROBATCHES)

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.cost import measure
 from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 
@@ -329,6 +330,52 @@ def test_the_limit_is_kept_or_nothing_happens() -> None:
     assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
 
 
+def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide layer is not: its seconds are estimated, and the plan keeps the limit."""
+    needs, estimated = list[int](), list[Any]()
+    timed, guessed = measure._seconds, measure._estimated
+
+    def seconds(executable: Any, program: Any, device: Any) -> float:
+        found = executable.memory_analysis()
+        beside = found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
+        needs.append(found.argument_size_in_bytes + beside)
+        return timed(executable, program, device)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for kernel in params.values():
+            x = x + jnp.tanh(x @ kernel) @ kernel.T
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def kernels(*widths: int) -> dict[str, np.ndarray]:
+        return {f"{n}_{width}": np.full((WIDTH, width), 0.1, np.float32) for n, width in enumerate(widths)}
+
+    def guesses(*args: Any) -> measure.Runs:
+        found = guessed(*args)
+        estimated.extend(found)
+        return found
+
+    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(measure, "_estimated", guesses)
+    batch = next(batches())
+    free = jvpipe.Pipeline(loss_fn, OPTIMIZER, 2, MICRO)
+    free.init(kernels(120, 120, 120), batch, None)
+    limit = int(1.7 * free.build.peaks[0].bytes)
+    pipe = jvpipe.Pipeline(loss_fn, OPTIMIZER, 2, MICRO, memory_limit=limit)
+    state = pipe.init(kernels(120, 120, 120), batch, None)
+    room = limit - pipe.build.peaks[0].bytes
+    assert not estimated
+    needs.clear()
+    state = pipe.update_model(state, jax.tree_util.Partial(loss_fn), kernels(119, 20, 400))
+    assert needs, "there was room for the narrow ones"
+    assert max(needs) <= room
+    assert estimated, "there was none for the wide one"
+    costs = pipe.planned.problem.costs.layers
+    assert 0 < costs[2].forward_s < 1
+    pipe.step(state, batch)
+    assert max(pipe.ledger.peak[:HOST]) <= limit
+
+
 def test_mistakes_are_told_and_nothing_has_happened() -> None:
     pipe, state = started(schedule="pipedream", optimizer=optax.sgd(0.1))
     given = batches()
@@ -353,18 +400,44 @@ def test_mistakes_are_told_and_nothing_has_happened() -> None:
     assert losses == [float(metrics["loss"]) for _, metrics in other[0].run(other[1], batches(), 4)][2:]
 
 
-def test_a_failure_on_the_way_leaves_the_state_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, state = started()
-    state, before = stepped(pipe, state, given := batches())
+@pytest.mark.parametrize("how", ["beside", "by host", "in flight"])
+@pytest.mark.parametrize("target", ["jvpipe.runtime.state.Placing.initialise_optimizer", "jax.device_put"])
+def test_a_failure_on_the_way_leaves_the_state_whole(how: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: Names = ("a", "v", "w", "t") if how == "by host" else B
+    options: Any = {"schedule": "pipedream", "optimizer": optax.sgd(0.1)} if how == "in flight" else {}
+    pipe, state = started(**options)
+    if how == "by host":  # room for one model at a time
+        smallest = max(peak.bytes for peak in pipe.build.peaks)
+        pipe, state = started(memory_limit=smallest)
 
-    def fails(*args: Any) -> Any:
+    def trained(pipe: Any, state: Any, given: Any, steps: int) -> tuple[Any, list[float]]:
+        losses = []
+        for state, metrics in pipe.run(state, islice(given, steps), steps):  # noqa: B007, B020
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    state, before = trained(pipe, state, given := batches(), 2)
+    put, count = jax.device_put, iter(range(1000))
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if target == "jax.device_put" and next(count) != 2:
+            return put(*args, **options)
         raise RuntimeError("no link")
 
     with monkeypatch.context() as broken:
-        broken.setattr("jvpipe.runtime.state.Placing.initialise_optimizer", fails)
-        with pytest.raises(RuntimeError, match="no link"):
-            pipe.update_model(state, loss_of(B), params_of(B))
-    assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
+        broken.setattr(target, fails)
+        with pytest.raises(jvpipe.StageError, match="could not be changed: no link") as told:
+            pipe.update_model(state, loss_of(names), params_of(names))
+    assert pipe.model_history == []
+    assert not pipe._models.parked
+    state = told.value.state
+    assert sum(pipe.ledger.live[:HOST]) == sum(x.nbytes for x in state.arrays)
+    found = before + trained(pipe, state, given, 2)[1]
+    other, start = started(**options)
+    start, expected = trained(other, start, given := batches(), 2)
+    assert found == expected + trained(other, other.drain(start), given, 2)[1]
+    if how == "by host":
+        assert max(pipe.ledger.peak[:HOST]) <= smallest
 
 
 def test_model_state_stays_leaves_and_comes_back_too() -> None:
