@@ -4,6 +4,7 @@
 Both paced, on four devices. `unpaced`: the search with the model `mini` and the same kinds of blocks, on two devices.
 """
 
+import os
 import statistics
 import sys
 import threading
@@ -13,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,8 +30,11 @@ from jvpipe.models.workload import Workload
 from jvpipe.planners.by_hand import checkpointed
 from jvpipe.search import ArchitectureSearch
 
-WARM, TIMED = 2, 3
-"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median counts."""
+WARM, TIMED, TRIES = 2, 3, 2
+"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median counts; again if another
+machine on the same host was busy meanwhile."""
+QUIET = 0.05
+"""At most this share of the cores' time may be stolen by other machines."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +76,36 @@ class Timed(jvpipe.Pipeline):
         return found
 
 
+class Moment(NamedTuple):
+    """The time, and the seconds that a host of virtual machines has kept from this one's cores until then."""
+
+    at_s: float
+    stolen_s: float
+
+    @staticmethod
+    def now() -> "Moment":
+        """On a machine that does not tell, nothing is stolen."""
+        path = Path("/proc/stat")
+        ticks = path.read_text().split(maxsplit=9)[8] if path.exists() else 0
+        return Moment(time.perf_counter(), int(ticks) / os.sysconf("SC_CLK_TCK"))
+
+    def quiet(self, later: "Moment") -> bool:
+        """Whether hardly anything was stolen from here on."""
+        return later.stolen_s - self.stolen_s < QUIET * (later.at_s - self.at_s) * (os.cpu_count() or 1)
+
+
 class Clock:
     """When arrays were there; a thread of its own waits for them."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
-        self._found: list[Future[float]] = []
+        self._found: list[Future[Moment]] = []
 
     def watch(self, array: jax.Array) -> None:
         """The next one."""
-        self._found.append(self._pool.submit(lambda: (array.block_until_ready(), time.perf_counter())[1]))
+        self._found.append(self._pool.submit(lambda: (array.block_until_ready(), Moment.now())[1]))
 
-    def moments_s(self) -> list[float]:
+    def moments(self) -> list[Moment]:
         """Of all that were watched."""
         return [future.result() for future in self._found]
 
@@ -108,15 +131,30 @@ class Followed:
     """A stream that was trained: when steps ended, with whose architecture; what switching took."""
 
     architectures: list[Architecture]
-    ends_s: list[float]
+    ends: list[Moment]
     prepared_s: list[float]
     switched_s: list[float]
     compiled: dict[bool, int]
 
     def step_s(self) -> list[float]:
         """Of each architecture after the first, seconds per step, those of the switch to it among them."""
-        last = self.ends_s[STEPS - 1 :: STEPS]
-        return [(b - a) / STEPS for a, b in pairwise(last)]
+        return [(b.at_s - a.at_s) / STEPS for a, b in self._spans]
+
+    def quiet(self) -> list[bool]:
+        """Of each architecture after the first, whether the machine was all ours."""
+        return [a.quiet(b) for a, b in self._spans]
+
+    @property
+    def _spans(self) -> Iterator[tuple[Moment, Moment]]:
+        return pairwise(self.ends[STEPS - 1 :: STEPS])
+
+
+class Alone(NamedTuple):
+    """What a variant takes per step in its stride, by its plan, and whether the machine was all ours."""
+
+    step_s: float
+    plan: jvpipe.Plan
+    quiet: bool
 
 
 def pipeline(subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pipeline] = jvpipe.Pipeline) -> Any:
@@ -151,8 +189,7 @@ def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvp
             state = reached
             clock.watch(metrics["loss"])
             found.append(architecture)
-    moments_s = clock.moments_s()
-    return Followed(found[::STEPS], moments_s, [*pipe.prepared_s], [*pipe.switched_s], compiled), pipe, state
+    return Followed(found[::STEPS], clock.moments(), [*pipe.prepared_s], [*pipe.switched_s], compiled), pipe, state
 
 
 def plans_at_home(
@@ -181,11 +218,11 @@ def plans_at_home(
 
 def alone(
     subject: Subject, pipe: jvpipe.Pipeline, state: Any, architecture: Architecture, homes: Sequence[Sequence[int]]
-) -> tuple[dict[str, tuple[float, jvpipe.Plan]], Any]:
-    """Seconds per step of the variants that do not move layers, each in its stride, and its plan; the state."""
+) -> tuple[dict[str, Alone], Any]:
+    """The variants that do not move layers; and the state."""
     batch, params = subject.batch(), subject.supernet.params_of(architecture, jax.random.key(0))
     state = pipe.update_model(state, subject.supernet.loss_of(architecture), params)
-    found: dict[str, tuple[float, jvpipe.Plan]] = {}
+    found: dict[str, Alone] = {}
     bounds = [streams.home_bounds(pipe.graph, home, subject.stages) for home in homes]
     for name, wanted in plans_at_home(pipe, *bounds).items():
         for plan in wanted:
@@ -194,16 +231,19 @@ def alone(
                 break
             except jvpipe.MemoryLimitExceeded:
                 continue
-        if known := [taken for taken in found.values() if taken[1] == pipe.plan]:
-            found[name] = known[0]
-            continue
-        clock = Clock()
-        for reached, metrics in pipe.run(state, repeat(batch), WARM + TIMED):
-            state = reached
-            clock.watch(metrics["loss"])
-        moments_s = clock.moments_s()[WARM - 1 :]
-        found[name] = statistics.median(b - a for a, b in pairwise(moments_s)), pipe.plan
-        state = pipe.drain(state)
+        known = [taken for taken in found.values() if taken.plan == pipe.plan]
+        for _ in range(0 if known else TRIES):
+            clock = Clock()
+            for reached, metrics in pipe.run(state, repeat(batch), WARM + TIMED):
+                state = reached
+                clock.watch(metrics["loss"])
+            moments = clock.moments()[WARM - 1 :]
+            step_s = statistics.median(b.at_s - a.at_s for a, b in pairwise(moments))
+            known = [Alone(step_s, pipe.plan, moments[0].quiet(moments[-1]))]
+            state = pipe.drain(state)
+            if known[0].quiet:
+                break
+        found[name] = known[0]
     return found, state
 
 
@@ -226,7 +266,6 @@ LIMIT_BYTES = 2**21
 def run(subject: Subject, schedule: str, count: int) -> None:
     """Runs everything under one schedule, prints the table and what switching took."""
     stream, pipe, state = followed(subject, schedule, count)
-    full_s = stream.step_s()
     first = stream.architectures[0]
     whole = first if subject.architectures else subject.supernet.default
     homes = [homes_of(subject, schedule, architecture) for architecture in (first, whole)]
@@ -234,9 +273,12 @@ def run(subject: Subject, schedule: str, count: int) -> None:
     for architecture in stream.architectures[1:]:
         taken, state = alone(subject, pipe, state, architecture, homes)
         measured.append(taken)
-    step_s = {name: [found[name][0] for found in measured] for name in variants.NAMES if name != "full"}
-    step_s["full"] = full_s
-    report(f"{subject.name}, {schedule}", step_s, [sum(found["ideal"][1].cuts) for found in measured], first=1)
+    step_s = {name: [found[name].step_s for found in measured] for name in variants.NAMES if name != "full"}
+    step_s["full"] = stream.step_s()
+    layers = [sum(found["ideal"].plan.cuts) for found in measured]
+    alone_quiet = [all(taken.quiet for taken in found.values()) for found in measured]
+    counted = [a and b for a, b in zip(stream.quiet(), alone_quiet, strict=True)]
+    report(f"{subject.name}, {schedule}", step_s, layers, counted, first=1)
     prepared_s, switched_s = stream.prepared_s, stream.switched_s
     print(
         f"traced and planned in the background in {statistics.median(prepared_s):.3f} s (most {max(prepared_s):.3f}), "

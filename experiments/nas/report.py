@@ -5,6 +5,7 @@ Rates are micro-batches per second; a step has `MICRO_BATCHES`.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 
 import matplotlib
@@ -24,17 +25,28 @@ COLOURS = {
 }
 
 
-def report(title: str, step_s: Mapping[str, Sequence[float]], layers: Sequence[int], first: int = 0) -> None:
+def report(
+    title: str,
+    step_s: Mapping[str, Sequence[float]],
+    layers: Sequence[int],
+    counted: Sequence[bool] | None = None,
+    first: int = 0,
+) -> None:
     """Prints the table of a stream, given seconds per step by variant and architecture, and the ratios of its means.
 
-    Every architecture is trained for as many steps: the mean is that of the seconds. The first one is number `first`.
+    Every architecture is trained for as many steps: the mean is that of the seconds, of those that are `counted`. The
+    first one is number `first`.
     """
+    counted = counted or [True] * len(layers)
     print(f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|")
     for n, count in enumerate(layers):
         rates = (f"{MICRO_BATCHES / step_s[name][n]:.1f}" for name in NAMES)
-        print(f"| {n + first} | {count} | {' | '.join(rates)} |")
-    total = {name: sum(step_s[name]) for name in NAMES}
-    means = (f"{MICRO_BATCHES * len(layers) / total[name]:.1f}" for name in NAMES)
+        print(f"| {n + first}{'' if counted[n] else ' *'} | {count} | {' | '.join(rates)} |")
+    total = {name: sum(compress(step_s[name], counted)) for name in NAMES}
+    if not any(counted):
+        print("\nthe machine was never quiet")
+        return
+    means = (f"{MICRO_BATCHES * sum(counted) / total[name]:.1f}" for name in NAMES)
     print(f"| mean | | {' | '.join(means)} |")
     over = {name: total[name] / total["full"] for name in NAMES}
     lost = STEPS * (total["full"] - total["ideal"]) / total["ideal"]
@@ -44,6 +56,8 @@ def report(title: str, step_s: Mapping[str, Sequence[float]], layers: Sequence[i
         f"\n{', '.join(bounded)}, over that of the first architecture {over['static, first']:.2f}, over swap and "
         f"recompute alone {over['swap/recompute']:.2f}"
     )
+    if not all(counted):
+        print(f"of {sum(counted)} architectures; while those with a * ran, other machines on the host were busy")
     print(f"a switch costs {lost:.2f} of a step, tracing and planning included (bound 1)", flush=True)
 
 

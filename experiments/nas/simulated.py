@@ -1,4 +1,6 @@
-"""Simulated at real size: python -m experiments.nas.simulated [changed|evolved|amoebanet] [gpipe|pipedream] [COUNT]
+"""Simulated at real size: python -m experiments.nas.simulated [STREAM] [gpipe|pipedream] [COUNT]
+
+STREAM is changed, evolved, tight or amoebanet.
 
 Evolved transformers of 768 units and 1024 tokens, or evolved AmoebaNets on images of 224 by 224, on A100s of 40 GiB.
 Costs are the roofline's. A switch of the full variant is what it moves over the links, and, in a stream, the time that
@@ -32,10 +34,12 @@ CLUSTER = find_cluster("a100-40gb")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "changed": ("evolved-transformer", {"blocks": streams.STAGES * streams.PER_STAGE}),
     "evolved": ("evolved-transformer", {"blocks": 24}),
+    "tight": ("evolved-transformer", {"blocks": 24}),
     "amoebanet": ("evolved-amoebanet", {"slots": 24, "filters": 96, "side": 64}),
 }
-MICRO_BATCH = {"changed": 8, "evolved": 8, "amoebanet": 64}
-"""With which PipeDream holds everything of the first architecture, with room to spare."""
+MICRO_BATCH = {"changed": 8, "evolved": 8, "tight": 96, "amoebanet": 64}
+"""With which PipeDream holds everything of the first architecture, with room to spare; but for `tight`, where what it
+would keep is too much."""
 
 
 @dataclass(frozen=True)
