@@ -63,10 +63,10 @@ class Builds:
     def __init__(self, settings: Settings, store: ProgramStore, present: "Builds | None" = None) -> None:
         self.settings, self._store = settings, store
         self._follows = present is not None  # which waits meanwhile: finer layers are not tried
-        self.runs: Runs = present.runs if present else {}
-        limit = settings.memory_limit_bytes
-        held = present.first.peaks[0].bytes if present and limit is not None else 0
-        self._timing_bytes = None if limit is None else limit - held
+        self.runs: Runs = {} if present is None else present.runs
+        self._room_bytes = limit = settings.memory_limit_bytes
+        if present is not None and limit is not None:
+            self._room_bytes = limit - present.first.peaks[0].bytes
         self._known: dict[Any, Build] = {}
         self._warm: dict[Any, Build] = {}
         self.planned: Planned | None = None
@@ -208,7 +208,7 @@ class Builds:
             settings.memory_limit_bytes,
             settings.host_limit_bytes,
         )
-        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs, self._timing_bytes)
+        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs, self._room_bytes)
 
         def peak_bytes_of(plan: Plan) -> int:
             build = self._build(traced, self._by_hand(traced, plan), optimizer)
