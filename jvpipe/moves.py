@@ -79,10 +79,14 @@ class Moves:
 
     def follow(self, builds: Builds) -> None:
         """Another model is trained from here on."""
-        if self.queue:
-            _log.warning("migrations that were to come are dropped: they were of the model before")
-            self.queue.clear()
+        self.drop("model")
         self._builds = builds
+
+    def drop(self, whose: str) -> None:
+        """Forgets what was to come: it was of the model, or the run, before."""
+        if self.queue:
+            _log.warning("migrations that were to come are dropped: they were of the %s before", whose)
+            self.queue.clear()
 
     def inside(self, step: int) -> Migration | None:
         """The migration that is due inside a step; it waits no longer, whatever comes of it."""

@@ -403,4 +403,5 @@ class Pipeline(Views):
         limits.check(build.peaks, self._devices)
         limits.check(making, self._devices, "while its arrays are made")
         self._models.parked.clear()
+        self._moves.drop("run")
         self.ledger.begin()

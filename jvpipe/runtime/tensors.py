@@ -40,6 +40,7 @@ class Ledger:
     def begin(self) -> None:
         """Counts anew: a run begins, and nothing is left of another one."""
         self.live[:] = self.peak[:] = [0] * len(self.live)
+        self.versions = VersionLedger()
 
     def hold(self, device: int, size: int, temporary: int = 0) -> None:
         """Counts bytes that a device holds from now on, and some that it holds for a moment."""

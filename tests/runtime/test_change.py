@@ -358,15 +358,14 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch:
     monkeypatch.setattr(measure, "_seconds", seconds)
     monkeypatch.setattr(measure, "_estimated", guesses)
     batch = next(batches())
-    free = jvpipe.Pipeline(loss_fn, OPTIMIZER, 2, MICRO)
-    free.init(kernels(120, 120, 120), batch, None)
-    limit = int(1.7 * free.build.peaks[0].bytes)
-    pipe = jvpipe.Pipeline(loss_fn, OPTIMIZER, 2, MICRO, memory_limit=limit)
-    state = pipe.init(kernels(120, 120, 120), batch, None)
-    room = limit - pipe.build.peaks[0].bytes
-    assert not estimated
-    needs.clear()
-    state = pipe.update_model(state, jax.tree_util.Partial(loss_fn), kernels(119, 20, 400))
+    room, plan = 20_000, jvpipe.Plan.from_cuts([3, 3])  # the widest layer needs 35,000
+    free = jvpipe.Pipeline(loss_fn, OPTIMIZER, plan, MICRO)
+    free.init(kernels(800, 20, 20), batch, None)
+    limit = free.build.peaks[0].bytes + room
+    pipe = jvpipe.Pipeline(loss_fn, OPTIMIZER, plan, MICRO, memory_limit=limit)
+    state = pipe.init(kernels(800, 20, 20), batch, None)
+    assert not needs, "a given plan asks for no seconds"
+    state = pipe.update_model(state, jax.tree_util.Partial(loss_fn), kernels(119, 21, 400))
     assert needs, "there was room for the narrow ones"
     assert max(needs) <= room
     assert estimated, "there was none for the wide one"

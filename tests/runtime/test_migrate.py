@@ -263,6 +263,17 @@ def test_a_move_that_comes_while_another_waits_is_queued_and_said(caplog: pytest
     assert [(c.step, c.microbatch, c.new.cuts) for c in pipe.history] == [(1, 2, (3, 2)), (2, 0, (4, 1))]
 
 
+def test_another_run_finds_no_move_that_waits(caplog: pytest.LogCaptureFixture) -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, jvpipe.Plan.from_cuts([2, 3]))
+    expected = trained(m, pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(STEPS, 0)))
+    state = pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state)
+    assert "they were of the run before" in caplog.text
+    assert_same(trained(m, pipe, state, steps=STEPS), expected)
+    pipe.step(pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO))
+    assert (pipe.history, pipe.plan.cuts) == ([], (2, 3))
+
+
 def test_any_cut_restores_what_another_saved_and_moves_on(tmp_path: Any) -> None:
     m = CASES["resnet"]()
     pipe, state = started(m, jvpipe.Plan.from_cuts([2, 5]))
