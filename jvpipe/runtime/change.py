@@ -258,12 +258,13 @@ class Takeover:
             if id(x) not in staying:
                 x.delete()
         there = {identity: x for identity, x in zip(self._before, arrays, strict=True) if not x.is_deleted()}
+        values = {**there, **left}
         constants = self.old.traced.loss.constants
         found = []
         for x, identity, buffer in zip(arrays, self._before, self.old.persistent, strict=True):
             if x.is_deleted():
                 kind, index = name_of(buffer)
-                value = constants[index] if kind == "constant" else (there | left)[identity]
+                value = constants[index] if kind == "constant" else values[identity]
                 x = jax.device_put(value, self.old.devices[buffer.device], may_alias=False)
             found.append(x)
         return tuple(found)

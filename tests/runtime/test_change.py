@@ -369,8 +369,8 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch:
     assert needs, "there was room for the narrow ones"
     assert max(needs) <= room
     assert estimated, "there was none for the wide one"
-    costs = pipe.planned.problem.costs.layers
-    assert 0 < costs[2].forward_s < 1
+    assert pipe.planned is not None
+    assert 0 < pipe.planned.problem.costs.layers[2].forward_s < 1
     pipe.step(state, batch)
     assert max(pipe.ledger.peak[:HOST]) <= limit
 
@@ -405,8 +405,8 @@ def test_a_failure_on_the_way_leaves_the_state_whole(how: str, target: str, monk
     names: Names = ("a", "v", "w", "t") if how == "by host" else B
     options: Any = {"schedule": "pipedream", "optimizer": optax.sgd(0.1)} if how == "in flight" else {}
     pipe, state = started(**options)
+    smallest = max(peak.bytes for peak in pipe.build.peaks)
     if how == "by host":  # room for one model at a time
-        smallest = max(peak.bytes for peak in pipe.build.peaks)
         pipe, state = started(memory_limit=smallest)
 
     def trained(pipe: Any, state: Any, given: Any, steps: int) -> tuple[Any, list[float]]:
