@@ -12,7 +12,7 @@ import optax
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes
 from jvpipe.cost.measure import Runs
-from jvpipe.cost.presets import accelerator_like
+from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import checkpointed, with_fates
@@ -224,7 +224,7 @@ class Builds:
                 store, device, cut(whole), layer, cut(halves)
             )
 
-        return Splitter(accelerator_like(getattr(device, "device_kind", ""), device.platform), agree)
+        return Splitter(accelerator_of(device), agree)
 
     def _by_hand(self, traced: Traced, plan: Plan) -> Plan:
         """A plan with the fates that the user gave."""

@@ -16,9 +16,8 @@ from jvpipe.cost import roofline
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
-from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.model import Work, costs_of, own_inputs
-from jvpipe.cost.presets import accelerator_like
+from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.recompute import Recompute
 from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -103,7 +102,7 @@ def measured_costs(
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
-        recomputed = recomputes(traced, kept["nothing"], _accelerator(device))
+        recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
         measured = []
         for layer, recompute in enumerate(recomputed):
             found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
@@ -113,10 +112,6 @@ def measured_costs(
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
 
 
-def _accelerator(device: Device) -> Accelerator:
-    return accelerator_like(getattr(device, "device_kind", ""), device.platform)
-
-
 def _estimated(
     store: ProgramStore, device: Device, runs: Runs, programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]]
 ) -> Runs:
@@ -124,7 +119,7 @@ def _estimated(
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
-    modelled_s = {key: roofline.seconds(jaxpr, _accelerator(device)) for key, (_, jaxpr) in programs.items()}
+    modelled_s = {key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()}
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])

@@ -11,6 +11,7 @@ Figures are sustained ones: what the maker states, times what training programs 
 
 from collections.abc import Mapping
 
+from jvpipe._jax import Device
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 
 PRODUCTS, MEMORY, LINKS = 0.6, 0.8, 0.8
@@ -83,3 +84,8 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
     """
     known = (accelerator for name, accelerator in _KINDS.items() if name in kind)
     return next(known, CORE if platform == "cpu" else A100_40GB)
+
+
+def accelerator_of(device: Device) -> Accelerator:
+    """The accelerator that a device at hand is most like."""
+    return accelerator_like(getattr(device, "device_kind", ""), device.platform)
