@@ -136,7 +136,7 @@ class Pipeline(Views):
         limits = self._settings.memory_limit_bytes, self._settings.host_limit_bytes
         self._limits = Limits(*limits, parked=self._models.parked)
         self.ledger = Ledger(self._devices)
-        self._controller = Controller(self.ledger)
+        self._controller = Controller(self.ledger, host_limited=self._settings.host_limit_bytes is not None)
         self._losses = LossWatch(self._controller, microbatches)
         self._checked = False
         self._moves = Moves(self._builds, self._controller, self._limits, microbatches, self._order.warmup_updates)

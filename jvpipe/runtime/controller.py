@@ -14,7 +14,7 @@ import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Buffer, Lowered
+from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.task import Row
 from jvpipe.runtime.monitor import WATCHED, Monitor
 from jvpipe.runtime.tensors import Ledger
@@ -69,6 +69,11 @@ class Bound:
     def targets(self) -> list[int]:
         """Where what each row makes lies."""
         return [it.target for it in self.instructions]
+
+    @cached_property
+    def leaves_host(self) -> frozenset[int]:
+        """The rows that free bytes of the host."""
+        return frozenset(i for i, it in enumerate(self.instructions) if it.source == HOST and it.frees)
 
     @property
     def temporary_bytes(self) -> list[int]:
@@ -187,9 +192,10 @@ def _look(monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], tak
 
 @dataclass
 class Controller:
-    """Runs bound steps."""
+    """Runs bound steps; where the host has a limit, late copies do not have it hold more than the lists say."""
 
     ledger: Ledger
+    host_limited: bool = False
     monitor: Monitor | None = None
     marks: list[tuple[Row, jax.Array]] = field(default_factory=list)  # of the last step, of rows that can fail
 
@@ -206,7 +212,8 @@ class Controller:
         instructions = bound.instructions
         arriving: Arriving = {}
         before = list(live)
-        for index in turns(lowered.rows, bound.targets, table):
+        leaves_host = bound.leaves_host if self.host_limited else ()
+        for index in turns(lowered.rows, bound.targets, table, leaves_host):
             it = instructions[index]
             run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
             live[target] += born

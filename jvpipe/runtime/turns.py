@@ -2,41 +2,51 @@
 
 A FREE waits until its copy has reached the host. Meanwhile its device puts its rows off; so does one that would send
 to it, for what it holds must be what the buffer table says; and one whose inputs are not there. The others go on. But
-nothing that layers leave behind is dropped before all of it has arrived elsewhere.
+nothing that layers leave behind is dropped before all of it has arrived elsewhere, and where the host has a limit
+nothing goes there before what was to leave it.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from jvpipe import _jax
+from jvpipe.ir.buffers import HOST
 from jvpipe.ir.task import Row
 
 _POLL_S = 5e-5
 
 
-def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> Iterator[int]:
+def turns(
+    rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any], leaves_host: Container[int] = ()
+) -> Iterator[int]:
     """The numbers of the rows, each when it may be dispatched.
 
     Args:
         rows: of all devices, in the order of their dispatch.
         targets: where the buffers lie that each row makes.
         table: the array of each buffer, None before it is made; it fills up as rows are dispatched.
+        leaves_host: the rows whose bytes on the host others wait for, if it has a limit.
     """
     late: dict[int, deque[int]] = {}  # by device, the rows that it has put off
+
+    def put_off_before(index: int, such: Callable[[int], bool]) -> bool:
+        return any(i < index and such(i) for queue in late.values() for i in queue)
 
     def may_go(index: int) -> bool:
         row, target = rows[index], targets[index]
         if target in late and late[target][0] < index:
             return False
-        if row.kind == "DROP" and any(i < index and _awaits_move(rows[i]) for queue in late.values() for i in queue):
+        if row.kind == "DROP" and put_off_before(index, lambda i: _awaits_move(rows[i])):
+            return False
+        if target == HOST and put_off_before(index, lambda i: i in leaves_host):
             return False
         if row.kind == "FREE":  # its copy was made before it: if that is gone, another device has used it already
             return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
         return all(table[b] is not None for b in row.reads)
 
-    def put_off() -> Iterator[int]:
+    def by_now() -> Iterator[int]:
         """What may go by now of what had to wait."""
         for device in sorted(late, key=lambda d: late[d][0]):
             queue = late[device]
@@ -48,7 +58,7 @@ def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> 
 
     for index, row in enumerate(rows):
         if late:
-            yield from put_off()
+            yield from by_now()
         if row.device in late:
             late[row.device].append(index)
         elif (late or row.kind == "FREE") and not may_go(index):
@@ -57,7 +67,7 @@ def turns(rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any]) -> 
             yield index
     while late:
         before = sum(map(len, late.values()))
-        yield from put_off()
+        yield from by_now()
         if sum(map(len, late.values())) == before:
             time.sleep(_POLL_S)
 

@@ -77,6 +77,7 @@ def trained(limit: int | None) -> tuple[jvpipe.Pipeline, list[float]]:
     return pipe, losses
 
 
+@pytest.mark.usefixtures("punctual")
 def test_five_limits_from_the_defaults_peak_down_to_the_smallest_hold() -> None:
     default, losses = trained(None)
     peak, smallest = max(default.ledger.peak[:HOST]), refused(1_000)

@@ -98,6 +98,7 @@ def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
     assert any(c.how == "inside" for c in pipe.history)
 
 
+@pytest.mark.usefixtures("punctual")
 def test_a_move_is_counted_to_the_byte() -> None:
     """At every task of a step with a move inside, what the ledger counts is what JAX holds."""
     m = CASES["resnet"]()

@@ -1,5 +1,6 @@
 """A late copy holds up its own device, whoever sends to it, and whoever waits for its results; nobody else."""
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +32,16 @@ ROWS = [
 TARGETS = [0, HOST, 0, 1, 0, 1, 2, 1, 2, 0, 2, 3]
 
 
-def order(monkeypatch: pytest.MonkeyPatch, ready_after: int) -> list[int]:
+SWAPPING = [*TARGETS[:8], HOST, *TARGETS[9:]]
+"""Device 2 swaps out what it made."""
+
+
+def order(
+    monkeypatch: pytest.MonkeyPatch,
+    ready_after: int,
+    targets: Sequence[int] = TARGETS,
+    leaves_host: Container[int] = (),
+) -> list[int]:
     """The order of dispatch if the copy is there once so many rows have been dispatched."""
     table: list[Any] = [None] * 11
     done: list[int] = []
@@ -42,7 +52,7 @@ def order(monkeypatch: pytest.MonkeyPatch, ready_after: int) -> list[int]:
         return len(done) >= ready_after or len(asked) > 100  # at last it comes, though nothing else happens
 
     monkeypatch.setattr(_jax, "is_ready", is_ready)
-    for index in turns(ROWS, TARGETS, table):
+    for index in turns(ROWS, targets, table, leaves_host):
         done.append(index)
         for b in ROWS[index].writes:
             table[b] = b
@@ -60,6 +70,13 @@ def test_the_others_go_on_until_they_need_the_late_one(monkeypatch: pytest.Monke
 def test_a_device_goes_on_as_soon_as_its_copy_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = order(monkeypatch, 4)
     assert found == [0, 1, 3, 6, 2, 4, 5, 7, 8, 9, 10, 11]
+
+
+def test_nothing_goes_to_a_limited_host_before_what_was_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = order(monkeypatch, 99, SWAPPING)
+    assert unlimited == [0, 1, 3, 6, 8, 11, 2, 4, 5, 7, 9, 10]
+    assert order(monkeypatch, 99, SWAPPING, {4}) == [0, 1, 3, 6, 11, 2, 4, 5, 7, 8, 9, 10]  # the late device's row 4
+    assert order(monkeypatch, 99, SWAPPING, {9}) == unlimited  # what leaves later is not waited for
 
 
 @pytest.mark.parametrize("ready_after", range(8))
