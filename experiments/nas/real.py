@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 import jvpipe
+from experiments.awake import awake
 from experiments.nas import paced, streams, variants
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
@@ -297,8 +298,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2 if name == "unpaced" else streams.STAGES)
     asked = subject(name)
     count = next((int(word) for word in words if word.isdigit()), len(asked.architectures or ()) or streams.COUNT)
-    for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
-        run(asked, schedule, count)
+    with awake():
+        for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
+            run(asked, schedule, count)
 
 
 if __name__ == "__main__":
