@@ -9,7 +9,7 @@ from jvpipe.planners.cuts import least_max, least_sum
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.prices import Pricing
 from jvpipe.planners.problem import Decision
-from jvpipe.planners.segments import Cuts
+from jvpipe.planners.segments import Block, Cuts, Grid
 from jvpipe.planners.thrift import Thrift
 from jvpipe.planners.tiers import spread_max, tiers
 from jvpipe.planners.windows import Reach, all_cuts, area, bounded
@@ -94,10 +94,9 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
                 fixed = float(blocks[s].fixed_bytes[a, b])
                 below = min(best.peak_bytes if best else np.inf, limit + 1) - fixed
                 held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact, below)
+                longer = peaks[s][: a + 1, b:]
+                np.maximum(longer, longer_bytes(pricing, blocks[s], a, b, held, exact), out=longer)
                 peaks[s][a, b] = fixed + held  # of what is not below the best, that of the best
-                if not exact:  # longer segments hardly hold less
-                    longer = peaks[s][a, b + 1 :]
-                    np.maximum(longer, blocks[s].fixed_bytes[a, b + 1 :] + held, out=longer)
         taken = [float(peaks[s][a, b]) for s, a, b in cells]
         if max(taken) <= limit and (best is None or max(taken) < best.peak_bytes):
             bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
@@ -107,6 +106,20 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
             return best
         if rounds > (ROUNDS if best else PATIENCE) and not exact:
             return best
+
+
+def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float, exact: bool) -> Grid:
+    """A lower bound of the peak bytes of segments with all layers of one, of which it is known what it holds.
+
+    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer, whose
+    input is then kept, or to end at its last; and shared values that come after it need no room beside it. Where that
+    is not exact, longer segments hardly hold less.
+    """
+    choices, first, last = pricing.choices, block.starts[a], block.ends[b] - 1
+    more = pricing.segments.k[block.s] * choices.input_bytes[first]
+    more += max(0.0, choices.again_bytes[last] - choices.residual_bytes[last])
+    shared = block.shared_bytes[: a + 1, b:]
+    return block.fixed_bytes[: a + 1, b:] + held - exact * (more + shared - shared[:, :1])
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:

@@ -15,7 +15,7 @@ from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.jvpipe import jvpipe
 from jvpipe.planners.memory import StageCost, check, evaluate, stage_cost, surrogate
 from jvpipe.planners.problem import RERUN_ON, Decision, Problem
-from jvpipe.planners.smallest_limit import thrifty
+from jvpipe.planners.smallest_limit import longer_bytes, thrifty
 from jvpipe.planners.solution import pricing_of, solve
 from jvpipe.schedules import find_schedule
 from tests.planners.small import SCHEDULES, cuts, limited, problems
@@ -69,6 +69,24 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
     assert problem.memory_limit_bytes is None or found.peak_bytes <= problem.memory_limit_bytes
     assert found.step_s == pytest.approx(least_s, rel=1e-9)
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(most_layers=4, tight=False))
+def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> None:
+    pricing, n = pricing_of(problem), len(problem.costs.layers)
+    for s in range(problem.stages):
+        block = pricing.segments.block(s, np.arange(n), np.arange(1, n + 1))
+        least = {
+            (i, j): min(stage_cost(problem, s, i, j, found).peak_bytes for found in choices(problem, i, j))
+            for i in range(n)
+            for j in range(i + 1, n + 1)
+        }
+        for (i, j), peak in least.items():
+            held = peak - float(block.fixed_bytes[i, j - 1])
+            claimed = longer_bytes(pricing, block, i, j - 1, held, exact=True)
+            assert all(claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1))
+            assert claimed[i, 0] > peak - 32, "it says something"
 
 
 def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True) -> Problem:
