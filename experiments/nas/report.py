@@ -4,6 +4,7 @@ Rates are micro-batches per second; a step has `MICRO_BATCHES`.
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -34,30 +35,32 @@ def report(
 ) -> None:
     """Prints the table of a stream, given seconds per step by variant and architecture, and the ratios of its means.
 
-    Every architecture is trained for as many steps: the mean is that of the seconds, of those that are `counted`. The
-    first one is number `first`.
+    Every architecture is trained for as many steps: means are those of the seconds, of all and of those that are
+    `counted`. The first one is number `first`.
     """
     counted = counted or [True] * len(layers)
     print(f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|")
     for n, count in enumerate(layers):
         rates = (f"{MICRO_BATCHES / step_s[name][n]:.1f}" for name in NAMES)
         print(f"| {n + first}{'' if counted[n] else ' *'} | {count} | {' | '.join(rates)} |")
-    total = {name: sum(compress(step_s[name], counted)) for name in NAMES}
-    if not any(counted):
-        print("\nthe machine was never quiet")
-        return
-    means = (f"{MICRO_BATCHES * sum(counted) / total[name]:.1f}" for name in NAMES)
-    print(f"| mean | | {' | '.join(means)} |")
-    over = {name: total[name] / total["full"] for name in NAMES}
-    lost = STEPS * (total["full"] - total["ideal"]) / total["ideal"]
-    print(
-        f"\nfull over ideal {over['ideal']:.3f} (bound 0.93), full over static {over['static']:.2f} (bound 1.25), over "
-        f"that of the first architecture {over['static, first']:.2f}, over swap and recompute alone "
-        f"{over['swap/recompute']:.2f}"
-    )
+    means = {"all": {name: statistics.mean(step_s[name]) for name in NAMES}}
     if not all(counted):
-        print(f"of {sum(counted)} architectures; while those with a * ran, other machines on the host were busy")
-    print(f"a switch costs {lost:.2f} of a step, tracing and planning included (bound 1)", flush=True)
+        print("\nWhile those with a * ran, other machines on the host were busy.")
+    if any(counted) and not all(counted):
+        means["those without a *"] = {name: statistics.mean(compress(step_s[name], counted)) for name in NAMES}
+    print(f"\n| mean of | {' | '.join(NAMES)} |\n{'|---' * (1 + len(NAMES))}|")
+    for those, mean_s in means.items():
+        print(f"| {those} | {' | '.join(f'{MICRO_BATCHES / mean_s[name]:.1f}' for name in NAMES)} |")
+    for those, mean_s in means.items():
+        over = {name: mean_s[name] / mean_s["full"] for name in NAMES}
+        lost = STEPS * (mean_s["full"] - mean_s["ideal"]) / mean_s["ideal"]
+        print(
+            f"\nOf {those}: full over ideal {over['ideal']:.3f} (bound 0.93), over static {over['static']:.2f} (bound "
+            f"1.25), over that of the first architecture {over['static, first']:.2f}, over swap and recompute alone "
+            f"{over['swap/recompute']:.2f}; a switch costs {lost:.2f} of a step, tracing and planning included "
+            "(bound 1)",
+            flush=True,
+        )
 
 
 def keep(name: str, schedule: str, step_s: Mapping[str, Sequence[float]]) -> None:
