@@ -95,7 +95,7 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
                 below = min(best.peak_bytes if best else np.inf, limit + 1) - fixed
                 held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact, below)
                 longer = peaks[s][: a + 1, b:]
-                np.maximum(longer, longer_bytes(pricing, blocks[s], a, b, held, exact), out=longer)
+                np.maximum(longer, longer_bytes(pricing, blocks[s], a, b, held), out=longer)
                 peaks[s][a, b] = fixed + held  # of what is not below the best, that of the best
         taken = [float(peaks[s][a, b]) for s, a, b in cells]
         if max(taken) <= limit and (best is None or max(taken) < best.peak_bytes):
@@ -108,18 +108,17 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
             return best
 
 
-def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float, exact: bool) -> Grid:
-    """A lower bound of the peak bytes of segments with all layers of one, of which it is known what it holds.
+def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
+    """A lower bound of the peak bytes of segments with all layers of one that holds so many beside what is fixed.
 
     Their choices do for it too, but that a run of layers computed again may have to begin at its first layer, whose
-    input is then kept, or to end at its last; and shared values that come after it need no room beside it. Where that
-    is not exact, longer segments hardly hold less.
+    input is then kept, or to end at its last; and shared values that come after it need no room beside it.
     """
     choices, first, last = pricing.choices, block.starts[a], block.ends[b] - 1
     more = pricing.segments.k[block.s] * choices.input_bytes[first]
     more += max(0.0, choices.again_bytes[last] - choices.residual_bytes[last])
     shared = block.shared_bytes[: a + 1, b:]
-    return block.fixed_bytes[: a + 1, b:] + held - exact * (more + shared - shared[:, :1])
+    return block.fixed_bytes[: a + 1, b:] + held - more - (shared - shared[:, :1])
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
