@@ -1,5 +1,7 @@
 """The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -69,43 +71,77 @@ def thrifty(pricing: Pricing, enough_bytes: int) -> Thriftiest | None:
     return found if found.peak_bytes <= enough_bytes else None
 
 
+class Peaks:
+    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those that are settled."""
+
+    def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
+        segments = pricing.segments
+        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT
+        self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
+        least = [spread_max(pricing.choices.least_working_bytes, block) for block in self.blocks]
+        bounds = (pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True))
+        self.bytes = [np.where(b.inside, x, np.inf) for b, x in zip(self.blocks, bounds, strict=True)]
+        self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    def settle(self, s: int, a: int, b: int, below: float) -> float:
+        """A segment's peak; of what is not below a number, that number or more."""
+        if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
+            fixed = float(self.blocks[s].fixed_bytes[a, b])
+            thrift = Thrift(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
+            held, self.choices[s, a, b] = thrift.fewest(self.exact, below - fixed)
+            longer = self.bytes[s][: a + 1, b:]
+            np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)
+            self.bytes[s][a, b] = fixed + held
+        return float(self.bytes[s][a, b])
+
+    def plan(self, places: Sequence[int]) -> Thriftiest:
+        """The plan of settled segments, given the places of its cuts."""
+        cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
+        taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
+        bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
+        choices = tuple(choice for cell in cells for choice in self.choices[cell])
+        return Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
+
+    def farthest(self, limit: float) -> Thriftiest | None:
+        """The plan in which every stage takes as many layers as a limit allows; None if they do not get to the end."""
+        places = [0]
+        for s in range(len(self.blocks)):
+            a, ends = places[-1], range(len(self.cuts[s + 1]))
+
+            def too_much(b: int, s: int = s, a: int = a) -> bool:
+                there = bool(self.blocks[s].inside[a, b])  # what is empty is no segment yet
+                return there and self.settle(s, a, b, limit + 1) > limit
+
+            found = bisect_left(ends, True, key=too_much) - 1
+            if found < 0 or not self.blocks[s].inside[a, found]:
+                return None
+            places.append(found)
+        return self.plan(places) if places[-1] == len(self.cuts[-1]) - 1 else None
+
+
 def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> Thriftiest | None:
     """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
 
     The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
     """
-    limit, enough = (np.inf, -np.inf) if enough_bytes is None else (enough_bytes, enough_bytes)
-    segments = pricing.segments
-    stages = len(cuts) - 1
-    blocks = [segments.block(s, cuts[s], cuts[s + 1]) for s in range(stages)]
-    least = [spread_max(pricing.choices.least_working_bytes, block) for block in blocks]
-    peaks = [np.where(b.inside, pricing.least_bytes(b, x), np.inf) for b, x in zip(blocks, least, strict=True)]
-    exact, rounds, best = segments.n <= EXACT, 0, None
-    known: dict[tuple[int, int, int], tuple[int, ...]] = {}
-    while True:
-        most, rounds = least_max(peaks), rounds + 1
+    limit, enough = (np.inf, -np.inf) if enough_bytes is None else (float(enough_bytes),) * 2
+    peaks = Peaks(pricing, cuts)
+    rounds, best = 0, peaks.farthest(limit) if enough_bytes is not None else None
+    while best is None or best.peak_bytes > enough:
+        most, rounds = least_max(peaks.bytes), rounds + 1
         if most > limit:
             return None
-        _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks])
+        _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks.bytes])
         assert places is not None, "there are as many cuts as stages need"
-        cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
-        for s, a, b in cells:
-            if (s, a, b) not in known:
-                fixed = float(blocks[s].fixed_bytes[a, b])
-                below = min(best.peak_bytes if best else np.inf, limit + 1) - fixed
-                held, known[s, a, b] = Thrift(pricing, s, int(cuts[s][a]), int(cuts[s + 1][b])).fewest(exact, below)
-                longer = peaks[s][: a + 1, b:]
-                np.maximum(longer, longer_bytes(pricing, blocks[s], a, b, held), out=longer)
-                peaks[s][a, b] = fixed + held  # of what is not below the best, that of the best
-        taken = [float(peaks[s][a, b]) for s, a, b in cells]
-        if max(taken) <= limit and (best is None or max(taken) < best.peak_bytes):
-            bounds = tuple(int(x[place]) for x, place in zip(cuts, places, strict=True))
-            choices = tuple(choice for cell in cells for choice in known[cell])
-            best = Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
-        if best and best.peak_bytes <= max(most * (1 if exact else 1 + STEP), enough):
+        below = min(float(best.peak_bytes) if best else np.inf, limit + 1)
+        taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
+        if taken <= limit and (best is None or taken < best.peak_bytes):
+            best = peaks.plan(places)
+        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + STEP):
             return best
-        if rounds > (ROUNDS if best else PATIENCE) and not exact:
+        if rounds > (ROUNDS if best else PATIENCE) and not peaks.exact:
             return best
+    return best
 
 
 def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
