@@ -147,14 +147,18 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
 def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
     """A lower bound of the peak bytes of segments with all layers of one that holds so many beside what is fixed.
 
-    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer, whose
-    input is then kept, or to end at its last; and shared values that come after it need no room beside it.
+    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
+    input of that one is kept and not of one before it. Or it ends at its last layer. And shared values that come after
+    need no room beside it.
     """
-    choices, first, last = pricing.choices, block.starts[a], block.ends[b] - 1
-    more = pricing.segments.k[block.s] * choices.input_bytes[first]
-    more += max(0.0, choices.again_bytes[last] - choices.residual_bytes[last])
+    choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
+    inputs = choices.input_bytes[starts[0] : starts[a] + 1]
+    least = np.minimum.accumulate(inputs[::-1])[::-1][starts - starts[0]]  # of a segment's first layer and those before
+    begun = pricing.segments.k[block.s] * (inputs[-1] - least)
+    ended = np.full(len(block.ends) - b, max(0.0, choices.again_bytes[last] - choices.residual_bytes[last]))
+    ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]
-    return block.fixed_bytes[: a + 1, b:] + held - more - (shared - shared[:, :1])
+    return block.fixed_bytes[: a + 1, b:] + held - begun[:, None] - ended - (shared - shared[:, :1])
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:

@@ -86,7 +86,7 @@ def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> Non
             held = peak - float(block.fixed_bytes[i, j - 1])
             claimed = longer_bytes(pricing, block, i, j - 1, held)
             assert all(claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1))
-            assert claimed[i, 0] > peak - 32, "it says something"
+            assert claimed[i, 0] == peak
 
 
 def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True) -> Problem:
