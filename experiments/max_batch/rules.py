@@ -1,14 +1,18 @@
 """Under which rules a planner of the tables works: what it may change, and what it believes a stage to hold."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
-from jvpipe.planners import find_planner
+from jvpipe.planners.dawnpiper import attempt as dawnpiper
+from jvpipe.planners.gpipe import gpipe
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.memory import evaluate
+from jvpipe.planners.pipedream import pipedream
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.smallest_limit import thrifty
 from jvpipe.planners.solution import pricing_of
+from jvpipe.planners.vpipe import attempt as vpipe
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 """Planners whose papers tell what they believe a stage to hold."""
@@ -36,22 +40,36 @@ def believed(problem: Problem, planner: str) -> Problem:
 
 
 def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
-    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits.
-
-    jvpipe's planner finds something wherever the thriftiest plan fits, which is found sooner than the fastest.
-    """
+    """A planner's decision; without memory optimisation everything is kept. None if it finds nothing that fits."""
     asked = problem if optimised else replace(problem, costs=keeping_all(problem.costs))
-    if planner == "jvpipe":
-        found = thrifty(pricing_of(asked), asked.memory_limit_bytes or 0)
-        if found is None:
-            return None
-        decision = Decision(found.bounds, found.choices)
-    else:
+    found = ATTEMPTS[planner](asked)
+    return found if optimised or found is None else Decision.keeping_all(found.bounds)
+
+
+def _thrifty(problem: Problem) -> Decision | None:
+    """jvpipe's planner finds something wherever the thriftiest plan fits, which is found sooner than the fastest."""
+    found = thrifty(pricing_of(problem), problem.memory_limit_bytes or 0)
+    return found and Decision(found.bounds, found.choices)
+
+
+def _unless_infeasible(planner: Callable[[Problem], Decision]) -> Callable[[Problem], Decision | None]:
+    def attempt(problem: Problem) -> Decision | None:
         try:
-            decision = find_planner(planner)(asked)
+            return planner(problem)
         except Infeasible:
             return None
-    return decision if optimised else Decision.keeping_all(decision.bounds)
+
+    return attempt
+
+
+ATTEMPTS: dict[str, Callable[[Problem], Decision | None]] = {
+    "gpipe": _unless_infeasible(gpipe),
+    "pipedream": _unless_infeasible(pipedream),
+    "vpipe": vpipe,
+    "dawnpiper": dawnpiper,
+    "jvpipe": _thrifty,
+}
+"""What planners decide, None if nothing; to name a limit that would do takes some of them twelve times as long."""
 
 
 def fits(problem: Problem, planner: str, optimised: bool) -> bool:

@@ -35,7 +35,7 @@ def dawnpiper(problem: Problem) -> Decision:
     >>> dawnpiper(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=16))
     Decision(bounds=(0, 3, 6), choices=(1, 0, 0, 0, 0, 0), replicas=())
     """
-    return plan_or_raise(problem, "dawnpiper", _attempt)
+    return plan_or_raise(problem, "dawnpiper", attempt)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class BinaryPartition:
         return found
 
 
-def _attempt(problem: Problem) -> Decision | None:
+def attempt(problem: Problem) -> Decision | None:
+    """The decision, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)

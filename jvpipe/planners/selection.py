@@ -145,6 +145,12 @@ class Selection:
         return over if share is None else max(over, self.k * self.swapped_bytes - share)
 
     @property
+    def is_over(self) -> bool:
+        """Whether anything is over its limit; mostly what is held alone is, which is known at once."""
+        device = self.problem.memory_limit_bytes
+        return (device is not None and self.fixed_bytes + self.held_bytes > device) or self.excess_bytes > 0
+
+    @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
         limit, least = self.problem.memory_limit_bytes, self.moves.least_bytes
@@ -190,7 +196,7 @@ class Selection:
 
         heap = [entry for layer in self.layers for entry in entries(layer)]
         heapify(heap)
-        while heap and self.excess_bytes > 0:
+        while heap and self.is_over:
             _, _, choice, move = heappop(heap)
             if self.choices[move.layer - self.first] == choice and allowed(move):
                 self.take(move)

@@ -30,7 +30,7 @@ def vpipe(problem: Problem) -> Decision:
     >>> vpipe(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=12))
     Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0), replicas=())
     """
-    return plan_or_raise(problem, "vpipe", _attempt)
+    return plan_or_raise(problem, "vpipe", attempt)
 
 
 def swap_recompute(stage: Selection) -> None:
@@ -44,7 +44,8 @@ def swap_recompute(stage: Selection) -> None:
     stage.spend(stage.moves.after, lambda move: move.saved_bytes, stage.host_has_room)
 
 
-def _attempt(problem: Problem) -> Decision | None:
+def attempt(problem: Problem) -> Decision | None:
+    """The decision, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     moves = {k: Moves(problem, k) for k in set(segments.k)}
 
