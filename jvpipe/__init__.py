@@ -6,7 +6,18 @@ from jvpipe.pipeline import Pipeline
 from jvpipe.replay import replay
 from jvpipe.runtime.checkpoint import checkpoint_extra
 from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.saving import checkpoint_plan
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 
-__all__ = ["MemoryLimitExceeded", "Pipeline", "Plan", "StageError", "State", "Weighted", "checkpoint_extra", "replay"]
+__all__ = [
+    "MemoryLimitExceeded",
+    "Pipeline",
+    "Plan",
+    "StageError",
+    "State",
+    "Weighted",
+    "checkpoint_extra",
+    "checkpoint_plan",
+    "replay",
+]

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
+from jax.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
         id: int
         platform: str
+        device_kind: str
 
         def memory_stats(self) -> dict[str, int] | None: ...
         def addressable_memories(self) -> list[Any]: ...
@@ -59,6 +62,16 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return list(_core.jaxprs_in_params(eqn.params))
 
 
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls the host in the order of the program."""
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
+
+
+def is_of_closed_over(error: Exception) -> bool:
+    """Whether an error says that a `custom_vjp` function has no derivative by an array that it closes over."""
+    return type(error).__name__ == "CustomVJPException"
+
+
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     """File and qualified name of each function that was running when an equation was traced, innermost first."""
     traceback = eqn.source_info.traceback
@@ -86,6 +99,29 @@ def new_variable(aval: Any) -> Var:
 
 
 jaxpr_as_fun = _core.jaxpr_as_fun
+
+
+def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr as a function that the compiler does not merge into its caller; it has no derivative."""
+    return _outlined().bind(*values, jaxpr=closed)
+
+
+@cache
+def _outlined() -> Any:
+    def inside(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*values)
+
+    def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+        results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
+        return cast(list[Any], set_xla_metadata(results, inlineable="false"))  # of what makes them, the call
+
+    primitive = _core.Primitive("outlined")
+    primitive.multiple_results = True
+    primitive.def_impl(inside)
+    primitive.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+    mlir.register_lowering(primitive, mlir.lower_fun(inside, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
+    return primitive
 
 
 # `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
@@ -142,9 +178,16 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.device_put(x, sharding, may_alias=False)
 
 
-def feeder(device: Device) -> Callable[[np.ndarray], jax.Array]:
-    """A function that copies a host array to the device; the host may overwrite its own at once."""
+def feeder(device: Device) -> Callable[[np.ndarray | jax.Array], jax.Array]:
+    """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once."""
     if _put_host is None:
         return lambda x: jax.device_put(x, device, may_alias=False)
     put, sharding, devices = _put_host, SingleDeviceSharding(device), [device]
-    return lambda x: put(ShapedArray(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
+    copy = copier(device)
+
+    def run(x: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(x, np.ndarray):
+            return put(ShapedArray(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
+        return copy(x)
+
+    return run

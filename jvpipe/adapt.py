@@ -6,12 +6,13 @@ lowers and compiles the migration; the pipeline makes it at the next boundary be
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from jvpipe.builds import Builds
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.cost.links import measure_links
+from jvpipe.cost.links import links_between
 from jvpipe.interpreter import beside_training
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import recut
@@ -24,8 +25,6 @@ from jvpipe.trace.graph import Traced
 
 _AHEAD = 4
 """So many steps may wait to be looked at; more are passed over."""
-_SIZES = 2**16, 2**22
-"""Bytes of the copies that a link is measured with."""
 _log = logging.getLogger("jvpipe")
 
 
@@ -60,13 +59,14 @@ class Adapter:
         record, first = monitor.close(), self._builds.first
         self._waiting = [future for future in self._waiting if not future.done()]
         if record and len(self._waiting) < _AHEAD and build.traced is first.traced:
-            self._waiting.append(self._pool.submit(self._follow, monitor, record, first, step, flight))
+            trigger = self._trigger_of(first, self._builds.layer_s)
+            self._waiting.append(self._pool.submit(self._follow, trigger, monitor, record, first, step, flight))
 
     def offer(self, step: int) -> None:
         """Lets what is ready be done before `step`, unless something else is under way."""
         if self._pool and self._link is None:
             first, *others = self._builds.first.devices
-            self._link = measure_links(first, others[0], _SIZES).send if others else INFINITE
+            self._link = links_between(first, others[0]).send if others else INFINITE
         found = self._found
         if found and not self._queue:
             self._found = None
@@ -79,9 +79,8 @@ class Adapter:
         for future in self._waiting:
             future.result()
 
-    def _follow(self, monitor: Monitor, record: Record, build: Build, step: int, flight: int) -> None:
+    def _follow(self, trigger: Trigger, monitor: Monitor, record: Record, build: Build, step: int, flight: int) -> None:
         try:
-            trigger = self._trigger_of(build)
             if build.plan == self._left:
                 return
             self._left = None
@@ -92,11 +91,11 @@ class Adapter:
         except Exception:
             _log.exception("step %d could not be looked at", step)
 
-    def _trigger_of(self, build: Build) -> Trigger:
+    def _trigger_of(self, build: Build, layer_s: Sequence[float] | None) -> Trigger:
         """That of the model at hand."""
         if self._trigger is None or self._trigger[0] is not build.traced:
             synchronous = build.schedule.synchronous
-            trigger = Trigger(build.layer_s, build.microbatches, synchronous=synchronous, rule=self._rule)
+            trigger = Trigger(layer_s, build.microbatches, synchronous=synchronous, rule=self._rule)
             self._trigger = build.traced, trigger
         return self._trigger[1]
 

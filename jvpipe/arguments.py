@@ -1,20 +1,129 @@
 """What a user gives, checked: devices, batches, the optimizer."""
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from jvpipe._jax import Device
+from jvpipe._jax import Device, Tracer
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.trace.loss import abstract, path_name
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import Role, abstract, canonical, path_name
+from jvpipe.trace.stacks import Stacks
 
 Tree = Any
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A number of Python or NumPy, as one of Python."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])" if isinstance(value, (list, tuple)) else ""
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}{cuts}")
+    return int(value)
+
+
+def checked_name(name: str, value: Any, usual: str) -> str:
+    """A name, known or not."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a name such as '{usual}', not {_kind(value)}{_uncalled(value)}")
+    return value
+
+
+def checked_fates(fates: Any) -> dict[str, str]:
+    """Fates by patterns."""
+    if not isinstance(fates or {}, Mapping) or not all(isinstance(name, str) for name in fates or {}):
+        raise ValueError(f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {fates!r}")
+    return dict(fates or {})
+
+
+def checked_flags(**flags: Any) -> None:
+    """Options that are on or off."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def checked_devices(devices: Any) -> list[Device]:
+    """The devices that are given, or all."""
+    given = (
+        list(jax.devices() if devices is None else devices)
+        if devices is None or isinstance(devices, Iterable)
+        else None
+    )
+    if not given or not all(hasattr(device, "addressable_memories") for device in given):
+        raise ValueError(
+            "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
+            f"{devices!r}"
+        )
+    return given
+
+
+def check_loss(loss_fn: Any, *, has_state: bool) -> None:
+    """Raises ValueError if a loss cannot be called as it will be."""
+    names = ("params", "model_state", "batch", "rng") if has_state else ("params", "batch", "rng")
+    if not callable(loss_fn):
+        raise ValueError(f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        called = ", ".join(names)
+        raise ValueError(
+            f"the loss {_called(loss_fn)}{signature} is called with ({called}), has_state={has_state}: {error}; "
+            f"wrap it, lambda {called}: ..."
+        ) from error
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for what is no optax transformation."""
+    if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}")
+
+
+def check_key(rng: Any) -> None:
+    """Raises ValueError for what is no random key, of the new kind or the old."""
+    cure = f": write jax.random.key({rng})" if isinstance(rng, (int, np.integer)) else ", such as jax.random.key(0)"
+    if not isinstance(rng, (jax.Array, np.ndarray)):
+        raise ValueError(f"rng must be a random key, not {_kind(rng)}{cure}")
+    shape = () if is_key(rng) else jax.eval_shape(jax.random.PRNGKey, 0).shape
+    if rng.shape != shape or (not is_key(rng) and rng.dtype != np.uint32):
+        raise ValueError(f"rng must be one random key, not {rng.dtype}{list(rng.shape)}{cure}")
+
+
+def check_arrays(tree: Tree, role: Role) -> None:
+    """Raises ValueError for leaves that are shapes alone, or arrays whose buffers are gone."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{role} '{path_name(path)}' was deleted or donated: give an array that is still there")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (str, int, float, type(None))):
+        return repr(value)
+    if callable(value) and hasattr(value, "__name__"):
+        return f"{'the class' if isinstance(value, type) else 'the function'} {value.__name__}"
+    return f"a {type(value).__name__}"
+
+
+def _uncalled(value: Any) -> str:
+    return f": call it, {_called(value)}(...)" if callable(value) and hasattr(value, "__name__") else ""
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
@@ -22,7 +131,7 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
 
     Devices that are given stay, used or not: a later plan may have more stages.
     """
-    given = list(jax.devices() if devices is None else devices)
+    given = checked_devices(devices)
     distinct = tuple(dict.fromkeys(given))
     if isinstance(stages, Plan):
         return distinct, ()
@@ -42,10 +151,49 @@ def reported_limit(devices: Sequence[Device]) -> int | None:
     return min(limits, default=None)
 
 
+def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
+    """The leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
+
+    Args:
+        given: arrays.
+        split: the shapes of the pipeline's own tree, its stacks split.
+        stacks: these.
+        what: what the tree is, for the message.
+
+    Raises:
+        ValueError: its containers, paths, shapes or types are others.
+
+    >>> stacks = Stacks(jax.tree.structure({"w": 0}), (2,))
+    >>> split = stacks.split({"w": jax.ShapeDtypeStruct((2, 3), np.float32)})
+    >>> [leaf.shape for leaf in leaves_like({"w": np.zeros((2, 3))}, split, stacks, "params")]
+    [(3,), (3,)]
+    >>> leaves_like({"w": np.zeros(3)}, split, stacks, "params")
+    Traceback (most recent call last):
+    ...
+    ValueError: params: 'w' is float32[3], it must be float32[2, 3]
+    """
+    wanted = stacks.join(split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype))
+    there, here = map(_types, (abstract(given), wanted))
+    for path, needed in here.items():
+        if (found := there.get(path, "missing")) != needed:
+            raise ValueError(f"{what}: '{path}' is {found}, it must be {needed}")
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        more = next((f"there is no '{path}'" for path in there if path not in here), "the containers are others")
+        raise ValueError(f"{what}: {more} in the tree of this pipeline: give one with the same leaves")
+    leaves = zip(jax.tree.leaves(stacks.split_like(split, given)), jax.tree.leaves(split), strict=True)
+    return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
+
+
+def _types(tree: Tree) -> dict[str, str]:
+    """The shape and type of each leaf, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}
+
+
 def batch_shapes(batch: Tree) -> Any:
-    """What tells one traced batch from another."""
+    """What tells one traced batch from another: types are those that leaves have on a device."""
     leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
+    return tree, tuple((np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
@@ -62,23 +210,27 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
             )
         return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
 
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch))
+    batch = abstract(batch, "batch leaf")
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError("the batch holds no arrays")
     sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
     if scalars := [name for name, size in sizes.items() if not size]:
-        raise ValueError(f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis")
+        raise ValueError(
+            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
+            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
+        )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
-    return jax.tree_util.tree_map_with_path(part, abstract(batch))
+    return jax.tree_util.tree_map_with_path(part, batch)
 
 
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
-) -> dict[tuple[str, int], Sequence[np.ndarray]]:
+) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
     """What the micro-batches of a step read from the host, by (kind, index); `words` are those of the run's key."""
-    feeds: dict[tuple[str, int], Sequence[np.ndarray]] = {}
-    for i, leaf in enumerate(map(np.asarray, jax.tree.leaves(batch))):
+    feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
+    for i, leaf in enumerate(map(_feedable, jax.tree.leaves(batch))):
         size = len(leaf) // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
     if words is not None:
@@ -86,8 +238,19 @@ def feeds_of(
     return feeds
 
 
+def _feedable(leaf: Any) -> Any:
+    """A leaf of the batch as an array of the type that it has on a device.
+
+    The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
+    """
+    if is_key(leaf) or leaf.dtype.name in _PACKED:
+        return jax.numpy.asarray(leaf)
+    return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)
+
+
 def _nearest_divisors(size: int, wanted: int) -> str:
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    divisors = sorted({*small, *(size // n for n in small)})
     below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
     return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
 

@@ -11,9 +11,9 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.arguments import batch_shapes, cut_for, micro_batch_shapes
+from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.cost.presets import accelerator_of
-from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.by_hand import checkpointed, with_fates
 from jvpipe.planning import Planned, Request, decide, measure
@@ -21,15 +21,17 @@ from jvpipe.programs.agreement import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.state import piece_program
+from jvpipe.runtime.state import Leaf, Name, Placing, piece_program
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.splitting import Candidate, Splitter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.halves import split_at
-from jvpipe.trace.loss import abstract
+from jvpipe.trace.leaves import abstract, path_name
 from jvpipe.trace.model import trace_model
+from jvpipe.trace.stacks import Stacks
 
 Tree = Any
+LeavesOf = Callable[[Stacks], Sequence[Leaf]]
 _log = logging.getLogger("jvpipe")
 
 
@@ -52,6 +54,12 @@ class Settings:
     has_aux: bool
     has_state: bool
     grad_norm: bool
+    remeasure: bool = False
+
+
+def _shown(batch: Tree) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
+    return ", ".join(f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves)
 
 
 class Builds:
@@ -69,10 +77,20 @@ class Builds:
             self._room_bytes = limit - present.first.peaks[0].bytes
         self._known: dict[Any, Build] = {}
         self._warm: dict[Any, Build] = {}
+        self._leaves_of: LeavesOf | None = None
+        self._leaves: dict[Name, Leaf] = {}
+        self._archive = Archive.beside_the_cache(anew=settings.remeasure, busy=self._follows)
+        self._seen: list[Build] = []  # while it is planned
         self.planned: Planned | None = None
+        self.token = object()  # the states of one model have the same
 
     def __bool__(self) -> bool:
         return bool(self._known)
+
+    @property
+    def layer_s(self) -> list[float] | None:
+        """Seconds of each layer on a micro-batch, if they were measured."""
+        return self.planned.layer_s if self.planned else None
 
     def __iter__(self) -> Any:
         return iter(self._known.values())
@@ -89,27 +107,73 @@ class Builds:
         self.first  # noqa: B018 - there must be one
         key = batch_shapes(batch)
         if key not in self._known:
+            micro_batch_shapes(batch, self.settings.microbatches)
             _log.warning("the shapes of the batch changed: tracing and compiling for them")
             params, rng, model_state = self.inputs
-            self.trace(params, batch, rng, model_state)
+            try:
+                self.trace(params, batch, rng, model_state)
+            except Exception as error:
+                raise ValueError(
+                    f"the loss does not take a batch of {_shown(batch)}, init's was of {_shown(self.batch)}: "
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                ) from error
         return self._known[key]
 
     def warm(self, batch: Tree) -> Build:
         """What runs a batch in the synchronous steps before an asynchronous stream."""
         return self._warm[batch_shapes(batch)]
 
-    def trace(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> Build:
-        """Traces at the shapes of a batch; the first time this also plans."""
+    def begun(
+        self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, leaves_of: LeavesOf
+    ) -> "Builds":
+        """The builds of a run that begins with these; another model than the present one is planned anew.
+
+        Args:
+            params: arrays or shapes, as all that follows.
+            batch: a whole one.
+            rng: the key of the run.
+            model_state: with `has_state`.
+            leaves_of: puts or makes the parameters, given how they are split into layers.
+        """
+        begun = Builds(self.settings, self._store)
+        begun.runs, begun._leaves_of = self.runs, leaves_of
+        begun.trace(params, batch, rng, model_state, before=self if self else None)
+        return begun
+
+    def taken_leaves(self) -> dict[Name, Leaf]:
+        """The parameters that the run begins with, by name; given once, for they may be large."""
+        leaves, self._leaves = self._leaves, {}
+        return leaves
+
+    def trace(
+        self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, before: "Builds | None" = None
+    ) -> Build:
+        """Traces at the shapes of a batch; the first time this also plans.
+
+        Args:
+            params: arrays or shapes, as all that follows.
+            batch: a whole one.
+            rng: the key of the run.
+            model_state: with `has_state`.
+            before: the builds of another run; if its model has the same layers, its plan holds.
+        """
         settings = self.settings
         micro = micro_batch_shapes(batch, settings.microbatches)
-        self.inputs = (abstract(params), rng, abstract(model_state))
+        params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
         first = self.first if self._known else None
-        if first is None:
-            self.batch = abstract(batch)
         cuts, splits = (first.traced.cuts, first.traced.splits) if first else (None, ())
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
         model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
         self.stacks, traced = model.stacks, model.traced
+        if self._leaves_of:
+            self._leaves = {("parameter", i): leaf for i, leaf in enumerate(self._leaves_of(self.stacks))}
+            self._leaves_of = None
+        self.inputs = (params, rng, model_state)
+        if first is None:
+            self.batch = abstract(batch, "batch leaf")
+            if before and (again := before._again(traced, params)):
+                first, traced = before.first, again
+                self.planned, self.token = before.planned, before.token
 
         def cut(traced: Traced, schedule: Schedule = settings.schedule) -> OptimizerCut:
             shapes, count = model.params, settings.microbatches
@@ -122,10 +186,18 @@ class Builds:
         self._known[batch_shapes(batch)] = build
         return build
 
+    def _again(self, traced: Traced, params: Tree) -> Traced | None:
+        """A model with the splits of the present one, if it has the same layers and the same tree of parameters."""
+        present = self.first.traced
+        if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(self.inputs[0]):
+            return None
+        split = split_at(traced, present.splits)
+        return split if split.graph == present.graph else None
+
     def under(self, plan: Plan, base: Build | None = None) -> Build:
         """The first build, or that of a `base`, under another plan."""
         base = base or self.first
-        plan = plan.with_schedule(self.settings.schedule.name)
+        plan = plan.under(self.settings.schedule.name)
         return self._build(base.traced, plan, base.optimizer)
 
     def along(self, legs: Sequence[Sequence[Any]]) -> Build:
@@ -169,16 +241,13 @@ class Builds:
             )
         plan = replace(plan, splits=traced.splits)
         plan.check(len(traced.graph.layers), len(settings.devices))
-        layer_s = self.planned.layer_s if self.planned else None
-        return Build(
-            traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, self._store, layer_s
-        )
+        return Build(traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, self._store)
 
     def _planned_build(self, traced: Traced, cut: Callable[[Traced], OptimizerCut]) -> Build:
         """Plans, unless the plan is given, and makes the plan ready to run."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
-            plan = settings.stages.with_schedule(settings.schedule.name)
+            plan = settings.stages.under(settings.schedule.name)
             traced = split_at(traced, plan.splits)
             return self._build(traced, self._by_hand(traced, plan), cut(traced))
         chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
@@ -192,8 +261,9 @@ class Builds:
         found = self._planned(cut, traced)
         if chooses and not self._follows:
             found = splitter.better(found, partial(self._planned, cut))
-        self.planned = found.planned
-        return self._build(found.traced, self._by_hand(found.traced, found.planned.plan), found.optimizer)
+        self.planned, build = found.planned, self._looked_at(found.traced, found.planned.plan, found.optimizer)
+        self._seen.clear()
+        return build
 
     def _planned(self, cut: Callable[[Traced], OptimizerCut], traced: Traced) -> Candidate:
         """The planner's plan for a model cut into these layers."""
@@ -208,13 +278,26 @@ class Builds:
             settings.memory_limit_bytes,
             settings.host_limit_bytes,
         )
-        problem = measure(request, traced, optimizer, settings.devices[0], self._store, self.runs, self._room_bytes)
+        given = self._store, settings.devices, self.runs, self._room_bytes, self._archive
+        problem = measure(request, traced, optimizer, *given)
 
-        def peak_bytes_of(plan: Plan) -> int:
-            build = self._build(traced, self._by_hand(traced, plan), optimizer)
-            return max(peak.bytes for peak in build.peaks[:HOST])
+        def held_bytes_of(plan: Plan) -> list[int]:
+            build = self._looked_at(traced, plan, optimizer)
+            placing = Placing(traced.graph, optimizer, build.persistent, settings.devices)
+            both = zip(build.peaks, placing.peaks(self._leaves), strict=True)
+            most = [max(step.bytes, making.bytes) for step, making in both]
+            return [most[stage.devices[0]] for stage in plan.stages]
 
-        return Candidate(traced, optimizer, decide(request, problem, peak_bytes_of))
+        return Candidate(traced, optimizer, decide(request, problem, held_bytes_of))
+
+    def _looked_at(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> Build:
+        """The build of a planner's plan, the same that was looked at before if there was one: what is checked, runs."""
+        plan = replace(self._by_hand(traced, plan), splits=traced.splits)
+        build = next((x for x in self._seen if x.traced is traced and x.plan == plan), None)
+        if build is None:
+            build = self._build(traced, plan, optimizer)
+            self._seen.append(build)
+        return build
 
     def _splitter(self, cut: Callable[[Traced], OptimizerCut]) -> Splitter:
         device, store = self.settings.devices[0], self._store

@@ -1,27 +1,50 @@
 """Parameters as a file that other programs read."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
+
+from jvpipe.trace.leaves import path_names
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:
-    """The leaves of a pytree by their path, its parts joined by dots.
+    """The leaves of a pytree by their path, its parts joined by dots; see `path_names` for those that read alike.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
     """
     leaves = jax.tree.leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    names = path_names([path for path, _ in leaves], ".")
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError if no file can be written at a path, as far as can be seen."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--export {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:
-    """Writes host arrays to a `.safetensors` file, keyed by parameter path; the file appears whole or not at all."""
-    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in parameter_names(params).items()}
+    """Writes host arrays to a `.safetensors` file, keyed by parameter path; the file appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
     draft = path.with_name(path.name + ".draft")
-    save_file(arrays, draft)
-    draft.replace(path)
+    try:
+        save_file(arrays, draft)
+        draft.replace(path)
+    except (SafetensorError, OSError) as problem:
+        draft.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {problem}") from problem

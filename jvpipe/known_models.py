@@ -14,7 +14,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.change import Parked, Takeover, prepare_takeover
 from jvpipe.runtime.tensors import Limits
-from jvpipe.trace.loss import abstract
+from jvpipe.trace.leaves import abstract
 
 Tree = Any
 Loss = Callable[..., Any]
@@ -44,7 +44,7 @@ class KnownModels:
         params, model_state = abstract(params), old_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
         with self._lock:
-            self._found.setdefault(self._key(present, present.settings.loss_fn, present.inputs[0], old_state), present)
+            self._found[self._key(present, present.settings.loss_fn, present.inputs[0], old_state)] = present
             if key not in self._found:
                 self._found[key] = self._made(present, loss_fn, params, rng, model_state)
             self._found.move_to_end(key)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from jvpipe.builds import Builds
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.controller import Controller, StageError
+from jvpipe.runtime.controller import Controller, Moment, StageError
 from jvpipe.runtime.migrate import Change, Migration, prepare, rescued
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import Limits
@@ -59,8 +59,9 @@ class Moves:
             self.queue.popleft()
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
+            self._controller.settle()
             try:
-                arrays, _ = self._controller.run(migration.bound, state.arrays, {})
+                arrays, _ = self._controller.run(migration.bound, state.arrays, {}, Moment(state.step))
             except StageError as error:
                 error.state = rescued(migration, state, error.table)
                 error.add_note(

@@ -13,13 +13,26 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.adapt import Adapter
-from jvpipe.arguments import feeds_of, place_stages, reported_limit
+from jvpipe.arguments import (
+    check_arrays,
+    check_key,
+    check_loss,
+    check_optimizer,
+    checked_fates,
+    checked_flags,
+    checked_name,
+    leaves_like,
+    place_stages,
+    reported_limit,
+    whole_number,
+)
 from jvpipe.builds import Builds, Settings
 from jvpipe.interpreter import beside_training
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.use import synchronous_uses
+from jvpipe.ir.values import ValueKind
 from jvpipe.known_models import KnownModels
 from jvpipe.moves import Moves
 from jvpipe.planners import find_planner
@@ -27,16 +40,17 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.change import ModelChange
 from jvpipe.runtime.checkpoint import load_checkpoint
-from jvpipe.runtime.controller import Controller, Feeds, StageError
-from jvpipe.runtime.flight import lifted
-from jvpipe.runtime.losses import LossWatch
+from jvpipe.runtime.controller import Controller, Moment, StageError
+from jvpipe.runtime.flight import names_of, restore_in_flight, with_leaves
+from jvpipe.runtime.losses import Losses, LossWatch
 from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.runtime.trigger import Rule
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules import Schedule, find_schedule
-from jvpipe.trace.loss import abstract, key_words
+from jvpipe.trace.leaves import is_initialiser, made_shapes
+from jvpipe.trace.loss import key_words
 from jvpipe.views import Views
 
 Tree = Any
@@ -67,6 +81,8 @@ class Pipeline(Views):
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
+        remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
+            compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
     Raises:
         ValueError: for anything that cannot be used, with the values and the cure.
@@ -103,13 +119,20 @@ class Pipeline(Views):
         has_aux: bool = False,
         has_state: bool = False,
         grad_norm: bool = False,
+        remeasure: bool = False,
     ) -> None:
+        checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm)
+        check_loss(loss_fn, has_state=has_state)
+        check_optimizer(optimizer)
+        if not isinstance(schedule, Schedule):
+            checked_name("schedule", schedule, "1f1b")
         self._order = find_schedule(schedule)
-        find_planner(planner)
-        count = len(stages.stages) if isinstance(stages, Plan) else stages
-        for name, value in (("stages", count), ("microbatches", microbatches)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        find_planner(checked_name("planner", planner, "jvpipe"))
+        microbatches = whole_number("microbatches", microbatches)
+        if isinstance(stages, Plan):
+            count, stages = len(stages.stages), stages.under(self._order.name)
+        else:
+            count = stages = whole_number("stages", stages)
         self._order.check(count, microbatches)
         used, places = place_stages(stages, devices)
         self._settings = Settings(
@@ -121,13 +144,14 @@ class Pipeline(Views):
             planner=planner,
             memory_limit_bytes=parse_bytes(memory_limit) or reported_limit(used),
             host_limit_bytes=parse_bytes(host_memory_limit),
-            fates=dict(fates or {}),
-            checkpoint=checkpoint,
+            fates=checked_fates(fates),
+            checkpoint=None if checkpoint is None else checked_name("checkpoint", checkpoint, "always"),
             devices=used,
             places=places,
             has_aux=has_aux,
             has_state=has_state,
             grad_norm=grad_norm,
+            remeasure=remeasure,
         )
         self._devices, self._microbatches = used, microbatches
         self._store = shared_store()
@@ -136,9 +160,9 @@ class Pipeline(Views):
         limits = self._settings.memory_limit_bytes, self._settings.host_limit_bytes
         self._limits = Limits(*limits, parked=self._models.parked)
         self.ledger = Ledger(self._devices)
-        self._controller = Controller(self.ledger, host_limited=self._settings.host_limit_bytes is not None)
+        host_limited = self._settings.host_limit_bytes is not None
+        self._controller = Controller(self.ledger, microbatches, host_limited)
         self._losses = LossWatch(self._controller, microbatches)
-        self._checked = False
         self._moves = Moves(self._builds, self._controller, self._limits, microbatches, self._order.warmup_updates)
         self._adapter = Adapter(self._builds, self._moves.queue, self._limits)
         self.model_history: list[ModelChange] = []
@@ -155,27 +179,48 @@ class Pipeline(Views):
             rng: the key of the run.
             model_state: with `has_state`.
         """
-        if callable(params):
+        if rng is not None:
+            check_key(rng)
+        check_arrays(params, "parameter")
+        check_arrays(model_state, "leaf of the model state")
+        if model_state is not None and not self._settings.has_state:
+            raise ValueError("model_state is given, but the loss carries none: say has_state=True, or leave it out")
+        if is_initialiser(params):
             if rng is None:
                 raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
-            build = self._builds.trace(jax.eval_shape(params, rng), batch, rng, model_state)
-            leaves = made_leaves(self._store, lambda key: self._builds.stacks.split(params(key)), rng)
+            shapes = made_shapes(params, rng)
+            leaves_of = lambda stacks: made_leaves(self._store, lambda key: stacks.split(params(key)), rng)  # noqa: E731
         else:
-            build = self._builds.trace(abstract(params), batch, rng, model_state)
-            leaves = given_leaves(jax.tree.leaves(self._builds.stacks.split(params)))
-        named = {("parameter", i): leaf for i, leaf in enumerate(leaves)}
-        named |= {("state", i): leaf for i, leaf in enumerate(given_leaves(jax.tree.leaves(model_state)))}
-        return self._place(build, named, None if rng is None else key_words(rng), 0)
+            shapes = params
+            leaves_of = lambda stacks: given_leaves(jax.tree.leaves(stacks.split(params)))  # noqa: E731
+        builds = self._builds.begun(shapes, batch, rng, model_state, leaves_of)
+        states = given_leaves(jax.tree.leaves(model_state))
+        named = builds.taken_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
+        return self._place(builds, builds.first, named, None if rng is None else key_words(rng), 0)
 
     def _place(
-        self, build: Build, leaves: dict[Name, Leaf], words: np.ndarray | None, step: int, updates: int = 0
+        self,
+        builds: Builds,
+        build: Build,
+        leaves: dict[Name, Leaf],
+        words: np.ndarray | None,
+        step: int,
+        updates: int = 0,
     ) -> State:
         constants = given_leaves(build.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self._placing(build)
         self._begin(build, placing.peaks(leaves))
+        self._follow(builds)
         arrays = placing.place(self.ledger, leaves, self._store)
-        return State(arrays, words, step, updates=updates)
+        return State(arrays, words, step, updates=updates, model=builds.token)
+
+    def _follow(self, builds: Builds) -> None:
+        """From here on these run."""
+        if builds is not self._builds:
+            self._builds = builds
+            self._moves.follow(builds)
+            self._adapter.follow(builds)
 
     # Running
 
@@ -183,9 +228,12 @@ class Pipeline(Views):
         """What one batch teaches. Consumes `state`; returns at once, the devices work on.
 
         Under an asynchronous schedule nothing is in flight afterwards: `run` keeps the pipeline full.
+
+        Raises:
+            ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is not consumed.
+            StageError: this step failed, or the one before it; `restore` makes the pipeline work again.
         """
-        state, metrics, _ = self._advance(state, batch)
-        self._check_first(metrics, state.step - 1)
+        state, metrics = self._advance(state, batch)
         return self.drain(state), metrics
 
     def run(
@@ -196,41 +244,46 @@ class Pipeline(Views):
         Under an asynchronous schedule the pipeline stays full between the steps: the states are in flight. Such a
         state can be saved, evaluated or drained; its parameters are each layer's newest.
         """
-        passed: list[jax.Array] = []  # the losses of the step before
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise ValueError(
+                f"run takes a stream of batches, such as a list, not one {type(batches).__name__}: use step"
+            )
         for batch in islice(batches, num_steps):
-            before = state.step
-            state, metrics, losses = self._advance(state, batch)
-            self._losses.check(passed, before - 1, self.plan)
-            passed = losses
-            self._check_first(metrics, before)
+            state, metrics = self._advance(state, batch)
             yield state, metrics
-        self._losses.check(passed, state.step - 1, self.plan)
+        self._check_losses(state, wait=bool(state.flight))
 
-    def _check_first(self, metrics: Metrics, step: int) -> None:
-        if not self._checked:
-            self._losses.check_first(metrics["loss"], step)
-            self._checked = True
+    def _check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
+        self._losses.check(lambda: self.params(state), wait=wait, last=last)
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""
+        self._check_state(state)
         if not state.flight:
             return state
         step, bound = self.build.drain(state.flight)
         state.check(bound.lowered.persistent)
-        arrays, _ = self._controller.run(bound, state.arrays, {})
+        arrays, _ = self._controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
         self.ledger.versions.record(step.uses, state.step * self._microbatches, state.updates)
         self.ledger.versions.drained()
         if self.build.origin:
             self._builds.switch(replace(self.build, origin=None))
         return replace(state, arrays=arrays, flight=0)
 
-    def evaluate(self, state: State, batch: Tree) -> Metrics:
-        """The metrics of a batch, forward only; nothing changes."""
-        build = self._builds.of(batch)
-        arrays = self._plain(build, state)
-        self._limits.check(build.evaluation_peaks, self._devices)
-        _, values = self._controller.run(build.evaluation, arrays, self.feeds(batch, state.words, state.step))
-        return self._builds.metrics(build, values)
+    def with_optimizer_state(self, state: State, tree: Tree) -> State:
+        """The state with another state of its optimizer, such as an injected learning rate. Consumes `state`.
+
+        Args:
+            state: the newest.
+            tree: as `optimizer_state` gives it, changed.
+
+        Raises:
+            ValueError: it is none of this optimizer.
+        """
+        leaves = leaves_like(tree, self._optimizer_shapes, self.stacks, "the optimizer's state")
+        self._plain(self.build, state)  # which says if it is not whole
+        names = names_of(self.build, state.flight)
+        return replace(state, arrays=with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True))
 
     def migrate(self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked") -> State:
         """Moves layers while training runs: from a micro-batch on, this plan holds. Values do not change.
@@ -248,6 +301,9 @@ class Pipeline(Views):
             StageError: something failed on the way. If that was between two steps, nothing is lost: the error's `state`
                 is whole under the old plan.
         """
+        self._check_state(state)
+        if not isinstance(plan, Plan):
+            raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {plan!r}")
         self._moves.ask(state, plan, at, why)
         return self._moves.between(state, self.drain)
 
@@ -276,8 +332,11 @@ class Pipeline(Views):
             MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
             StageError: something failed on the way; its `state` is the present model's, drained and whole.
         """
+        self._check_state(state)
+        check_loss(loss_fn, has_state=self._settings.has_state)
         builds = self._models.of(self._builds, loss_fn, params, model_state)
         takeover = self._models.takeover(self._builds, builds, params, model_state, self._limits)
+        self._check_losses(state, wait=bool(state.flight))  # while their versions are known
         state = self.drain(state)
         state.check(len(self.build.persistent))
         try:
@@ -286,9 +345,9 @@ class Pipeline(Views):
             error.state = replace(state, arrays=tuple(error.table))
             error.add_note("The model before is whole: go on with the `state` of this error, or save it.")
             raise
-        self._builds, self.ledger.versions = builds, VersionLedger()
-        self._moves.follow(builds)
-        self._adapter.follow(builds)
+        self._follow(builds)
+        state = replace(state, model=builds.token)
+        self.ledger.versions = VersionLedger()
         self.model_history.append(takeover.change(state.step))
         _log.info("%s", self.model_history[-1])
         return state
@@ -303,18 +362,28 @@ class Pipeline(Views):
             self._models.of(self._builds, loss_fn, params, model_state).compile_everywhere()
 
     def wait(self, state: State) -> State:
-        """Waits until a state is there; if a stage failed on the way to it, says which."""
+        """Waits until a state is there; if a stage failed on the way to it, or the loss is NaN, says which."""
         try:
-            return jax.block_until_ready(state)
+            jax.block_until_ready(state)
         except Exception as error:
             raise self._controller.failure(error) from error
+        self._controller.settle()
+        self._check_losses(state, wait=True)
+        return state
 
-    def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics, list[jax.Array]]:
-        """One step of a run; also the losses of its micro-batches, if they are known apart."""
+    def _advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        """One step of a run.
+
+        What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
+        another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
+        is not done before the one before it.
+        """
+        self._check_state(state)
+        self._controller.check()
+        self._check_losses(state, wait=bool(state.flight), last=not state.flight)
         self._adapter.offer(state.step)
         state = self._moves.between(state, self.drain, self._builds.of(batch))
         build, inside = self.build_at(batch, state.updates), self._moves.inside(state.step)
-        self._controller.check(wait=False)
         if build.schedule.synchronous:
             bound, uses, updates, flight = inside.bound if inside else build.step, (), 1, 0
             if not self._order.synchronous:
@@ -326,7 +395,8 @@ class Pipeline(Views):
             uses, flight = step.uses, flight + 1
             updates = self._microbatches // self._order.period(self._microbatches)
         state.check(bound.lowered.persistent)
-        arrays, values = self._controller.run(bound, state.arrays, self.feeds(batch, state.words, state.step))
+        earlier, feeds = len(self._controller.marks), self.feeds(batch, state.words, state.step)
+        arrays, values = self._controller.run(bound, state.arrays, feeds, Moment(state.step, flows=bool(flight)))
         if inside:
             self._moves.made(inside)
         else:
@@ -338,7 +408,10 @@ class Pipeline(Views):
             self.ledger.versions.record(uses, state.step * self._microbatches, state.updates)
         losses = values[-self._microbatches :] if flight else []
         metrics = self._builds.metrics(build, values[: len(values) - len(losses)])
-        return State(arrays, state.words, state.step + 1, flight, state.updates + updates), metrics, losses
+        self._losses.add(Losses(state.step, build.plan, losses or [metrics["loss"]], apart=bool(losses)))
+        self._controller.settle(earlier)
+        updates += state.updates
+        return replace(state, arrays=arrays, step=state.step + 1, flight=flight, updates=updates), metrics
 
     def build_at(self, batch: Tree, updates: int) -> Build:
         """What a batch runs after so many updates: an asynchronous schedule may begin with synchronous steps."""
@@ -351,10 +424,6 @@ class Pipeline(Views):
         moment = divmod(microbatch, self._microbatches)
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(build, plan=later[0].old, origin=None) if later else build
-
-    def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
-        """What the micro-batches of a step read from the host; `words` are those of the run's key."""
-        return feeds_of(batch, words, step, self._microbatches)
 
     # Keeping
 
@@ -379,16 +448,17 @@ class Pipeline(Views):
             build = replace(build, origin=None)
         if "flight" not in meta:
             leaves = saving.leaves(path, arrays)
-            state = self._place(build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
+            state = self._place(self._builds, build, leaves, words, int(meta["step"]), int(meta.get("updates", 0)))
         else:
             flight, values = meta["flight"], arrays["flight"]
             saving.check_flight(path, flight)
             if len(flight["legs"]) > 1:
                 build = self._builds.along(flight["legs"])
             self._begin(build, build.peaks)
-            found = lifted(build, int(flight["steps"]), [values[name] for name in sorted(values)], self.ledger)
+            found = restore_in_flight(build, int(flight["steps"]), values, self.ledger)
             self.ledger.versions = VersionLedger.from_json(flight["versions"])
-            state = State(found, words, int(meta["step"]), int(flight["steps"]), int(meta["updates"]))
+            steps, updates = int(flight["steps"]), int(meta["updates"])
+            state = State(found, words, int(meta["step"]), steps, updates, self._builds.token)
         if build is not self.build:
             self._builds.switch(build)
         return state
@@ -404,4 +474,6 @@ class Pipeline(Views):
         limits.check(making, self._devices, "while its arrays are made")
         self._models.parked.clear()
         self._moves.drop("run")
+        self._losses.begin()
+        self._controller.marks.clear()
         self.ledger.begin()

@@ -1,15 +1,19 @@
 """From a traced model to its plan: what must be measured is measured, and the planner asked."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jvpipe._jax import Device
+from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.links import measure_links
+from jvpipe.cost.hardware import INFINITE
+from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
-from jvpipe.planners import CHOOSING, UNTIMED, find_planner
+from jvpipe.planners import CHOOSING, KEEPING, UNTIMED, find_planner
+from jvpipe.planners.floor import Floor, floor
 from jvpipe.planners.infeasible import Infeasible
 from jvpipe.planners.kept import least_kept_bytes
 from jvpipe.planners.memory import evaluate
@@ -21,7 +25,8 @@ from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import Traced
 
-_ATTEMPTS = 7
+_ATTEMPTS = 5
+_log = logging.getLogger("jvpipe")
 _NEAR = 1.2
 """How many times what a plan holds a planner may count."""
 
@@ -69,96 +74,132 @@ def measure(
     request: Request,
     traced: Traced,
     optimizer: OptimizerCut,
-    device: Device,
     store: ProgramStore,
+    devices: Sequence[Device],
     known: Runs | None = None,
     room_bytes: int | None = None,
+    archive: Archive | None = None,
 ) -> Problem:
-    """The planner's question: bytes always, seconds if it asks for them, fates and links if it chooses.
+    """The planner's question: bytes always; seconds and links between devices if it asks for them; fates and links to
+    the host if it chooses.
 
-    What is `known` of programs is not measured again, and nothing that the device has no room for.
+    Args:
+        request: what is wanted of a plan.
+        traced: the model.
+        optimizer: in pieces.
+        store: where programs are compiled.
+        devices: there are; layers are measured on that of the first stage.
+        known: what was measured of programs before and is not measured again; the others are added.
+        room_bytes: that the device has for a program; what needs more is not run.
+        archive: where seconds are found that earlier processes have measured, and others are kept.
     """
+    first, *others = (devices[place] for place in dict.fromkeys(request.places))
+    links = None
     if request.planner in UNTIMED:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
         costs: Costs = costs_of(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
         )
     else:
-        options = {"fates": request.chooses, "known": known, "room_bytes": room_bytes}
-        costs = measured_costs(traced, device, store, optimizer, request.microbatches, **options)
-    problem = Problem(
+        options = {"fates": request.chooses, "known": known, "room_bytes": room_bytes, "archive": archive}
+        costs = measured_costs(traced, first, store, optimizer, request.microbatches, **options)
+        links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
+    return Problem(
         costs,
         request.stages,
         find_schedule(request.schedule),
         request.microbatches,
         request.memory_limit_bytes,
         request.host_limit_bytes,
-        peer_uses_host=False,
+        host=links.host if links and request.chooses else INFINITE,
+        peer=links.send if links else INFINITE,
+        peer_uses_host=links is not None and request.chooses and links.send_uses_host,
     )
-    return replace(problem, host=measure_links(device).host) if request.chooses else problem
 
 
-def decide(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned:
-    """Asks the planner.
+def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned:
+    """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
 
-    Planners count a stage's bytes by a formula that is near the buffer table of the lowered step, never much below it.
-    Where the plan of no limit keeps the limit by that table, it is the plan, even if the planner counts more. Should a
-    plan need more than the limit, the planner is asked again under a limit that is smaller by as much. Should the
-    planner find nothing, the plan of the smallest limit by its count may still keep the limit.
+    A limit is kept if the plan that holds the least keeps it. Where the planner finds nothing that does, as its seconds
+    are on that day, that plan is taken.
+
+    Args:
+        request: what is wanted.
+        problem: what the planner is asked.
+        held_bytes_of: what the device of each stage of a plan holds at most, by the lowered lists.
 
     Raises:
-        MemoryLimitExceeded: no plan keeps the limit.
+        MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the limit that it names.
     """
-    try:
-        return _unlimited(request, problem, peak_bytes_of) or _within(request, problem, peak_bytes_of)
-    except Infeasible as infeasible:
-        return _smallest(request, problem, infeasible, peak_bytes_of)
+    limit, planner = request.memory_limit_bytes, find_planner(request.planner)
+    if limit is None or request.planner in UNTIMED:
+        return _planned(request, problem, planner(problem))
+    least = None if _NEAR * least_kept_bytes(problem) <= limit else _least(request, problem, limit, held_bytes_of)
+    planned = _unlimited(request, problem, held_bytes_of) or _within(request, problem, least, held_bytes_of)
+    if planned is None:
+        least = least or _least(request, problem, limit, held_bytes_of)
+        planned = _planned(request, problem, least.decision)
+        if request.planner != "jvpipe":
+            told = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
+            _log.warning(told, request.planner, limit)
+    return planned
 
 
-def _unlimited(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned | None:
-    """The plan of no limit, for a planner that chooses fates, if the table says that it keeps the limit."""
+def _least(request: Request, problem: Problem, limit: int, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Floor:
+    """The plan that holds the least, if it keeps the limit."""
+
+    def held_bytes(decision: Decision) -> Sequence[int]:
+        return held_bytes_of(_planned(request, problem, decision).plan)
+
+    least = floor(problem, held_bytes, limit, keeps=request.planner in KEEPING)
+    if least.bytes > limit:
+        raise MemoryLimitExceeded(
+            f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {least.stage} would "
+            f"hold the most. A limit of {least.bytes:,} bytes would do; so may more stages or more micro-batches",
+            least.bytes,
+        )
+    return least
+
+
+def _unlimited(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned | None:
+    """The plan of no limit, for a planner that chooses fates, if the lists say that it keeps the limit.
+
+    It may keep it even if the planner, whose count is near what the lists hold and never much below it, counts more.
+    """
     limit, free = request.memory_limit_bytes, replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
-    if limit is None or not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
+    assert limit is not None
+    if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
         return None
-    found = _planned(request, problem, find_planner(request.planner)(free))
-    near = evaluate(free, found.decision).peak_bytes <= _NEAR * limit
-    return found if near and peak_bytes_of(found.plan) <= limit else None
+    planned = _planned(request, problem, find_planner(request.planner)(free))
+    near = evaluate(free, planned.decision).peak_bytes <= _NEAR * limit
+    return planned if near and max(held_bytes_of(planned.plan)) <= limit else None
 
 
-def _within(request: Request, problem: Problem, peak_bytes_of: Callable[[Plan], int]) -> Planned:
-    """The planner's plan; under smaller and smaller limits, if it needs more than its limit.
+def _within(
+    request: Request, problem: Problem, least: Floor | None, held_bytes_of: Callable[[Plan], Sequence[int]]
+) -> Planned | None:
+    """The planner's plan under the limit; should the lists hold more than it counts, under a limit smaller by as much.
 
-    Raises:
-        Infeasible: the planner finds nothing.
+    At first the planner may count as much as it does for the plan that holds the least.
     """
-    limit, asked = request.memory_limit_bytes, problem
-    for attempt in range(_ATTEMPTS):
-        found = _planned(request, problem, find_planner(request.planner)(asked))
-        over = peak_bytes_of(found.plan) - limit if limit is not None and request.chooses else 0
+    limit = request.memory_limit_bytes
+    assert limit is not None
+    counted = evaluate(problem, least.decision).peak_bytes if least else limit
+    asked, before = replace(problem, memory_limit_bytes=max(limit, counted)), None
+    for _ in range(_ATTEMPTS):
+        try:
+            decision = find_planner(request.planner)(asked)
+        except Infeasible:
+            return None
+        if decision == before:
+            return None
+        planned = _planned(request, problem, decision)
+        over = max(held_bytes_of(planned.plan)) - limit
         if over <= 0:
-            return found
-        less = (asked.memory_limit_bytes or 0) - over if attempt < _ATTEMPTS - 2 else 1
-        asked = replace(asked, memory_limit_bytes=max(less, 1))
-    raise AssertionError("a planner finds nothing that keeps a limit of one byte")
-
-
-def _smallest(
-    request: Request, problem: Problem, infeasible: Infeasible, peak_bytes_of: Callable[[Plan], int]
-) -> Planned:
-    """The plan of the smallest limit by the planner's count, if it keeps the limit by the table; else the error."""
-    limit, decision = request.memory_limit_bytes, infeasible.decision
-    assert limit is not None, "without a limit there is a plan"
-    if decision is None:
-        decision = find_planner(request.planner)(replace(problem, memory_limit_bytes=infeasible.smallest_limit_bytes))
-    found = _planned(request, problem, decision)
-    smallest = peak_bytes_of(found.plan)
-    if smallest <= limit:
-        return found
-    raise MemoryLimitExceeded(
-        f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {infeasible.stage} would "
-        f"hold the most. A limit of {smallest:,} bytes would do; so may more stages or more micro-batches",
-        smallest,
-    ) from infeasible
+            return planned
+        asked = replace(asked, memory_limit_bytes=max((asked.memory_limit_bytes or 0) - over, 1))
+        before = decision
+    return None
 
 
 def _planned(request: Request, problem: Problem, decision: Decision) -> Planned:

@@ -32,6 +32,9 @@ def replay(
         rng: the key of the run.
         model_state: with `has_state`.
 
+    Raises:
+        ValueError: the run was resumed in flight.
+
     Returns:
         each layer's newest parameters, as numpy arrays, and the loss of every micro-batch.
 
@@ -50,6 +53,10 @@ def replay(
     (True, 12)
     """
     versions, build = ledger.versions, pipe.build
+    if not versions.complete:
+        raise ValueError(
+            "this run was resumed in flight, and its ledger does not go back to its start: replay one that was not"
+        )
     split = pipe.stacks.split(params)
     moments = jax.tree.leaves(pipe.optimizer.init(split))
     run = Replay(

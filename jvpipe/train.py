@@ -6,11 +6,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -22,13 +24,18 @@ from jvpipe.interrupt import StopRequest
 from jvpipe.report import timeline
 from jvpipe.report.console import TrainingDisplay
 from jvpipe.report.metrics import MetricsLog, StepMetrics
-from jvpipe.rundir import RunDir
+from jvpipe.rundir import RunDir, hold_new
+from jvpipe.runplan import devices_of, given_plan, kept_plan
+from jvpipe.runtime.losses import nan_leaves
 from jvpipe.runtime.monitor import Measured
+from jvpipe.runtime.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.search import ArchitectureSearch
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
+NOT_KEPT = ("resume", "remeasure", "export")
+"""Options that hold for one process alone."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Options:
     """In which order the micro-batches run: gpipe, 1f1b; asynchronously: pipedream, 2bw, pipemare, xpipe."""
     planner: str = "jvpipe"
     """How layers are spread over stages: jvpipe, even, torchgpipe, vpipe, dawnpiper, ..."""
+    plan: str | None = None
+    """A plan to follow, such as the plan.json of a run: nothing is planned then."""
     memory_limit: str | None = None
     """What each device may hold, such as 2GiB."""
     host_memory_limit: str | None = None
@@ -63,10 +72,13 @@ class Options:
     """A text file or a folder of them; by default the English prose that comes with Python."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
+    remeasure: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measures layers anew; else what an earlier run of the same model has measured on this machine is used."""
     run_dir: str | None = None
     """Where the run is kept; by default a new folder in runs/."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Continues the run in --run-dir. Options that are not given are as they were in it."""
+    """Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other
+    stages, another planner, schedule or limit it is planned anew."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is always one of the last step."""
     adapt: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -108,54 +120,99 @@ class Job:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake, 128 + the signal if one stopped it."""
     try:
-        job, state = prepare(parse(arguments))
-        with StopRequest() as stop:
-            state = train(job, state, stop)
-    except (ValueError, OSError, jvpipe.MemoryLimitExceeded) as mistake:
+        with ExitStack() as held:
+            return run(parse(arguments), held)
+    except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
+
+
+def run(options: Options, held: ExitStack) -> int:
+    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed."""
+    try:
+        job, state = prepare(options, held)
     except KeyboardInterrupt:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
         return 130
+    with StopRequest() as stop:
+        state = train(job, state, stop)
     if stop.signum is not None:
-        told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else _resume_command(job.run)
+        told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else _resume_command(job)
         print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
         return 128 + stop.signum
-    finish(job, state)
+    try:
+        finish(job, state)
+    except KeyboardInterrupt:
+        print(f"stopped; to evaluate: {_resume_command(job)}", file=sys.stderr)
+        return 130
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """The options: given ones, else with --resume those of the run, else the defaults."""
+    """The options: given ones, else with --resume those of the run but --export, else the defaults."""
     options = tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
     if options.resume:
         if options.run_dir is None:
             raise ValueError("--resume needs --run-dir, the folder of the run to continue")
-        if options.nas or RunDir(Path(options.run_dir)).read_config().get("nas"):
+        before = RunDir(Path(options.run_dir))
+        config = before.read_config()
+        if options.nas or config.get("nas"):
             raise ValueError("--nas cannot be resumed: a search saves its last architecture alone. Begin a new run")
-        known = {field.name for field in dataclasses.fields(Options)} - {"resume"}
-        saved = {k: v for k, v in RunDir(Path(options.run_dir)).read_config().items() if k in known}
+        saved = _options_in(config, before.config)
+        if saved.get("data") and not options.data:
+            print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
         options = tyro.cli(Options, args=arguments, default=Options(**saved), prog="python -m jvpipe.train")
     for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every", "nas_steps"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.export and not Path(options.export).parent.is_dir():
-        raise ValueError(f"--export {options.export}: there is no folder {Path(options.export).parent}")
+    if options.export:
+        export.check_writable(Path(options.export))
     return options
 
 
-def prepare(options: Options) -> tuple[Job, Any]:
-    """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked."""
-    jax.config.update("jax_num_cpu_devices", options.stages)
+def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The options of a run, but for what it was to write elsewhere.
+
+    Raises:
+        ValueError: one is of another type than the command line's.
+    """
+    types = get_type_hints(Options)
+    saved = {name: config[name] for name in types if name in config and name not in NOT_KEPT}
+    for name, value in saved.items():
+        if type(value) not in (get_args(types[name]) or (types[name],)):
+            raise ValueError(f"{path} is not what a run wrote: {name} is {value!r}")
+    return saved
+
+
+def prepare(options: Options, held: ExitStack) -> tuple[Job, Any]:
+    """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked.
+
+    Args:
+        options: those of the run.
+        held: what keeps its folder from others, while it is open.
+    """
+    resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
+    before = resumed.read_config() if resumed else dataclasses.asdict(Options())
+    plan = given = given_plan(dataclasses.asdict(options), before)
+    if resumed and not given:
+        plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
+    if plan is not None:
+        options = replace(options, stages=len(plan.stages), schedule=plan.schedule or options.schedule)
+    jax.config.update("jax_num_cpu_devices", devices_of(plan) if plan else options.stages)
     _keep_compiled()
     workload = models.load(options.model, options.size, dtype=options.dtype)
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
-    run = RunDir(Path(options.run_dir or _new_folder(workload)))
+    run = RunDir(Path(options.run_dir)) if options.run_dir else hold_new(held, _new_folder(workload))
+    if options.run_dir:
+        held.enter_context(run.held())
     config = _config(options, workload)
     if options.resume:
         run.check(config)
+        if plan and not given and run.checkpoints():  # layers may have moved since it was made
+            with run.advising():
+                plan = checkpoint_plan(run.checkpoints()[-1]) or plan
     else:
         run.refuse_if_used()
     search = _search(options, workload)
@@ -164,7 +221,7 @@ def prepare(options: Options) -> tuple[Job, Any]:
     pipe = jvpipe.Pipeline(
         search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(steps * updates, local=not order.synchronous),
-        stages=options.stages,
+        stages=plan or options.stages,
         microbatches=options.microbatches,
         schedule=options.schedule,
         planner=options.planner,
@@ -173,20 +230,29 @@ def prepare(options: Options) -> tuple[Job, Any]:
         checkpoint=options.checkpoint,
         has_state=workload.has_state,
         grad_norm=order.synchronous,
+        remeasure=options.remeasure,
     )
-    run.path.mkdir(parents=True, exist_ok=True)
+    files = before.get("files", {})
+    run.check_files(files)
     data_path = None if options.data is None else Path(options.data)
-    data = workload.open_data(data_path, run.path, options.seed, batch_size)
+    with TemporaryDirectory() as scratch:
+        kept = run.path if options.resume else Path(scratch)
+        data = workload.open_data(data_path, kept, options.seed, batch_size)
+        made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     if options.resume:
         run.check({"data_digest": data.digest})
+        run.check_files(files)
     key = jax.random.key(options.seed)
     state = pipe.init(search.first.params if search else workload.init, data.held_out[0], key, workload.initial_state())
     if options.resume and run.checkpoints():
         last = run.checkpoints()[-1]
-        state = pipe.restore(last)
+        with run.advising():
+            state = pipe.restore(last)
         data.train.set_state(jvpipe.checkpoint_extra(last)["data"])
-    run.write_config(config | dataclasses.asdict(options) | {"data_digest": data.digest})
-    pipe.plan.save(run.plan)
+    if not options.resume:
+        files = run.adopt(made)
+    run.write_plan(pipe.plan)  # before the options that it was made for: they say whether it may be used again
+    run.write_config(config | dataclasses.asdict(options) | {"data_digest": data.digest, "files": files})
     run.explanation.write_text(pipe.explain() + "\n")
     rates = workload.learning_rates(steps * updates)
     return Job(options, steps, batch_size, run, workload, data, pipe, rates, search), state
@@ -195,7 +261,10 @@ def prepare(options: Options) -> tuple[Job, Any]:
 def train(job: Job, state: Any, stop: StopRequest) -> Any:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run."""
     first = state.step
-    print(f"{job.workload.name} {job.workload.size}: steps {first + 1} to {job.steps}, run in {job.run.path}")
+    told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
+    print(f"{job.workload.name} {job.workload.size}: {told}, run in {job.run.path}")
+    if first >= job.steps:
+        return state
     job.pipe.monitor()
     job.pipe.adapt(job.options.adapt)
     done: tuple[int, dict[str, jax.Array], Sequence[str]] | None = None  # a step that is not yet logged
@@ -208,25 +277,38 @@ def train(job: Job, state: Any, stop: StopRequest) -> Any:
                 log.append(line)
                 display.update(line)
 
-        for step, found in enumerate(job.stream(state, job.steps - first), first + 1):
-            tell(before=True)  # one step later, so that the pipeline never waits for a log
-            state, done = found[0], (step, *found[1:])
-            last = step == job.steps or stop.signum is not None
-            saves = last or step % job.options.checkpoint_every == 0
-            if saves or job.ends_architecture(step):
-                job.pipe.wait(state)
-                tell(before=False)
-                done = None
-            if saves:
-                save(job, state, step, found[2])
-            if last:
-                break
+        try:
+            for step, found in enumerate(job.stream(state, job.steps - first), first + 1):
+                tell(before=True)  # one step later, so that the pipeline never waits for a log
+                state, done = found[0], (step, *found[1:])
+                last = step == job.steps or stop.signum is not None
+                saves = last or step % job.options.checkpoint_every == 0
+                if saves or job.ends_architecture(step):
+                    job.pipe.wait(state)
+                    tell(before=False)
+                    done = None
+                if saves:
+                    save(job, state, step, found[2])
+                if last:
+                    break
+        except ValueError:  # the loss is no number: its step belongs into the log
+            tell(before=False)
+            raise
     timeline.write(job.run.timeline, job.pipe.measured().spans)
     return state
 
 
 def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
-    """Saves the state and the place in the data, together and whole; older checkpoints go."""
+    """Saves the state and the place in the data, together and whole; older checkpoints go.
+
+    Raises:
+        ValueError: a parameter is NaN; the older checkpoints stay.
+    """
+    if lost := next(nan_leaves(job.pipe.params(state)), None):
+        raise ValueError(
+            f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it are "
+            "whole; a lower learning rate may help"
+        )
     extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
     extra |= {"architecture": list(architecture)} if job.search else {}
     job.pipe.save(job.run.checkpoint(step), state, extra)
@@ -244,7 +326,11 @@ def finish(job: Job, state: Any) -> None:
     print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
     print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
     if job.options.export:
-        export.write_safetensors(Path(job.options.export), job.pipe.params(state))
+        try:
+            export.write_safetensors(Path(job.options.export), job.pipe.params(state))
+        except OSError as problem:
+            saved = job.run.checkpoints()[-1]
+            raise OSError(f"{problem}; the state is in {saved}, to export it: {_resume_command(job)}") from problem
         print(f"parameters in {job.options.export}")
 
 
@@ -323,8 +409,9 @@ def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
     }
 
 
-def _resume_command(run: RunDir) -> str:
-    return shlex.join(["python", "-m", "jvpipe.train", "--run-dir", str(run.path), "--resume"])
+def _resume_command(job: Job) -> str:
+    export_to = ["--export", job.options.export] if job.options.export else []
+    return shlex.join(["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume", *export_to])
 
 
 if __name__ == "__main__":

@@ -3,22 +3,27 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jvpipe._jax import Device
+from jvpipe.arguments import feeds_of, leaves_like
 from jvpipe.builds import Builds, Settings
+from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import ValueKind
 from jvpipe.moves import Moves
 from jvpipe.planning import Planned
 from jvpipe.report.explain import explain
 from jvpipe.report.reasons import cut_reasons
-from jvpipe.runtime.build import Build
+from jvpipe.runtime.build import Build, shape
 from jvpipe.runtime.checkpoint import to_host
-from jvpipe.runtime.controller import Controller
-from jvpipe.runtime.flight import names_of, plain_arrays
+from jvpipe.runtime.controller import Controller, Feeds, Moment
+from jvpipe.runtime.flight import names_of, plain_arrays, with_leaves
 from jvpipe.runtime.migrate import Change
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Placing, State
+from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.trace.stacks import Stacks
 
 Tree = Any
@@ -32,6 +37,8 @@ class Views:
     _controller: Controller
     _moves: Moves
     _devices: tuple[Device, ...]
+    _limits: Limits
+    ledger: Ledger
 
     @property
     def history(self) -> list[Change]:
@@ -74,17 +81,73 @@ class Views:
         build = self.build
         planned = None if self.history else self._builds.planned
         reasons = cut_reasons(planned.problem, planned.decision) if planned else ()
-        return explain(build.traced.graph, build.plan, build.peaks, build.layer_s, self._devices, reasons)
+        return explain(build.traced.graph, build.plan, build.peaks, self._builds.layer_s, self._devices, reasons)
 
     def params(self, state: State) -> Tree:
         """The parameters as the caller gave them, as numpy arrays."""
         values = self._host_values(state, "parameter")
-        split = jax.tree.structure(self._builds.stacks.split(self._builds.inputs[0]))
-        return self._builds.stacks.join(jax.tree.unflatten(split, values))
+        return self.stacks.join(jax.tree.unflatten(jax.tree.structure(self._split_shapes), values))
 
     def model_state(self, state: State) -> Tree:
         """The model state as the caller gave it, as numpy arrays (keys as keys)."""
         return jax.tree.unflatten(jax.tree.structure(self._builds.inputs[2]), self._host_values(state, "state"))
+
+    def optimizer_state(self, state: State) -> Tree:
+        """The optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
+
+        Where layers are stacked, so is what belongs to them. Averaged parameters or counts are read from it;
+        `evaluate(state, batch, params=...)` takes parameters that are made of it.
+        """
+        values = self._host_values(state, "optimizer")
+        return self.stacks.join(jax.tree.unflatten(self.build.optimizer.state_tree, values))
+
+    @property
+    def _optimizer_shapes(self) -> Tree:
+        optimizer = self.build.optimizer
+        return jax.tree.unflatten(optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state])
+
+    @property
+    def _split_shapes(self) -> Tree:
+        """Of the parameters."""
+        return self.stacks.split(self._builds.inputs[0])
+
+    def evaluate(self, state: State, batch: Tree, params: Tree | None = None) -> dict[str, Any]:
+        """The metrics of a batch, forward only; nothing changes.
+
+        Args:
+            state: its newest parameters are evaluated, with its model state.
+            batch: of any size that the micro-batches divide.
+            params: others in their place, such as averaged ones that `optimizer_state` holds; they lie beside the
+                state's meanwhile.
+
+        Raises:
+            ValueError: `params` are not like those of the pipeline.
+            MemoryLimitExceeded: an evaluation does not keep the limit.
+            StageError: it failed; the state is whole.
+        """
+        build = self._builds.of(batch)
+        arrays, peaks = self._plain(build, state), build.evaluation_peaks
+        leaves = [] if params is None else leaves_like(params, self._split_shapes, self.stacks, "params")
+        owned = [buffer for buffer in build.persistent if leaves and buffer.owner == "parameter"]
+        beside = [sum(buffer.bytes for buffer in owned if buffer.memory == d) for d in range(len(self._devices))]
+        peaks = (*(peak.beside("given parameters", n) for peak, n in zip(peaks, beside, strict=False)), peaks[HOST])
+        self._limits.check(peaks, self._devices)
+        for device, size in enumerate(beside):
+            self.ledger.hold(device, size)
+        try:
+            if leaves:
+                arrays = with_leaves(names_of(build, 0), arrays, ValueKind.PARAMETER, leaves, consume=False)
+            feeds = self.feeds(batch, state.words, state.step)
+            _, values = self._controller.run(build.evaluation, arrays, feeds, Moment(state.step))
+            self._controller.settle()
+        finally:
+            for device, size in enumerate(beside):
+                self.ledger.drop(device, size)
+        return self._builds.metrics(build, values)
+
+    def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
+        """What the micro-batches of a step read from the host; `words` are those of the run's key."""
+        return feeds_of(batch, words, step, self._settings.microbatches)
 
     def _host_values(self, state: State, kind: str) -> list[Any]:
         found = self._placing(self.build).values(self._plain(self.build, state))
@@ -111,6 +174,20 @@ class Views:
     def _placing(self, build: Build) -> Placing:
         return Placing(build.traced.graph, build.optimizer, build.persistent, self._devices)
 
+    def _check_state(self, state: State) -> None:
+        """Raises ValueError for what is no state of this pipeline's present model."""
+        self._builds.first  # noqa: B018 - there must be one
+        if not isinstance(state, State):
+            raise ValueError(
+                f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
+            )
+        if state.model is not self._builds.token:
+            raise ValueError(
+                "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
+                "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
+            )
+
     def _plain(self, build: Build, state: State) -> tuple[jax.Array, ...]:
+        self._check_state(state)
         state.check(len(names_of(build, state.flight)) if state.flight else len(build.persistent))
         return plain_arrays(build, state)

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _SUFFIXES = (".txt", ".md", ".rst")
 _DOCUMENT_CHARACTERS = 2000
+_LINE_CHARACTERS = 200
 _HELD_OUT_SHARE = 50  # one document in so many
 
 
@@ -64,7 +66,10 @@ def open_corpus(path: Path | None) -> Corpus:
     """
     if path is None:
         return _python_prose()
-    found = [document for file in _files(path) for document in documents(_paragraphs(_read(file)))]
+    texts = [_read(file) for file in _files(path)]
+    found = [document for text in texts for document in documents(_paragraphs(text))]
+    if len(found) < 2:  # no blank lines
+        found = [document for text in texts for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))]
     if len(found) < 2:
         raise ValueError(
             f"'{path}' holds {sum(map(len, found))} characters of text: give at least a few thousand, "

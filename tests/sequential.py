@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe._jax import ClosedJaxpr, jaxpr_as_fun
+from jvpipe._jax import ClosedJaxpr, exact, jaxpr_as_fun
 from jvpipe.ir.layers import Layer, Ref
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.graph import Traced
@@ -61,7 +62,7 @@ class Sequential:
     def executables(self, programs: list[LayerPrograms]) -> dict[Any, Any]:
         """The compiled programs, by kind and key."""
         wanted = {("F", p.key): p.forward for p in programs} | {("B", p.key): p.backward for p in programs}
-        options: Any = {} if self.optimize else {"xla_backend_optimization_level": 0}
+        options: Any = exact("cpu") if self.optimize else {"xla_backend_optimization_level": 0}
 
         def compiled(closed: ClosedJaxpr) -> Any:
             jitted = jax.jit(jaxpr_as_fun(closed), keep_unused=True)
@@ -74,12 +75,12 @@ class Sequential:
         """Micro-batch 0 of step 0."""
         graph = self.traced.graph
         values: dict[Ref, Any] = {}
-        kinds: dict[Any, Tree] = {"parameter": params, "batch": batch, "state": state}
+        kinds = {ValueKind.PARAMETER: params, ValueKind.BATCH: batch, ValueKind.STATE: state}
         for kind, tree in kinds.items():
             values |= {Ref(kind, i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-        values |= {Ref("constant", i): c for i, c in enumerate(self.traced.loss.constants)}
+        values |= {Ref(ValueKind.CONSTANT, i): c for i, c in enumerate(self.traced.loss.constants)}
         if rng is not None:
-            values[Ref("seed", 0)] = np.array([*key_words(rng).ravel(), 0, 0], np.uint32)
+            values[Ref(ValueKind.SEED, 0)] = np.array([*key_words(rng).ravel(), 0, 0], np.uint32)
         made: dict[Ref, Any] = {}
         inputs, outputs, residuals = [], [], []
         programs = self.programs()
@@ -114,13 +115,13 @@ class Sequential:
                     total = found if total is None else total + found
             gradients.append(jnp.zeros_like(leaf) if total is None else total)
         return Outcome(
-            made[Ref("loss", 0)],
-            made.get(Ref("loss", 1)),
+            made[Ref(ValueKind.LOSS, 0)],
+            made.get(Ref(ValueKind.LOSS, 1)),
             gradients,
             per_layer,
             [
-                (made | values if Ref("state", i) not in made else made)[Ref("state", i)]
+                (made | values if Ref(ValueKind.STATE, i) not in made else made)[Ref(ValueKind.STATE, i)]
                 for i in range(len(graph.state))
             ],
-            [made[Ref("aux", i)] for i in range(len(graph.aux))],
+            [made[Ref(ValueKind.AUX, i)] for i in range(len(graph.aux))],
         )

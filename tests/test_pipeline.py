@@ -210,7 +210,7 @@ def test_after_a_step_only_the_state_is_alive() -> None:
     state = pipe.init(PARAMS, batch(), None)
     for _ in range(2):
         state = pipe.step(state, batch())[0]
-    jax.block_until_ready(state)
+    pipe.wait(state)
     gc.collect()
     alive = [x for x in jax.live_arrays() if id(x) not in before]
     extra = [x for x in alive if all(x is not y for y in state.arrays)]
@@ -262,6 +262,66 @@ def test_a_checkpoint_may_replace_an_older_one(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+# What begins again
+
+
+@pytest.mark.parametrize(
+    ("params", "size"),
+    [(PARAMS[:6], 8), (PARAMS[:3], 8), (PARAMS[:4], 16), ([(w, w[0]) for w, _ in PARAMS[:4]], 8)],
+    ids=["deeper", "shallower", "larger batch", "other values"],
+)
+def test_a_second_run_of_other_shapes_trains_as_in_a_new_pipeline(params: Any, size: int) -> None:
+    def run(pipe: jvpipe.Pipeline) -> tuple[list[float], Any]:
+        state, losses = pipe.init(params, batch(size), None), []
+        for _ in range(2):
+            state, metrics = pipe.step(state, batch(size))
+            losses.append(float(metrics["loss"]))
+        return losses, pipe.params(state)
+
+    used = pipeline(memory_limit="1GB")
+    trained(used, used.init(PARAMS[:4], batch(), None), 1)
+    (losses, after), (expected, fresh) = run(used), run(pipeline(memory_limit="1GB"))
+    assert losses == expected
+    assert_same(after, fresh)
+    assert all(not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
+    assert [len(s.layers) for s in used.plan.stages] == [len(params) - len(params) // 2, len(params) // 2]
+
+
+def test_a_second_run_of_the_same_shapes_keeps_the_plan_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, batch(), None)
+    trained(pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([5, 1])), 1)
+    monkeypatch.setattr("jvpipe.programs.store.ProgramStore._compiled_for", None)
+    monkeypatch.setattr("jvpipe.builds.decide", None)
+    _, losses = trained(pipe, pipe.init(PARAMS, batch(), None), 1)
+    assert pipe.plan.cuts == (5, 1)
+    monkeypatch.undo()
+    fresh = pipeline()
+    assert losses == trained(fresh, fresh.init(PARAMS, batch(), None), 1)[1]
+
+
+def test_a_second_run_may_carry_another_model_state() -> None:
+    def loss(params: Any, state: Any, b: Any, rng: Any) -> Any:
+        return loss_fn(params, b, rng), jax.tree.map(lambda x: x + 1, state)
+
+    pipe = pipeline(loss, has_state=True)
+    pipe.init(PARAMS, batch(), None, {"a": np.zeros(3)})
+    state, _ = pipe.step(pipe.init(PARAMS, batch(), None, {"a": np.zeros(2), "b": np.ones(4)}), batch())
+    assert_same(pipe.model_state(state), {"a": np.full(2, 4), "b": np.full(4, 5)})
+
+
+def test_a_run_that_cannot_begin_leaves_the_one_before() -> None:
+    pipe = pipeline(memory_limit="100KB")
+    state, first = trained(pipe, pipe.init(PARAMS[:3], batch(), None), 1)
+    with pytest.raises(jvpipe.MemoryLimitExceeded):
+        pipe.init(PARAMS[:3], batch(8000), None)
+    with pytest.raises(ValueError, match="no array"):
+        pipe.init(["a"], batch(), None)
+    state, second = trained(pipe, state, 1)
+    alone = pipeline()
+    assert first + second == trained(alone, alone.init(PARAMS[:3], batch(), None), 2)[1]
+
+
 # What it refuses
 
 
@@ -308,11 +368,17 @@ def test_bad_batches() -> None:
         pipe.init(PARAMS, batch() | {"y": batch(4)["y"]}, None)
 
 
-def test_a_loss_that_is_not_finite_on_step_one() -> None:
+def test_a_loss_that_is_not_finite_is_told_at_once_when_it_is_known_and_takes_no_state() -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)
-    with pytest.raises(ValueError, match="the loss of step 0 is nan"):
-        pipe.step(state, {k: v * np.float32(np.nan) for k, v in batch().items()})
+    for bad in (0, 1, 2):
+        for _ in range(bad):
+            state, _ = pipe.step(state, batch())
+        state, _ = pipe.step(state, {k: v * np.float32(np.nan) for k, v in batch().items()})
+        with pytest.raises(ValueError, match=f"the loss of step {bad} is nan at stage 1, and parameter '0/0' is NaN"):
+            pipe.wait(state)
+        assert np.isnan(pipe.params(state)[0][0]).any()  # it can be looked at still
+        state = pipe.init(PARAMS, batch(), None)
 
 
 def test_a_state_is_consumed_by_its_step() -> None:

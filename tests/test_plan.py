@@ -48,14 +48,42 @@ def test_a_graph_file_is_planned(graph: str, tmp_path: Path, capsys: pytest.Capt
     assert "no plan is under" in shown
 
 
-def test_planners_are_compared(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "plans.json"
-    assert main(["--graph", graph, "--stages", "2", "--compare", "all", "--json", str(out)]) == 0
-    names = [found["planner"] for found in json.loads(out.read_text())]
-    assert names[0] == "even"
-    assert names[-1] == "jvpipe"
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in names)
+def test_planners_are_compared_and_the_best_is_shown(
+    graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, trace, picture = (tmp_path / name for name in ("plans.json", "timeline.json", "plan.svg"))
+    wanted = ["--json", str(out), "--timeline", str(trace), "--figure", str(picture)]
+    options = ["--graph", graph, "--stages", "3", "--microbatches", "2", "--compare", "all", "--memory-limit", "400"]
+    assert main([*options, *wanted]) == 0
+    shown = capsys.readouterr()
+    answers = json.loads(out.read_text())
+    assert len(answers) == 10
+    assert all(found["planner"] in shown.out for found in answers)
+    assert "no plan" not in shown.err
+    fit = [found for found in answers if found["feasible"]]
+    assert answers[: len(fit)] == sorted(fit, key=lambda found: found["step_s"])
+    others = answers[len(fit) :]
+    assert any(found["stages"] for found in others), "some planners look at no limit"
+    assert min(x["step_s"] for x in others if x["stages"]) <= fit[0]["step_s"], "and are as fast or faster for it"
+    assert f"1f1b, {fit[0]['planner']}" in picture.read_text()
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e6 * fit[0]["step_s"])
+
+
+def test_of_planners_that_all_fail_the_smallest_limit_is_named(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--graph", graph, "--stages", "2", "--compare", "all", "--memory-limit", "50B"]) == 1
+    assert "smallest limit that would do is" in capsys.readouterr().err
+
+
+def test_a_plan_over_the_limit_is_no_plan(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    options = ["--graph", graph, "--stages", "2", "--planner", "even", "--memory-limit", "50B", "--json", str(out)]
+    assert main(options) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("no plan: even looks at no limit: its plan takes ")
+    assert error.count("\n") == 1
+    found = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (found["feasible"], found["lower_bound_s"]) == (False, None)
 
 
 def test_a_model_is_planned_at_its_real_size_without_its_parameters(tmp_path: Path) -> None:
@@ -88,7 +116,19 @@ def test_a_limit_that_nothing_meets_is_an_answer(
         (["--model", "brt"], "unknown model 'brt': did you mean 'bert'"),
         (["--graph", "nowhere.txt"], "nowhere.txt"),
         (["--graph", "GRAPH", "--stages", "9"], "9 stages: there can be 1 to 4"),
-        (["--graph", "GRAPH", "--stages", "0"], "0 stages: there can be 1 to 4"),
+        (["--graph", "GRAPH", "--stages", "0"], "--stages 0: there must be 1 to"),
+        (["--graph", "GRAPH", "--microbatches", "-3"], "--microbatches -3: there must be 1 to"),
+        (["--graph", "GRAPH", "--microbatches", "1000000000"], "--microbatches 1000000000: there must be 1 to"),
+        (["--graph", "GRAPH", "--batch-size", "8"], "--batch-size 8 is of a --model"),
+        (["--graph", "GRAPH", "--size", "large"], "--size large is of a --model"),
+        (["--graph", "GRAPH", "--dtype", "bfloat16"], "--dtype bfloat16 is of a --model"),
+        (["--model", "bert", "--batch-size", "0"], "--batch-size 0: there must be 1 to"),
+        (["--model", "bert", "--batch-size", "-8"], "--batch-size -8: there must be 1 to"),
+        (["--model", "bert", "--batch-size", "1000000000", "--microbatches", "7"], "the nearest that do are 5 and 8"),
+        (["--graph", "GRAPH", "--stages", "4", "--schedule", "2bw", "--microbatches", "3"], "needs at least 4 micro"),
+        (["--graph", "GRAPH", "--memory-limit", "1" + 400 * "0"], "more than 4503599627370496 bytes"),
+        (["--graph", "FOLDER"], "this cannot be read (Is a directory): give the path of a graph file"),
+        (["--graph", "\0"], "this cannot be read (embedded null byte)"),
         (["--graph", "GRAPH", "--planner", "vpip"], "unknown planner 'vpip': did you mean 'vpipe'"),
         (["--graph", "GRAPH", "--schedule", "2b"], "unknown schedule '2b': did you mean '2bw'"),
         (["--graph", "GRAPH", "--compare", "even,jvpip"], "unknown planner 'jvpip'"),
@@ -101,11 +141,90 @@ def test_a_limit_that_nothing_meets_is_an_answer(
 def test_mistakes_are_one_line_and_exit_2(
     options: list[str], message: str, graph: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([graph if option == "GRAPH" else option for option in options]) == 2
+    places = {"GRAPH": graph, "FOLDER": str(Path(graph).parent)}
+    assert main([places.get(option, option) for option in options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+PLANNING = "jvpipe.plan.problem_of"
+"""What a mistake that can be seen before any work must not come to."""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "FOLDER"], "this is a folder: give the path of a file"),
+        (["--timeline", ""], "this is a folder: give the path of a file"),
+        (["--json", "FOLDER/nowhere/plan.json"], "there is no folder FOLDER/nowhere: make it, or give another path"),
+        (["--figure", "/proc/plan.png"], "this cannot be written (No such file or directory)"),
+        (["--figure", "FOLDER/plan.json"], "no picture ends in '.json', use one of"),
+        (["--figure", "FOLDER/plan"], "no picture ends in '', use one of"),
+        (["--json", "FOLDER/a.json", "--timeline", "FOLDER/a.json"], "this is the file of --json: give another path"),
+        (["--json", "GRAPH"], "this is the file of --graph: give another path"),
+        (["--compare", "even,jvpip"], "unknown planner 'jvpip'"),
+        (["--schedule", "2bw", "--microbatches", "1", "--stages", "3"], "Use microbatches=3"),
+    ],
+)
+def test_what_can_be_seen_at_once_is_said_before_any_work(
+    options: list[str],
+    message: str,
+    graph: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PLANNING, lambda options: pytest.fail("planning began"))
+    before = sorted(tmp_path.iterdir())
+
+    def filled(text: str) -> str:
+        return text.replace("FOLDER", str(tmp_path)).replace("GRAPH", graph)
+
+    assert main(["--graph", graph, *map(filled, options)]) == 2
+    error = capsys.readouterr().err
+    assert filled(message) in error
+    assert error.count("\n") == 1
+    assert (sorted(tmp_path.iterdir()), Path(graph).read_text()) == (before, GRAPH)
+
+
+@pytest.mark.parametrize("option", ["--json", "--timeline"])
+def test_a_full_disk_is_one_line(option: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    assert main(["--graph", graph, "--stages", "2", option, "/dev/full"]) == 2
+    assert capsys.readouterr().err == f"error: {option} /dev/full: this cannot be written (No space left on device)\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("activation_size=100.0", "activation_size=1e308", "graph.txt, line 2: activation_size=1e308 must be at most"),
+        ("forward_compute_time=1.0", "forward_compute_time=1e306", "forward_compute_time=1e306 must be at most"),
+        ("parameter_size=64.0", "parameter_size=4e15", "bytes with 2 micro-batches in flight, at most"),
+        (
+            "forward_compute_time=1.0",
+            "forward_compute_time=4e15",
+            "the layers compute for 6.4e+13 s in 8 micro",
+        ),
+    ],
+)
+def test_numbers_that_nothing_takes_are_refused(
+    old: str, new: str, message: str, graph: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(graph).write_text(GRAPH.replace(old, new))
+    assert main(["--graph", graph, "--stages", "2"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_links_that_never_end_are_refused(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links = "\n".join(f"[{name}]\nbytes_per_s = 1e-320" for name in ("host", "peer"))
+    (tmp_path / "slow.toml").write_text(f'devices_per_machine = 4\ndevice = "a100-40gb"\n{links}')
+    assert main(["--graph", graph, "--stages", "2", "--hardware", str(tmp_path / "slow.toml")]) == 2
+    assert "links between stages are busy for inf s in 8 micro-batches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

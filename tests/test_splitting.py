@@ -1,5 +1,6 @@
 """Plans with finer layers: when they are made, that they are faster as counted by hand, and that no bit changes."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -141,6 +142,8 @@ def test_more_stages_than_layers_cut_layers() -> None:
     finer, pipe = run(params, given, feed_forward, layers + 1)
     assert len(pipe.plan.stages) == layers + 1
     assert pipe.plan.splits
+    named = re.findall(r"^  layer +\d+ (\S+)", pipe.explain(), re.MULTILINE)
+    assert len(set(named)) == len(named) == len(pipe.graph.layers)  # halves are told apart
     assert finer == alone
     again, other = run(params, given, feed_forward, Plan.from_json(pipe.plan.to_json()))
     assert (again, other.plan.splits) == (alone, pipe.plan.splits)

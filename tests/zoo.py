@@ -412,6 +412,32 @@ def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[
 scaled.defvjp(_scaled_forward, _scaled_backward)
 
 
+TINTS = np.linspace(0.5, 1.5, D, dtype=np.float32)
+
+
+@jax.custom_vjp
+def tinted(x: jax.Array) -> jax.Array:
+    """A scaling by a table that the function closes over, as its derivative does with another."""
+    return x * TINTS[None]
+
+
+tinted.defvjp(lambda x: (tinted(x), None), lambda _, g: (g * TINTS[None, ::-1],))
+
+
+def spectral(depth: int = 4) -> Case:
+    """Complex filters between Fourier transforms, behind tables in custom derivatives."""
+    base, draw = mlp(depth), draws(11)
+    params = [{"w": p["w"], "filter": (draw(D) + 1j * draw(D)).astype(np.complex64)} for p in base.params]
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for p in params:
+            x = tinted(jnp.fft.ifft(jnp.fft.fft(jnp.tanh(x @ p["w"])) * p["filter"][None]).real)
+        return mean_square(x, batch["y"])
+
+    return replace(base, loss_fn=loss_fn, params=params)
+
+
 @jax.custom_jvp
 def clipped(x: jax.Array) -> jax.Array:
     """A clip that lets half of the gradient through where it clips."""
@@ -494,6 +520,124 @@ def regularised() -> Case:
         return base.loss_fn(params, batch, rng) + 1e-3 * sum(squares[1:], start=squares[0])
 
     return replace(base, loss_fn=loss_fn)
+
+
+# Normalised rows in front of products: computed again in another program they once had other bits
+
+
+def normalised(x: jax.Array) -> jax.Array:
+    """Rows of length one."""
+    return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+def standardised(p: Tree, x: jax.Array) -> jax.Array:
+    """A layer norm that divides, as libraries do that are not after speed."""
+    mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    scale, bias = (jnp.expand_dims(p[name], tuple(range(x.ndim - 1))) for name in ("scale", "bias"))
+    return (x - mean) / jnp.sqrt(var + 1e-6) * scale + bias
+
+
+def _norm_params(draw: Callable[..., np.ndarray], *shape: int) -> Tree:
+    return {"scale": 1 + draw(*shape), "bias": draw(*shape)}
+
+
+def contrastive() -> Case:
+    """Two towers whose normalised outputs are compared with each other: each pair against all others of the batch."""
+    draw = draws(11)
+    params = {name: [draw(D, 2 * D), draw(2 * D, D)] for name in "xy"}
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x, y = (normalised(jax.nn.gelu(batch[n] @ params[n][0]) @ params[n][1]) for n in "xy")
+        similarity = 5 * (x @ y.T)
+        return jnp.mean(jax.nn.logsumexp(similarity, -1) - jnp.diagonal(similarity))
+
+    return Case(loss_fn, params, regression_batch(B, D))
+
+
+def mixer(blocks: int = 1) -> Case:
+    """MLP-mixer: products along the tokens of what is normalised along the channels, and the other way round."""
+    draw = draws(12)
+    params = [
+        {
+            "token_norm": _norm_params(draw, D),
+            "tokens": [draw(T, 2 * T), draw(2 * T, T)],
+            "channel_norm": _norm_params(draw, D),
+            "channels": [draw(D, 2 * D), draw(2 * D, D)],
+        }
+        for _ in range(blocks)
+    ]
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for p in params:
+            y = jnp.swapaxes(standardised(p["token_norm"], x), 1, 2)
+            x = x + jnp.swapaxes(jax.nn.gelu(y @ p["tokens"][0]) @ p["tokens"][1], 1, 2)
+            y = standardised(p["channel_norm"], x)
+            x = x + jax.nn.gelu(y @ p["channels"][0]) @ p["channels"][1]
+        return mean_square(x, batch["y"])
+
+    return Case(loss_fn, params, regression_batch(B, T, D))
+
+
+def stacked_decoder(blocks: int = 2) -> Case:
+    """Causal blocks stacked for a scan over them, with a remat inside, tied."""
+    draw = draws(13)
+
+    def stack(a: int, b: int) -> np.ndarray:
+        return np.stack([draw(a, b) for _ in range(blocks)])
+
+    stacked = {
+        "norm": _norm_params(draw, blocks, D),
+        "qkv": stack(D, 3 * D),
+        "o": stack(D, D),
+        "mlp_norm": _norm_params(draw, blocks, D),
+        "up": stack(D, 2 * D),
+        "down": stack(2 * D, D),
+    }
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        causal = jnp.tril(jnp.ones((T, T), bool))[None]
+
+        @jax.checkpoint
+        def block(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
+            q, k, v = jnp.split(standardised(p["norm"], x) @ p["qkv"], 3, -1)
+            scores = jnp.where(causal, jnp.einsum("btd,bsd->bts", q, k) * D**-0.5, -1e9)
+            x = x + (jax.nn.softmax(scores) @ v) @ p["o"]
+            return x + jax.nn.gelu(standardised(p["mlp_norm"], x) @ p["up"]) @ p["down"], None
+
+        x, _ = jax.lax.scan(block, params["embedding"][batch["tokens"]], params["blocks"])
+        logits = (x @ params["embedding"].T).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1))
+
+    return Case(loss_fn, {"embedding": draw(V, D), "blocks": stacked}, token_batch())
+
+
+def normalised_products(depth: int = 2) -> Case:
+    """Products with a derivative of the user's, each of what is normalised."""
+    draw = draws(14)
+    params = [{"w": draw(D, D), "norm": _norm_params(draw, D)} for _ in range(depth)]
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for p in params:
+            x = x + jnp.tanh(scaled(standardised(p["norm"], x), p["w"]))
+        return mean_square(x, batch["y"])
+
+    return Case(loss_fn, params, regression_batch(B, D))
+
+
+def noisy(depth: int = 2) -> Case:
+    """Gaussian noise of random bits."""
+    base = mlp(depth)
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch["x"]
+        for p, key in zip(params, keys_by("fold_in", rng, depth), strict=True):
+            x = jnp.tanh(x @ p["w"] + p["b"][None])
+            x = x * (1 + 0.3 * jax.random.normal(key, x.shape, x.dtype))
+        return mean_square(x, batch["y"])
+
+    return replace(base, loss_fn=loss_fn, rng=quick_key(7))
 
 
 # Flax
@@ -595,9 +739,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "one-hot": one_hot,
     "custom-rules": custom_rules,
     "nested": nested,
+    "spectral": spectral,
     "with-aux": with_aux,
     "unused": unused,
     "regularised": regularised,
     "linen": linen,
     "nnx": flax_nnx,
+    "contrastive": contrastive,
+    "mixer": mixer,
+    "stacked-decoder": stacked_decoder,
+    "normalised-products": normalised_products,
+    "noisy": noisy,
 }

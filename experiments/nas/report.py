@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.nas.variants import NAMES
 
@@ -73,23 +74,28 @@ def keep(name: str, schedule: str, step_s: Mapping[str, Sequence[float]]) -> Non
 
 
 def draw(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Draws rates to <name>.svg beside this file."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        picture(name, rates).savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None})
+
+
+def picture(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Micro-batches per second by schedule, variant and architecture."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-    for axes, (schedule, found) in zip(panels, sorted(rates.items()), strict=True):
+    most = max(rate for variants in rates.values() for found in variants.values() for rate in found)
+    for axes, (schedule, variants) in zip(panels, sorted(rates.items()), strict=True):
         for variant, colour in COLOURS.items():
-            style = ":" if variant == "ideal" else "-"
-            values = found.get(variant)
-            if values is None:
-                continue
-            axes.stairs(values, range(1, len(values) + 2), color=colour, linestyle=style, label=variant, baseline=None)
+            if values := variants.get(variant):
+                edges, style = range(1, len(values) + 2), ":" if variant == "ideal" else "-"
+                axes.stairs(values, edges, color=colour, linestyle=style, label=variant, baseline=None)
         axes.set_title(f"{name.replace('_', ', ')}, {schedule}", loc="left", fontsize=10)
         axes.set_xlabel("architecture", fontsize=8)
-        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(0, 1.04 * most)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("micro-batches per second", fontsize=8)
-    panels[-1].legend(frameon=False, fontsize=7)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None})
+    panels[-1].legend(frameon=False, fontsize=7, loc="lower right")
+    return figure

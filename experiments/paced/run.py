@@ -19,7 +19,7 @@ def main() -> None:
     from experiments.paced import layers
     from jvpipe.cost.measure import measured_costs
     from jvpipe.ir.plan import Plan
-    from jvpipe.ir.task import Row
+    from jvpipe.ir.rows import Row
     from jvpipe.schedules.simulate import simulate
 
     loss_fn, params = layers.paced_loss(((FORWARD_S, BACKWARD_S),) * LAYERS), layers.params(LAYERS)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jvpipe.cost.cluster_file import find_cluster
-from jvpipe.plan import Answer, Options, answer, model_costs, on_cluster, with_splits
+from jvpipe.plan import Options, answer, model_costs, on_cluster, with_splits
 from jvpipe.planners.forecast import simulated_step_s
 from jvpipe.planners.problem import Problem
+from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
 
 MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))

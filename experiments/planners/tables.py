@@ -13,11 +13,12 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.graph_file import read_graph
 from jvpipe.cost.graph_split import expert_split, split_loads_s
-from jvpipe.plan import Answer, Options, answer, model_costs, on_cluster
+from jvpipe.plan import Options, answer, model_costs, on_cluster
 from jvpipe.planners import PLANNERS
 from jvpipe.planners.forecast import simulated_step_s
 from jvpipe.planners.memory import evaluate
 from jvpipe.planners.problem import Problem
+from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
 
 PROFILES = Path(__file__).parents[2].parent / "shared" / "profiles"

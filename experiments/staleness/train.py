@@ -88,7 +88,7 @@ def train(subject: Subject, run: Run, steps: int | None = None) -> Curve:
         seen.append(steps)
         losses.append(_held_out_loss(pipe, pipe.drain(state), subject.held_out))
     except ValueError as error:
-        if "the loss of micro-batch" not in str(error):
+        if "the loss of" not in str(error):
             raise
         rest = range(seen[-1] + steps // MICRO_BATCHES, steps + 1, steps // MICRO_BATCHES)
         seen, losses = [*seen, *rest], losses + [math.inf] * len(rest)

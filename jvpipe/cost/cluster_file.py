@@ -21,6 +21,7 @@ latency_s = 10e-6            # by default 0
 
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,10 +139,14 @@ class _Table:
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A rate, which may be infinite, or with `zero` a time, which may be 0."""
         value = self.value(key, "a number") if default is None else self.found.get(key, default)
-        least = "of at least 0" if zero else "above 0"
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or (zero and value == 0)):
+        least, most = ("of at least 0", sys.float_info.max) if zero else ("above 0", math.inf)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (0 < value <= most or (zero and value == 0)):
             raise self.wrong(key, f"must be a number {least}, not {value!r}")
+        if math.inf > value > sys.float_info.max:
+            raise self.wrong(key, f"must be a number of at most {sys.float_info.max}, or inf")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:

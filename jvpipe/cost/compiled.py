@@ -10,6 +10,7 @@ from dataclasses import replace
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
 from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
@@ -34,7 +35,7 @@ def with_compiled_bytes(
     made: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
     for layer, body, own, like in zip(traced.graph.layers, traced.bodies, options, alike, strict=True):
-        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
+        later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != layer.id]
         backwards.append([])
         for option in own:
             kept = _kept(traced.graph, layer, option)

@@ -4,8 +4,12 @@ Everything is for one micro-batch on one device. Where the numbers come from is 
 from the jaxpr, or read from a profile that others took.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Shared:
     per_version: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Costs:
     """A model as planners see it: layers in the order of the forward, edges between them.
 
@@ -82,3 +86,28 @@ class Costs:
     shared: tuple[Shared, ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     ids: tuple[int, ...] = ()
+
+    def edges_at(self, i: int, j: int) -> Iterable[Edge]:
+        """The edges that layers [i, j) make or read, each once."""
+        return {id(edge): edge for at in self._edges_at[i:j] for edge in at}.values()
+
+    def shared_at(self, i: int, j: int) -> Iterable[Shared]:
+        """The shared bytes that layers [i, j) hold, each once."""
+        return {id(shared): shared for at in self._shared_at[i:j] for shared in at}.values()
+
+    @cached_property
+    def _edges_at(self) -> list[list[Edge]]:
+        return _by_layer(len(self.layers), ((edge, {edge.producer, *edge.readers}) for edge in self.edges))
+
+    @cached_property
+    def _shared_at(self) -> list[list[Shared]]:
+        return _by_layer(len(self.layers), ((shared, set(shared.layers)) for shared in self.shared))
+
+
+def _by_layer(layers: int, things: Iterable[tuple[T, set[int]]]) -> list[list[T]]:
+    """For each layer the things that concern it."""
+    found: list[list[T]] = [[] for _ in range(layers)]
+    for thing, concerned in things:
+        for layer in concerned:
+            found[layer].append(thing)
+    return found

@@ -15,8 +15,9 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 def read_graph(path: str | Path) -> GraphFile:
     """What a graph file says: PipeDream's graph.txt, or the JSON of dnn-partitioning, told apart by their content.
 
-    Layers are the file's (forward) nodes in topological order, of those that are ready the lowest id first. What is
-    wrong in the file is a ValueError that names file, line and field.
+    Layers are the file's (forward) nodes in topological order, nodes that must share a device as close together as they
+    can be; of those that are ready the lowest id comes first. What is wrong in the file is a ValueError that names
+    file, line and field.
 
     >>> from tempfile import NamedTemporaryFile
     >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"
@@ -31,6 +32,9 @@ def read_graph(path: str | Path) -> GraphFile:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise wrong(file, 1, f"this is not text: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file}: this cannot be read ({reason}): give the path of a graph file") from None
     if not text.strip():
         raise wrong(file, 1, "the file is empty: it must describe the nodes of a graph")
     if text.lstrip()[0] in "{[" or file.endswith(".json"):

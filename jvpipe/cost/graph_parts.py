@@ -1,12 +1,13 @@
 """What every format of graph file shares: what is read from one, the order of its nodes, its errors."""
 
 import heapq
-import sys
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.ir.sizes import MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,17 @@ def wrong(file: str, line: int, what: str) -> ValueError:
     return ValueError(f"{file}, line {line}: {what}")
 
 
-def is_amount(number: int | float) -> bool:
-    """Whether a number can be a time or a size: finite and not negative.
+def flaw(number: int | float) -> str | None:
+    """Why a number can be no time and no size; None if it can.
 
-    >>> [is_amount(x) for x in (0.0, 2.5, -1.0, float("nan"), float("inf"))]
-    [True, True, False, False, False]
+    >>> flaw(2.5), flaw(-1.0), flaw(float("nan"))
+    (None, 'must be finite and not negative', 'must be finite and not negative')
+    >>> flaw(1e308)
+    'must be at most 4503599627370496'
     """
-    return 0 <= number <= sys.float_info.max
+    if not 0 <= number < math.inf:
+        return "must be finite and not negative"
+    return None if number <= MOST_BYTES else f"must be at most {MOST_BYTES}"
 
 
 def topological_order(nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str) -> list[int]:

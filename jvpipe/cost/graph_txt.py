@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.cost.graph_parts import GraphFile, is_amount, topological_order, wrong
+from jvpipe.cost.graph_parts import GraphFile, flaw, topological_order, wrong
 
 _NODE = re.compile(r"node(\d+)")
 _STAGE = re.compile(r" -- stage_id=\S*$")
@@ -99,8 +99,9 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
         numbers = [float(text) for text in texts]
     except ValueError:
         raise wrong(file, line, f"{field}={given} is not a number") from None
-    if not all(map(is_amount, numbers)):
-        raise wrong(file, line, f"{field}={given} must be finite and not negative")
+    for number in (*numbers, sum(numbers)):
+        if reason := flaw(number):
+            raise wrong(file, line, f"{field}={given} {reason}")
     return sum(numbers)
 
 

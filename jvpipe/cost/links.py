@@ -7,16 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jvpipe._jax import Device
+from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.hardware import INFINITE, Link
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
 _RUNS = 5
+_NUMBERS = 7
 _SHARED = 1.5  # two copies that take so much longer together than the longer one alone share a link
 
 Copy = Callable[[jax.Array], jax.Array]
@@ -32,9 +35,51 @@ class Links:
     send_uses_host: bool
 
     @property
+    def numbers(self) -> list[float]:
+        """The links as numbers; what takes no time is 0."""
+        links = (self.out, self.back, self.send)
+        rates = [0.0 if link == INFINITE else link.bytes_per_s for link in links]
+        return [*rates, *(link.latency_s for link in links), float(self.send_uses_host)]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> "Links":
+        """From what `numbers` gave."""
+        out, back, send = (Link(r, late) if r else INFINITE for r, late in zip(numbers[:3], numbers[3:6], strict=True))
+        return Links(out, back, send, bool(numbers[6]))
+
+    @property
     def host(self) -> Link:
         """Out and back as one link, that of the slower."""
         return Link(min(self.out.bytes_per_s, self.back.bytes_per_s), max(self.out.latency_s, self.back.latency_s))
+
+
+@cache
+def known_links() -> dict[tuple[str, str], Links]:
+    """Those that this process has measured, by the kinds of their devices."""
+    return {}
+
+
+def links_between(device: Device, other: Device | None = None, archive: Archive | None = None) -> Links:
+    """The links of a device of this kind, also to one of another's kind; measured once per process.
+
+    Args:
+        device: whose links.
+        other: to which it sends; None: to nobody.
+        archive: where they may be found, and are kept.
+    """
+    known, archive, kinds = (
+        known_links(),
+        archive or Archive(),
+        (device.device_kind, other.device_kind if other else ""),
+    )
+    if kinds not in known:
+        what = ("links", surroundings(device), *kinds)
+        numbers = archive.find(*what)
+        if numbers is None or len(numbers) != _NUMBERS:
+            numbers = measure_links(device, other).numbers
+            archive.keep(numbers, *what)
+        known[kinds] = Links.of(numbers)
+    return known[kinds]
 
 
 def measure_links(device: Device, other: Device | None = None, sizes: tuple[int, int] = (_SMALL, _LARGE)) -> Links:

@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from jvpipe.cost.graph_parts import is_amount, wrong
+from jvpipe.cost.graph_parts import flaw, wrong
 
 _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 
@@ -35,12 +35,12 @@ class Located(dict[str, Any]):
         return self[field]
 
     def amount(self, field: str) -> float:
-        """A finite number that is not negative."""
+        """A number that can be a time or a size."""
         found = self.field(field)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise self.wrong(f"the field {field} is {found!r}, which is not a number")
-        if not is_amount(found):
-            raise self.wrong(f"the field {field} is {found}: it must be finite and not negative")
+        if reason := flaw(found):
+            raise self.wrong(f"the field {field} is {found}: it {reason}")
         return float(found)
 
     def count(self, field: str) -> int:
@@ -91,6 +91,8 @@ def parse(text: str, file: str) -> Located:
         whole = json.loads(text, object_pairs_hook=locate)
     except json.JSONDecodeError as error:
         raise wrong(file, error.lineno, f"this is not JSON: {error.msg}") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise wrong(file, 1, f"this JSON cannot be read: {error}") from None
     except RecursionError:
         raise wrong(file, 1, "this JSON is nested too deeply") from None
     if not isinstance(whole, Located):

@@ -13,6 +13,7 @@ import numpy as np
 
 from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.cost import roofline
+from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
@@ -46,9 +47,17 @@ def measure_programs(
     device: Device,
     known: Runs | None = None,
     room_bytes: int | None = None,
+    archive: Archive | None = None,
 ) -> Runs:
-    """Compiles programs side by side, and runs and times each distinct one that there is room for; not those that are
-    `known`, to which the others are added.
+    """Compiles programs side by side, and runs and times each distinct one that there is room for.
+
+    Args:
+        store: where they are compiled.
+        programs: which.
+        device: where they run.
+        known: what was measured before and is not measured again; the others are added.
+        room_bytes: that the device has for a program.
+        archive: where seconds that earlier processes have measured are found, and others are kept.
     """
     runs = {} if known is None else known
     distinct = {program.key: program for program in programs if program.key not in runs}
@@ -57,7 +66,8 @@ def measure_programs(
         found = executable.memory_analysis()
         size = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
         if room_bytes is None or size + found.temp_size_in_bytes <= room_bytes:
-            runs[key] = Run(_seconds(executable, program, device), found.temp_size_in_bytes)
+            seconds = _kept_seconds(store, executable, program, device, archive or Archive())
+            runs[key] = Run(seconds, found.temp_size_in_bytes)
     return runs
 
 
@@ -71,6 +81,7 @@ def measured_costs(
     fates: bool = True,
     known: Runs | None = None,
     room_bytes: int | None = None,
+    archive: Archive | None = None,
 ) -> Costs:
     """The costs of a model on a device at hand; layers alike are measured once.
 
@@ -86,13 +97,14 @@ def measured_costs(
         known: what programs took that were measured before; those measured now are added.
         room_bytes: that the device has for a program; what needs more is estimated by the roofline, at the pace of what
             was measured.
+        archive: where seconds are found that were measured before, and kept.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: layer_programs(store, traced, share) for share in shares}
-    forwards = [forward_program(programs) for programs in kept["all"]]
+    forwards = [forward_program(programs, again=True) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
     programs = [*forwards, *chain.from_iterable(backwards.values())]
-    runs = measure_programs(store, programs, device, known, room_bytes)
+    runs = measure_programs(store, programs, device, known, room_bytes, archive)
     jaxprs = [p.forward for p in kept["all"]] + [p.backward for share in shares for p in kept[share]]
     runs = runs | _estimated(store, device, runs, {p.key: (p, j) for p, j in zip(programs, jaxprs, strict=True)})
     works = []
@@ -137,6 +149,18 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
             modelled = recompute.extra_s(recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1])
             points.append((modelled, max(run.seconds - least.seconds, 0.0)))
     return Calibration(tuple(points))
+
+
+def _kept_seconds(store: ProgramStore, executable: Any, program: Program, device: Device, archive: Archive) -> float:
+    """The seconds of a program, from the archive if they are there."""
+    if archive.folder is None:
+        return _seconds(executable, program, device)
+    what = ("seconds", surroundings(device), store.text(program, device))
+    numbers = archive.find(*what)
+    if numbers is None or len(numbers) != 1:
+        numbers = [_seconds(executable, program, device)]
+        archive.keep(numbers, *what)
+    return numbers[0]
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:

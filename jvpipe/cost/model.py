@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
-from jvpipe.ir.layers import Kind, Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot
 
@@ -90,25 +91,25 @@ class _Model:
             held = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
             for known, refs in ((self.holders, held), (self.touching, {*layer.reads, *layer.writes})):
                 known.update((ref, (*known.get(ref, ()), layer.id)) for ref in refs)
-        arrays: dict[Kind, list[int]] = {
-            "tensor": [t.array.bytes for t in graph.tensors],
-            "batch": [a.bytes for a in graph.batch],
-            "seed": [graph.seed_bytes],
-            "state": [a.bytes for a in graph.state],
-            "constant": [a.bytes for a in graph.constants],
+        arrays: dict[ValueKind, list[int]] = {
+            ValueKind.TENSOR: [t.array.bytes for t in graph.tensors],
+            ValueKind.BATCH: [a.bytes for a in graph.batch],
+            ValueKind.SEED: [graph.seed_bytes],
+            ValueKind.STATE: [a.bytes for a in graph.state],
+            ValueKind.CONSTANT: [a.bytes for a in graph.constants],
         }
         self.bytes = {Ref(kind, i): size for kind, sizes in arrays.items() for i, size in enumerate(sizes)}
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        return [t for t in layer.reading("tensor") if self.holders.get(Ref("tensor", t)) == (layer.id,)]
+        return [t for t in layer.reading(ValueKind.TENSOR) if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
 
     def shared(self) -> Iterator[Shared]:
         """What a stage holds once, however many of its layers read it."""
         for ref, size in self.bytes.items():
             holders, touching = self.holders.get(ref, ()), self.touching.get(ref, (0,))
-            if ref.kind in ("state", "constant") and len(touching) > 1:
+            if ref.kind in (ValueKind.STATE, ValueKind.CONSTANT) and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
-            if ref.kind == "constant" or not holders:
+            if ref.kind == ValueKind.CONSTANT or not holders:
                 continue
             if len(holders) > 1 or ref.kind != "tensor" or holders == (self.graph.tensors[ref.index].producer,):
                 yield Shared(holders, size)
@@ -117,16 +118,19 @@ class _Model:
 
     def lasting_bytes(self, layer: int) -> int:
         """Model state and captured arrays that no other layer touches."""
-        lasting = (ref for ref in self.bytes if ref.kind in ("state", "constant"))
+        lasting = (ref for ref in self.bytes if ref.kind in (ValueKind.STATE, ValueKind.CONSTANT))
         return sum(self.bytes[ref] for ref in lasting if self.touching.get(ref, (0,)) == (layer,))
 
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Values that pass while a layer's forward runs: nobody's backward reads them, or none on this stage."""
-        total = sum(self.graph.aux[i].bytes for i in layer.writing("aux"))
+        total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
-            if ref.kind in ("batch", "seed", "state", "tensor") and layers[0] <= layer.id <= layers[-1]:
+            if (
+                ref.kind in (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
+                and layers[0] <= layer.id <= layers[-1]
+            ):
                 holders = self.holders.get(ref, ())
-                held = bool(holders) if ref.kind == "tensor" else layer.id in holders
+                held = bool(holders) if ref.kind == ValueKind.TENSOR else layer.id in holders
                 total += 0 if held else self.bytes[ref]
         return total
 
@@ -138,7 +142,7 @@ class _Model:
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
     """What a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
-    total = sum(graph.parameters[p].array.bytes for p in layer.reading("parameter"))
+    total = sum(graph.parameters[p].array.bytes for p in layer.reading(ValueKind.PARAMETER))
     if layer.id == graph.loss_layer:
         total += microbatches * ((1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux))
     return total

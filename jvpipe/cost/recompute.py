@@ -17,6 +17,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
+from jvpipe.programs.inline import merged
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
 
@@ -142,7 +143,7 @@ def recompute_of(
         results: candidates that the layer yields: they are kept whether chosen or not.
         seconds: how long each of some equations takes, given them and their outputs.
     """
-    backward = nothing.backward.jaxpr
+    backward = merged(nothing.backward).jaxpr
     repeated, wanted = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
     named = {v: _name(backward.eqns[i]) for v, i in maker.items() if _name(backward.eqns[i]) in sizes}

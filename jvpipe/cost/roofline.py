@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.programs.inline import merged
 from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import flops, is_heavy, is_random
 
@@ -52,12 +53,13 @@ def nbytes(atom: Atom) -> int:
 
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """How long a program takes."""
-    return sum(equation_seconds(closed.jaxpr.eqns, closed.jaxpr.outvars, device))
+    jaxpr = merged(closed).jaxpr
+    return sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device))
 
 
 def temporary_bytes(closed: ClosedJaxpr) -> int:
     """The most that a program holds in memory beside its inputs and results, run in the order of its equations."""
-    jaxpr = closed.jaxpr
+    jaxpr = merged(closed).jaxpr
     kernels = _Kernels(jaxpr.eqns, jaxpr.outvars)
     results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     last = {v: i for i, kernel in kernels.of.items() for v in kernel.reads}

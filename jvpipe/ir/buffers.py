@@ -1,35 +1,77 @@
-"""The buffer table: every array of a step, who owns it, how large it is and where it lies."""
+"""The buffer table: every array of a step, whose it is, how large, and where it lies."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe.ir.task import Row
+from jvpipe.ir.rows import Row
+from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 
-Owner = Literal["parameter", "optimizer", "state", "constant", "gradient", "residual", "edge", "batch", "metric"]
-PERSISTENT = ("parameter", "optimizer", "state", "constant")
 HOST = -1
-"""Stands for the host where a device's number would; tables by device have a last row for it."""
+"""Stands for the host's memory where a place's number would; tables by place have a last row for it."""
+
+
+class Copy(StrEnum):
+    """Which of the copies of a value at a place a buffer is."""
+
+    OWN = "own"  # what reads it there reads this one
+    UNUSED = "unused"  # a program yields it and nobody reads it
+    RERUN = "rerun"  # made again by a forward that ran again
+    HOST = "host"  # swapped out: in the host's memory
+    FETCHED = "fetched"  # back from the host
+    STALE = "stale"  # left behind by what has moved
+
+
+class Spot(NamedTuple):
+    """One copy of a value at a place: the name of a buffer.
+
+    >>> print(Spot(Value(ValueKind.TENSOR, 3, microbatch=0), 1, Copy.HOST))
+    tensor 3 micro-batch 0 at 1 host
+    """
+
+    value: Value
+    place: int
+    copy: Copy = Copy.OWN
+
+    def shifted(self, microbatches: int, versions: int) -> "Spot":
+        """The same of another round of a stream."""
+        return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
+
+    def __str__(self) -> str:
+        return f"{self.value} at {self.place}" + ("" if self.copy is Copy.OWN else f" {self.copy}")
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array of a step. `key` names it: its kind and what distinguishes it from others of its kind.
+    """An array of a step: one copy of a `value`, at or beside a `place`."""
 
-    `device` is where it lies, `HOST` if it has been swapped out.
-    """
-
-    key: tuple[Hashable, ...]
-    owner: Owner
+    value: Value
+    place: int
     bytes: int
-    device: int
+    copy: Copy = Copy.OWN
+
+    @property
+    def spot(self) -> Spot:
+        """Its name."""
+        return Spot(self.value, self.place, self.copy)
+
+    @property
+    def memory(self) -> int:
+        """The memory that it takes: that of its place, or the host's."""
+        return HOST if self.copy is Copy.HOST else self.place
+
+    @property
+    def owner(self) -> Owner:
+        """On whose account its bytes are."""
+        return VALUES[self.value.kind].owner
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step as rows in the order of their dispatch; a device's own list is the rows that run on it.
+    """A step as rows in the order of their dispatch; a place's own list is the rows that run there.
 
     The first `persistent` buffers exist before the step; `final` are the buffers that hold the same things after it.
     """
@@ -40,20 +82,20 @@ class Lowered:
     final: tuple[int, ...]
     metrics: tuple[int, ...]
 
-    def device_rows(self, device: int) -> tuple[Row, ...]:
-        """One device's list."""
-        return tuple(row for row in self.rows if row.device == device)
+    def place_rows(self, place: int) -> tuple[Row, ...]:
+        """One place's list."""
+        return tuple(row for row in self.rows if row.place == place)
 
     def changes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Per row, the buffers that are born and those that die at it."""
         alive = set(range(self.persistent))
-        found = []
+        changes = []
         for row in self.rows:
             born = tuple(b for b in row.writes if b not in alive)
             alive.update(born)
             alive.difference_update(row.frees)
-            found.append((born, row.frees))
-        return found
+            changes.append((born, row.frees))
+        return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +106,59 @@ class Peak:
     row: Row | None
     holders: tuple[tuple[str, int], ...]
 
+    def beside(self, owner: str, size: int) -> "Peak":
+        """The same while an owner holds so many bytes more."""
+        return replace(self, bytes=self.bytes + size, holders=((owner, size), *self.holders)) if size else self
 
-def peaks(lowered: Lowered, devices: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
-    """Each device's peak, and last the host's: buffers, and temporaries of the program that runs (bytes per row)."""
-    live = np.zeros(devices + 1, int)
+
+def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
+    """Counts each place's peak, and last the host's.
+
+    Args:
+        lowered: the step.
+        places: how many there are.
+        temporary: bytes that the program of each row takes while it runs.
+    """
+    live = np.zeros(places + 1, int)
     for buffer in lowered.buffers[: lowered.persistent]:
-        live[buffer.device] += buffer.bytes
+        live[buffer.memory] += buffer.bytes
     best, at = live.copy(), [-1] * len(live)
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
         for b in born:
-            live[lowered.buffers[b].device] += lowered.buffers[b].bytes
-        for d in {row.device, *(lowered.buffers[b].device for b in born)}:
-            now = live[d] + (temporary[i] if temporary and d == row.device else 0)
+            live[lowered.buffers[b].memory] += lowered.buffers[b].bytes
+        for d in {row.place, *(lowered.buffers[b].memory for b in born)}:
+            now = live[d] + (temporary[i] if temporary and d == row.place else 0)
             if now > best[d]:
                 best[d], at[d] = now, i
         for b in dead:
-            live[lowered.buffers[b].device] -= lowered.buffers[b].bytes
+            live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
     return tuple(
-        Peak(int(best[d]), lowered.rows[at[d]] if at[d] >= 0 else None, _holders(lowered, d, at[d]))
-        for d in (*range(devices), HOST)
+        Peak(
+            int(best[d]),
+            lowered.rows[at[d]] if at[d] >= 0 else None,
+            _holders(lowered, d, at[d], temporary[at[d]] if temporary and at[d] >= 0 else 0),
+        )
+        for d in (*range(places), HOST)
     )
 
 
-def _holders(lowered: Lowered, device: int, until: int) -> tuple[tuple[str, int], ...]:
-    """Bytes by owner on a device while row `until` runs, the largest first."""
+def _holders(lowered: Lowered, memory: int, until: int, temporary_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Bytes by owner in a memory while row `until` runs, the largest first; older versions are their own owner."""
     alive = set(range(lowered.persistent))
     for i, (row, (born, _)) in enumerate(zip(lowered.rows[: until + 1], lowered.changes(), strict=False)):
         alive.update(born)
         if i < until:
             alive.difference_update(row.frees)
-    total: dict[str, int] = {}
-    for b in alive:
-        buffer = lowered.buffers[b]
-        if buffer.device == device:
-            total[buffer.owner] = total.get(buffer.owner, 0) + buffer.bytes
-    return tuple(sorted(total.items(), key=lambda item: -item[1]))
+    here = [buffer for buffer in (lowered.buffers[b] for b in alive) if buffer.memory == memory]
+    newest: dict[int, int] = {}
+    for buffer in here:
+        if buffer.value.kind is ValueKind.PARAMETER:
+            newest[buffer.value.index] = max(newest.get(buffer.value.index, buffer.value.version), buffer.value.version)
+    if until >= 0 and lowered.rows[until].place != memory:
+        temporary_bytes = 0
+    total: dict[Owner, int] = {Owner.TEMPORARY: temporary_bytes} if temporary_bytes else {}
+    for buffer in here:
+        kind, p, _, _, version = buffer.value
+        owner = Owner.VERSION if kind is ValueKind.PARAMETER and version < newest[p] else buffer.owner
+        total[owner] = total.get(owner, 0) + buffer.bytes
+    return tuple(sorted(((str(owner), size) for owner, size in total.items()), key=lambda item: -item[1]))

@@ -4,23 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal[
-    "parameter",  # a leaf of the parameters
-    "tensor",  # a value that one layer makes and others read
-    "batch",  # a leaf of the batch, one micro-batch of it
-    "seed",  # the run's key and the counters (step, micro-batch)
-    "state",  # a leaf of the model state, as the previous micro-batch left it
-    "constant",  # an array that the loss captured
-    "loss",  # the total and, if weighted, the weight
-    "aux",  # a leaf of what the loss returns beside
-]
+from jvpipe.ir.values import ValueKind
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Names a value that a layer reads or writes: the `index`-th of its `kind`."""
+    """Names a value that a layer reads or writes, of any micro-batch: the `index`-th of its `kind`."""
 
-    kind: Kind
+    kind: ValueKind
     index: int
 
 
@@ -94,11 +85,11 @@ class Layer:
     candidates: tuple[Array, ...] = ()
     flops: int = 0
 
-    def reading(self, kind: Kind) -> tuple[int, ...]:
+    def reading(self, kind: ValueKind) -> tuple[int, ...]:
         """The indices of the values of one kind that the layer reads."""
         return tuple(ref.index for ref in self.reads if ref.kind == kind)
 
-    def writing(self, kind: Kind) -> tuple[int, ...]:
+    def writing(self, kind: ValueKind) -> tuple[int, ...]:
         """The indices of the values of one kind that the layer writes."""
         return tuple(ref.index for ref in self.writes if ref.kind == kind)
 
@@ -131,7 +122,7 @@ class LayerGraph:
     @property
     def loss_layer(self) -> int:
         """The layer that makes the loss."""
-        return next(layer.id for layer in self.layers if Ref("loss", 0) in layer.writes)
+        return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)
 
     def aux_reduced(self, group: int) -> bool:
         """Whether a leaf of aux is averaged over the micro-batches (else they are stacked)."""
@@ -150,6 +141,6 @@ class LayerGraph:
         lines = []
         for layer in self.layers:
             parameters = sum(self.parameters[i].array.bytes for i in self.owned(layer.id))
-            sent = ", ".join(self.tensors[i].array.name for i in layer.writing("tensor"))
+            sent = ", ".join(self.tensors[i].array.name for i in layer.writing(ValueKind.TENSOR))
             lines.append(f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}")
         return "\n".join(lines)

@@ -1,11 +1,13 @@
 """A plan: which layers run on which devices, each tensor's fate, and the schedule."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 FATES = ("keep", "swap", "recompute")
 
@@ -24,7 +26,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in the order of the forward; `schedule` and `planner` say what it was made for and by.
+    """Stages in the order of the forward; `schedule` and `planner` say what it was made for (None: any) and by.
 
     With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
     places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves.
@@ -34,7 +36,7 @@ class Plan:
     """
 
     stages: tuple[Stage, ...]
-    schedule: str = "1f1b"
+    schedule: str | None = None
     planner: str = "given"
     keep_last: bool = False
     splits: tuple[int, ...] = ()
@@ -42,9 +44,10 @@ class Plan:
     @staticmethod
     def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
         """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`."""
-        layers = list(layers)
-        if not layers or any(not isinstance(n, int) or n < 1 for n in layers):
-            raise ValueError(f"every stage needs at least one layer, the cuts are {layers}")
+        layers = list(layers) if isinstance(layers, Iterable) else [layers]
+        if not layers or any(not isinstance(n, (int, np.integer)) or n < 1 for n in layers):
+            raise ValueError(f"every stage needs at least one layer, the cuts are {layers}: write [5, 2, 2]")
+        layers = [int(n) for n in layers]
         where = list(range(len(layers)) if devices is None else devices)
         if len(where) != len(layers):
             raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
@@ -64,6 +67,19 @@ class Plan:
     def with_schedule(self, schedule: str) -> "Plan":
         """The same placement for another schedule."""
         return replace(self, schedule=schedule)
+
+    def under(self, schedule: str) -> "Plan":
+        """The plan for a pipeline of this schedule; ValueError if it was made for another.
+
+        >>> Plan.from_cuts([2, 1]).under("gpipe").schedule
+        'gpipe'
+        """
+        if self.schedule not in (None, schedule):
+            raise ValueError(
+                f"the plan was made for schedule '{self.schedule}', the pipeline's is '{schedule}': give "
+                f"schedule='{self.schedule}', or plan.with_schedule('{schedule}') for its cuts and fates alone"
+            )
+        return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
         """The same placement with everything kept."""
@@ -98,7 +114,8 @@ class Plan:
             for s in found["stages"]
         )
         splits = tuple(map(int, found.get("splits", ())))
-        return Plan(stages, str(found["schedule"]), str(found["planner"]), bool(found.get("keep_last", False)), splits)
+        schedule = None if found["schedule"] is None else str(found["schedule"])
+        return Plan(stages, schedule, str(found["planner"]), bool(found.get("keep_last", False)), splits)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

@@ -1,11 +1,12 @@
-"""Tasks: what a schedule orders per stage, and what it is lowered to per device."""
+"""Tasks: what a schedule orders per stage."""
 
 import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from jvpipe.ir.kinds import Kind
 
 _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)")
 
@@ -13,14 +14,14 @@ _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)")
 class Task(NamedTuple):
     """One action of one stage on one micro-batch.
 
-    Kinds: F forward, B backward. The text form is that of torch.distributed.pipelining.
+    The text form is that of torch.distributed.pipelining.
 
-    >>> str(Task(2, "F", 0)), Task.parse("1B3")
-    ('2F0', Task(stage=1, kind='B', microbatch=3))
+    >>> str(Task(2, Kind.F, 0)), Task.parse("1B3") == Task(1, Kind.B, 3)
+    ('2F0', True)
     """
 
     stage: int
-    kind: str
+    kind: Kind
     microbatch: int
 
     def __str__(self) -> str:
@@ -30,9 +31,9 @@ class Task(NamedTuple):
     def parse(text: str) -> "Task":
         """Reads the text form."""
         match = _TEXT.fullmatch(text.strip())
-        if match is None:
+        if match is None or match[2] not in set(Kind):
             raise ValueError(f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0")
-        return Task(int(match[1]), match[2], int(match[3]))
+        return Task(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 TaskLists = tuple[tuple[Task, ...], ...]
@@ -50,64 +51,20 @@ def read_csv(path: str | Path) -> TaskLists:
         return tuple(tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file))
 
 
-RowKind = Literal[
-    "FEED",
-    "F",
-    "R",
-    "E",
-    "ZERO",
-    "B",
-    "SEND",
-    "MOVE",
-    "OUT",
-    "FREE",
-    "IN",
-    "LOSS",
-    "U",
-    "WEIGHT",
-    "SHIFT",
-    "SETTLE",
-    "DROP",
-]
-
-
-COPIES = frozenset({"FEED", "SEND", "MOVE", "OUT", "FREE", "IN", "DROP"})
-"""Kinds of rows that run no program."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A lowered task: what the controller dispatches, one program or one copy.
-
-    FEED brings a batch leaf from the host, F and B are a layer's forward and backward, R a forward that runs again,
-    E one without residuals, ZERO makes a device's gradient accumulators, SEND copies to another device, MOVE what
-    belongs to a layer that changes places, OUT to the host, IN back from it, FREE waits until a copy is done and ends
-    its source, LOSS sums the losses, U is a piece of
-    the update. In an asynchronous stream WEIGHT sums the weights of an update's micro-batches, SHIFT predicts or
-    corrects weights, SETTLE notes what an update did, DROP ends what nobody will read. `reads`, `writes` and `frees`
-    are ids in the buffer table; a buffer both read and written is updated in place. `program` says which program of
-    which layer (or piece) runs.
-    """
-
-    kind: RowKind
-    device: int
-    stage: int
-    layer: int
-    microbatch: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-    program: int = 0
-
-    def __str__(self) -> str:
-        where = f"{self.stage}{self.kind}{self.microbatch}" if self.microbatch >= 0 else f"{self.stage}{self.kind}"
-        return f"{where}[layer {self.layer}]" if self.layer >= 0 else where
-
-
 def text(tasks: Sequence[Task]) -> str:
     """Tasks on one line.
 
-    >>> text([Task(0, "F", 0), Task(0, "B", 0)])
+    >>> text([Task(0, Kind.F, 0), Task(0, Kind.B, 0)])
     '0F0 0B0'
     """
     return " ".join(map(str, tasks))
+
+
+def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
+    """The error for tasks that wait for what never comes.
+
+    >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
+    the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0
+    """
+    why = "; ".join(f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items())
+    return ValueError(f"the schedule cannot progress: {why}")

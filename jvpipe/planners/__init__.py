@@ -30,6 +30,8 @@ UNTIMED = frozenset({"even", "torchgpipe-size"})
 """Planners that ask for no seconds."""
 CHOOSING = frozenset({"vpipe", "dawnpiper", "adapipe", "jvpipe"})
 """Planners that choose fates under a memory limit."""
+KEEPING = frozenset(PLANNERS) - CHOOSING - {"gpipe"}
+"""Planners that keep everything."""
 
 
 def find_planner(name: str) -> Callable[[Problem], Decision]:

@@ -39,8 +39,9 @@ class Choices:
         """The choices of a problem's layers; without `swaps`, those that swap nothing."""
         layers = problem.costs.layers
         n, options = len(layers), max(len(layer.options) for layer in layers)
-        allowed = np.zeros((n, options + 2), dtype=bool)
-        kept, swapped, extra, working = (np.zeros((n, options + 2)) for _ in range(4))
+        # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
+        allowed = np.zeros((n, options + 2), dtype=bool, order="F")
+        kept, swapped, extra, working = (np.zeros((n, options + 2), order="F") for _ in range(4))
         for row, layer in enumerate(layers):
             for c, option in enumerate(layer.options):
                 given = layer.input_bytes

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task
 from jvpipe.planners.memory import StageCost, evaluate, stage_cost
 from jvpipe.planners.problem import Decision, Problem
@@ -52,6 +53,19 @@ def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]
         return [simulated_step_s(problem, stages) for stages in candidates]
     seconds = np.array(every).reshape(len(every), -1)[:, found.slots].T
     return [float(s) for s in _steps_s(problem, found, found.work.many_starts_s(seconds) + seconds)]
+
+
+def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]) -> Float[np.ndarray, " runs"]:
+    """Computes for many candidates at once what `simulated_step_s` is not below: as if no transfer waited for another.
+
+    Args:
+        problem: whose schedule and micro-batches count.
+        loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
+    """
+    stages = loads_s.shape[1]
+    found = _stream(problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False))
+    by_task = loads_s.reshape(len(loads_s), -1).T[found.slots]
+    return _steps_s(problem, found, found.work.many_starts_s(by_task) + by_task)
 
 
 def bubble_fraction(problem: Problem, stages: Sequence[StageCost]) -> float:
@@ -100,11 +114,17 @@ def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) 
 @lru_cache(maxsize=32)
 def _stream(schedule: Schedule, stages: int, microbatches: int, features: Features) -> StageWork:
     """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks at."""
-    count = microbatches if schedule.synchronous else sum(_window(stages, microbatches)) + stages + 1
+    count = microbatches if schedule.synchronous else sum(stream_window(stages, microbatches)) + stages + 1
     return stage_work(schedule.lists(stages, count), features)
 
 
-def _window(stages: int, microbatches: int) -> tuple[int, int]:
+def trips_counted(stages: int, microbatches: int) -> float:
+    """Of the round trips of any number of stages, the share that ends while a stream is timed, at least."""
+    _, timed = stream_window(stages, microbatches)
+    return min(timed // length * length for length in range(1, stages + 1)) / timed
+
+
+def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
     """How many micro-batches of a stream pass before its steady state is timed, and how many then.
 
     Stages take turns in waiting for each other, over as many micro-batches as there are stages or a part of them.
@@ -116,8 +136,8 @@ def _steps_s(problem: Problem, found: StageWork, ends_s: Float[np.ndarray, "task
     """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
-    before, timed = _window(found.stages, problem.microbatches)
-    first, last = ([found.ids[Task(s, "B", m)] for s in range(found.stages)] for m in (before, before + timed))
+    before, timed = stream_window(found.stages, problem.microbatches)
+    first, last = ([found.ids[Task(s, Kind.B, m)] for s in range(found.stages)] for m in (before, before + timed))
     return (ends_s[last] - ends_s[first]).max(axis=0) * (problem.microbatches / timed)
 
 

@@ -6,16 +6,14 @@ synchronous schedule is not the step: the best paths, the cuts of other planners
 (`climb.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
-from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.cost.hardware import Link
 from jvpipe.planners.adapipe import adapipe
 from jvpipe.planners.choices import Choices
 from jvpipe.planners.climb import Climb
-from jvpipe.planners.cuts import least_max
 from jvpipe.planners.dapple import dapple
 from jvpipe.planners.dawnpiper import dawnpiper
 from jvpipe.planners.even import even
@@ -25,25 +23,32 @@ from jvpipe.planners.memory import check, evaluate
 from jvpipe.planners.pipedream import pipedream
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.smallest_limit import nothing_fits
-from jvpipe.planners.solution import pricing_of, solve, within_host_limit
+from jvpipe.planners.solution import Solution, pricing_of, solve, trips, within_host_limit
+from jvpipe.planners.table import cells
 from jvpipe.planners.torchgpipe import torchgpipe
 from jvpipe.planners.vpipe import vpipe
 
 OTHERS: dict[Callable[[Problem], Decision], int] = {
-    even: 400,
-    torchgpipe: 400,
-    pipedream: 400,
-    dapple: 128,
+    even: 100_000,
+    torchgpipe: 1_000,
+    pipedream: 512,
+    dapple: 256,
     adapipe: 128,
-    vpipe: 128,
-    dawnpiper: 128,
 }
 """Planners whose plans are simulated too, for models of so many layers at most; for few layers, with our fates too."""
+CHOOSING: dict[Callable[[Problem], Decision], int] = {vpipe: 2_000, dawnpiper: 2_000}
+"""The same, where a limit asks for fates."""
 FEW = 128
 MANY = 256
 """Models of more layers are planned in haste."""
 PATHS, STEPS, TASKS = 6, 240, 30_000
 """The surrogate's best paths that are simulated; how many steps are simulated in all, and of how many tasks."""
+LINKED = 0.02
+"""Where links take more than this share of the work's seconds, round trips are looked at."""
+SLOW, MORE = 0.25, 4
+"""Where links take more than this share of the work's seconds, so many times more is simulated."""
+WORTH = 1.01
+"""How many times longer than its even share of the work the slowest stage takes where it is worth to look for more."""
 CROWDED = 3.0
 """How many times slower the link to the host is taken to be. A link that is never idle keeps others waiting: what the
 surrogate takes for hidden costs up to half of a step, simulated."""
@@ -68,40 +73,20 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
     return best
 
 
-def lower_bound(problem: Problem) -> float:
-    """Simulated seconds per step that no plan is below; infinite if nothing fits.
-
-    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
-    is after the stages before it have passed it the first, and before they take back the last: F + B of their layers.
-
-    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.schedules import find_schedule
-    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 5)
-    >>> lower_bound(Problem(costs, 2, find_schedule("1f1b"), microbatches=8))  # 8 * 9: three layers on the first stage
-    72.0
-    """
-    # Traffic between stages may be hidden, or take turns with the neighbour's.
-    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
-    stream = replace(problem.schedule, synchronous=False) if problem.schedule.synchronous else problem.schedule
-    pricing = pricing_of(alone)
-    solution = solve(replace(alone, schedule=stream), pricing)
-    if not solution.feasible:
-        return np.inf
-    m, table = problem.microbatches, solution.table
-    if not problem.schedule.synchronous:
-        return solution.bound_s
-    before_s = pricing.segments.compute_s
-    least_s = [m * table.lower_s(stage) + before_s[stage.block.starts][:, None] for stage in table.stages]
-    return min(least_max(least_s), solution.beyond_s)
-
-
 def _kept_best(problem: Problem, refine: bool) -> Decision | None:
     """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
-    limit = problem.memory_limit_bytes
-    if limit is None or len(problem.costs.layers) > MANY or least_kept_bytes(problem) > limit:
+    if problem.memory_limit_bytes is None or not _may_keep_all(problem):
         return None
     best = jvpipe(replace(problem, memory_limit_bytes=None, host_limit_bytes=None), refine)
-    return best if evaluate(problem, best).peak_bytes <= limit else None
+    return best if evaluate(problem, best).peak_bytes <= problem.memory_limit_bytes else None
+
+
+def _may_keep_all(problem: Problem) -> bool:
+    """Whether everything may be kept under the limit; of many layers, whether even cuts allow it."""
+    limit = problem.memory_limit_bytes
+    if limit is None or len(problem.costs.layers) <= MANY:
+        return limit is None or least_kept_bytes(problem) <= limit
+    return evaluate(problem, even(problem)).peak_bytes <= limit
 
 
 def _surrogate_best(problem: Problem) -> Decision:
@@ -112,6 +97,16 @@ def _surrogate_best(problem: Problem) -> Decision:
     raise nothing_fits(pricing if problem.host_limit_bytes is None else pricing_of(problem, swaps=False))
 
 
+def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
+    """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
+    if problem.memory_limit_bytes is None or not Choices.of(problem).swapped_bytes.any():
+        return False
+    if len(problem.costs.layers) <= MANY or not plain.feasible:
+        return True
+    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.found.paths[0]))
+    return slowest_s * problem.stages > WORTH * float(plain.table.pricing.segments.compute_s[-1])
+
+
 def _simulated_best(problem: Problem) -> Decision:
     """Of the surrogate's best paths, other planners' plans and cuts, and their neighbours, the fastest simulated one.
 
@@ -120,18 +115,20 @@ def _simulated_best(problem: Problem) -> Decision:
     n, plain = len(problem.costs.layers), pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
     pricings = [plain]
-    bound = problem.memory_limit_bytes is not None
-    if bound and Choices.of(problem).swapped_bytes.any() and (n <= MANY or not solutions[0].feasible):
+    if _swaps_may_help(problem, solutions[0]):
         host = Link(problem.host.bytes_per_s / CROWDED, problem.host.latency_s)
         crowded = replace(problem, host=host)
         pricings.append(pricing_of(crowded))
         solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
     begin = [x.decision(path) for x in solutions if x.feasible for path in x.found.paths[:PATHS]]
-    steps = min(STEPS, TASKS // (problem.stages * problem.microbatches))
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
+    linked = _link_share(problem, begin[0])
+    steps = min(STEPS, TASKS // (problem.stages * problem.microbatches)) * (MORE if linked > SLOW else 1)
     if steps < len(begin):  # a step has too many tasks
         return begin[0]
+    if linked > LINKED:
+        begin += trips(problem, plain, PATHS)
     effort = solutions[0].table.effort
     climb = Climb(
         problem,
@@ -141,11 +138,22 @@ def _simulated_best(problem: Problem) -> Decision:
         layers=2 * n if n <= MANY else n // 2,
         steps=steps,
     )
-    for planner, most in OTHERS.items():
-        if n <= most:
-            try:
-                other = planner(problem)
-            except Infeasible:
-                continue
-            begin += [other, *(climb.with_best_fates(other.bounds) if n <= FEW else ())]
+    for other in _others(problem):
+        begin += [other, *(climb.with_best_fates(other.bounds) if n <= FEW else ())]
     return climb.top(begin)
+
+
+def _link_share(problem: Problem, decision: Decision) -> float:
+    """How long all that a micro-batch sends over links takes, in seconds of its work."""
+    stages = evaluate(problem, decision).stages
+    return sum(stage.comm_s for stage in stages) / max(sum(stage.compute_s for stage in stages), 1e-300)
+
+
+def _others(problem: Problem) -> Iterator[Decision]:
+    """Other planners' plans, of those that are quick enough."""
+    n = len(problem.costs.layers)
+    choosing = problem.memory_limit_bytes is not None or n <= MANY
+    for planner, most in (OTHERS | CHOOSING if choosing else OTHERS).items():
+        if n <= most:
+            with suppress(Infeasible):
+                yield planner(problem)

@@ -51,20 +51,20 @@ class StageCost:
 
 def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back."""
-    found = [e for e in problem.costs.edges if e.producer < i and any(i <= r < j for r in e.readers)]
+    found = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
     return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
 
 
 def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     """Bytes that layers [i, j) make for later stages, and of cotangents that come back."""
-    found = [e for e in problem.costs.edges if i <= e.producer < j and any(r >= j for r in e.readers)]
+    found = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
     return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
 
 
 def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
     """The most bytes of values that reach stage `s` early, and of cotangents that wait there."""
     k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
-    for edge in problem.costs.edges:
+    for edge in problem.costs.edges_at(i, j):
         here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
         if here and edge.producer < i:
             total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
@@ -107,7 +107,7 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     layers = problem.costs.layers[i:j]
     left = list(_left(layers, choices[i:j]))
     parameters, given = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
-    for shared in problem.costs.shared:
+    for shared in problem.costs.shared_at(i, j):
         here = [layer for layer in shared.layers if i <= layer < j]
         if here and shared.per_version:
             parameters += shared.bytes

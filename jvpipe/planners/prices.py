@@ -20,6 +20,9 @@ from jvpipe.planners.problem import RERUN_ON
 from jvpipe.planners.segments import Block, Grid, Segments, between, sums
 from jvpipe.planners.tiers import Tier
 
+UNLIMITED = 2.0**52
+"""Bytes that nothing takes, and that floats still count one by one."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -48,13 +51,23 @@ class Pricing:
 
         By the tier's low, the bytes held for all micro-batches in flight but one.
         """
-        choices, k = self.choices, self.segments.k[s]
+        return *self.seconds(tier, layers), self.held_bytes(s, tier, layers)
+
+    def seconds(self, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Extra seconds and link seconds of layers' choices, whatever the stage."""
+        choices = self.choices
         there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
         extra_s = np.where(there, choices.extra_s[layers], np.inf)
-        link_s = 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
-        held = choices.held_bytes(k, layers) - (choices.left_bytes[layers] if tier.by_low else 0.0)
+        return extra_s, 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
+
+    def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:
+        """Held bytes of layers' choices on a stage."""
+        choices, k = self.choices, self.segments.k[s]
+        held = choices.held_bytes(k, layers)
+        if tier.by_low:
+            held = held - choices.left_bytes[layers]
         held[:, RERUN_ON] = (k - tier.by_low) * tier.in_run_bytes[layers]
-        return extra_s, link_s, held
+        return held
 
     def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
         """What layers' choices work with, where that counts if they are a segment's last."""

@@ -5,7 +5,7 @@ Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `B
 counted.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -50,11 +50,10 @@ class Spans:
     So does a value that layer a made (or read) and that layer b is the next to read: the segment receives it.
     """
 
-    def __init__(self, pairs: Iterable[tuple[int, int, float]]) -> None:
-        found = sorted(((b, a, w) for a, b, w in pairs if w and a < b), key=lambda pair: pair[0])
-        self.b = np.array([b for b, _, _ in found], dtype=np.int64)
-        self.a = np.array([a for _, a, _ in found], dtype=np.int64)
-        self.w = np.array([w for _, _, w in found], dtype=np.float64)
+    def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
+        there = np.flatnonzero((w != 0) & (a < b))
+        order = there[np.argsort(b[there], kind="stable")]
+        self.a, self.b, self.w = a[order], b[order], w[order].astype(np.float64)
 
     def over(self, starts: Cuts, ends: Cuts) -> Grid:
         """The weights that count, summed for every segment."""
@@ -73,6 +72,40 @@ class Spans:
         return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
 
 
+@dataclass(frozen=True, eq=False)
+class Hops:
+    """The ways of values from their producers to their first readers, and from reader to reader: from a to b."""
+
+    producer: Cuts
+    a: Cuts
+    b: Cuts
+    bytes: Cuts
+
+    @staticmethod
+    def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
+        """The hops of values, each given as its producer, its readers and its bytes."""
+        found = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
+        return Hops(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+
+    @property
+    def longest(self) -> int:
+        """How many layers a hop passes at most."""
+        return int((self.b - self.a).max(initial=0))
+
+    @property
+    def reach(self) -> int:
+        """How many layers a reader is behind its producer at most."""
+        return int((self.b - self.producer).max(initial=0))
+
+    def at(self, there: np.ndarray) -> "Hops":
+        """Some of the hops, by a mask."""
+        return Hops(self.producer[there], self.a[there], self.b[there], self.bytes[there])
+
+    def spans(self) -> Spans:
+        """As weights at pairs of layers."""
+        return Spans(self.a, self.b, self.bytes)
+
+
 class Segments:
     """A problem's segments, from sums over its layers."""
 
@@ -86,42 +119,46 @@ class Segments:
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
         self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        edges = problem.costs.edges
-        self._received = Spans(p for e in edges for p in _hops(e.producer, e.readers, e.bytes))
-        self._returned = Spans(p for e in edges if e.differentiable for p in _hops(e.producer, e.readers, e.bytes))
-        self._sent = Spans(
-            (self._mirrored(max(e.readers)), self._mirrored(e.producer), (1 + e.differentiable) * e.bytes)
-            for e in edges
-        )
-        self._tensors = Spans(
-            p for x in problem.costs.shared if not x.per_version for p in _hops(-1, x.layers, x.bytes)
-        )
-        self._copies = Spans(p for x in problem.costs.shared if x.per_version for p in _hops(-1, x.layers, x.bytes))
+        edges, shared = problem.costs.edges, problem.costs.shared
+        self._values = Hops.of((e.producer, e.readers, e.bytes) for e in edges)
+        self._cotangents = Hops.of((e.producer, e.readers, e.bytes) for e in edges if e.differentiable)
+        self._received, self._returned = self._values.spans(), self._cotangents.spans()
+        sent = Hops.of((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in edges)
+        self._sent = Spans(self._mirrored(sent.b), self._mirrored(sent.a), sent.bytes)
+        self._tensors = Hops.of((-1, x.layers, x.bytes) for x in shared if not x.per_version).spans()
+        self._copies = Hops.of((-1, x.layers, x.bytes) for x in shared if x.per_version).spans()
         self._rows: dict[tuple[int, int], Block] = {}
-        self._early = [Spans(self._early_pairs(s)) for s in range(problem.stages)]
-        self._late = [Spans(self._late_pairs(s)) for s in range(problem.stages)]
+        self._early_known: dict[tuple[int, ...], Spans] = {}
+        self._late_known: dict[int, Spans] = {}
 
-    def _mirrored(self, layer: int) -> int:
+    def _mirrored(self, layers: Cuts) -> Cuts:
         """What a segment sends is what it would receive if the layers ran the other way."""
-        return self.n - 1 - layer
+        return self.n - 1 - layers
 
-    def _early_pairs(self, s: int) -> Iterator[tuple[int, int, int]]:
+    def _early(self, s: int) -> Spans:
         """Values that arrive early: once for every micro-batch more in flight on the stage that makes them.
 
         That stage is at least d stages before this one if the value is made at least d layers before the segment.
         """
-        for edge in self.problem.costs.edges:
-            for before, reader, size in _hops(edge.producer, edge.readers, edge.bytes):
-                for d in range(1, min(s, reader - edge.producer) + 1):
-                    yield max(before, edge.producer + d - 1), reader, (self.k[s - d] - self.k[s - d + 1]) * size
+        hops = self._values
+        more = tuple(self.k[s - d] - self.k[s - d + 1] for d in range(1, min(s, hops.reach) + 1))
+        if more not in self._early_known:  # the same for most stages of a model without long edges
+            parts = []
+            for d, times in enumerate(more, 1):
+                far = hops.at(hops.b - hops.producer >= d)
+                parts.append((np.maximum(far.a, far.producer + d - 1), far.b, times * far.bytes))
+            self._early_known[more] = _spans(parts)
+        return self._early_known[more]
 
-    def _late_pairs(self, s: int) -> Iterator[tuple[int, int, int]]:
+    def _late(self, s: int) -> Spans:
         """Cotangents that wait (mirrored): once for every stage up to that of the next reader, at most d further."""
-        for edge in self.problem.costs.edges:
-            if edge.differentiable:
-                for here, reader, size in _hops(edge.producer, edge.readers, edge.bytes):
-                    for d in range(1, min(self.problem.stages - 1 - s, reader - here) + 1):
-                        yield self._mirrored(reader - d + 1), self._mirrored(here), size
+        hops = self._cotangents
+        most = min(self.problem.stages - 1 - s, hops.longest)
+        if most not in self._late_known:
+            fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, most + 1)]
+            parts = [(self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars]
+            self._late_known[most] = _spans(parts)
+        return self._late_known[most]
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -136,13 +173,13 @@ class Segments:
             )
         return cuts
 
-    def static_bytes(self, s: int) -> OverJ:
-        """Sums over layers of what stage s holds for parameters, gradients and optimizer."""
-        return self.v[s] * self.parameter_bytes + self.state_bytes
+    def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
+        """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
+        return self.v[s] * self.parameter_bytes[bounds] + self.state_bytes[bounds]
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Values that arrive early and cotangents that wait, at most."""
-        return self._early[s].over(starts, ends) + self._backwards(self._late[s], starts, ends)
+        return self._early(s).over(starts, ends) + self._backwards(self._late(s), starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Parameters, gradients, optimizer, shared values and what waits."""
@@ -198,7 +235,8 @@ class Segments:
 
 def sums(values: Iterable[float]) -> OverJ:
     """Sums over the first j layers, j from 0."""
-    return np.concatenate([[0.0], np.cumsum(np.array(list(values), dtype=np.float64))])
+    every = values if isinstance(values, np.ndarray) else np.array(list(values), dtype=np.float64)
+    return np.concatenate([[0.0], np.cumsum(every, dtype=np.float64)])
 
 
 def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "J"]) -> Grid:
@@ -211,7 +249,12 @@ def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
 
 
-def _hops(producer: int, readers: Iterable[int], size: int) -> list[tuple[int, int, int]]:
+def _hops(producer: int, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """A value's way from its producer to its first reader and from reader to reader."""
-    stops = [producer, *sorted(readers)]
-    return [(a, b, size) for a, b in pairwise(stops)]
+    return pairwise([producer, *sorted(readers)])
+
+
+def _spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
+    """All these pairs and weights."""
+    nothing = np.empty(0, dtype=np.int64)
+    return Spans(*(np.concatenate(x) for x in zip((nothing,) * 3, *parts, strict=True)))

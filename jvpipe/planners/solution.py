@@ -10,32 +10,38 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.choices import Choices
-from jvpipe.planners.prices import Pricing
+from jvpipe.planners.prices import UNLIMITED, Pricing
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.planners.search import Found, search
 from jvpipe.planners.segments import Cuts, Segments
-from jvpipe.planners.table import Effort, Path, Table
+from jvpipe.planners.table import Effort, Path, Table, cells
 from jvpipe.planners.tiers import tiers
-from jvpipe.planners.windows import Reach, all_cuts, area, bounded
+from jvpipe.planners.trips import Trips
+from jvpipe.planners.unqueued import Load, least_steps_s
+from jvpipe.planners.windows import Reach, all_cuts, area, bounded, spread
 
-UNLIMITED = 2.0**52
-"""Bytes that nothing takes, and that floats still count one by one."""
 SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
 """By how much the slowest stage may be above the least that is possible: the first that leaves few enough cells."""
 ALL_CELLS, FEW_CELLS = 700_000, 120_000
 """The most cells of all cuts for these to be looked at, and of those that matter else."""
+
+TRIP_CELLS = 300_000
+"""The most cells between cuts of which round trips are counted."""
+CROWDS = (1.0, 1.5)
+"""How many times longer a transfer is taken to be, for it waits for others."""
 
 
 @dataclass(frozen=True)
 class Solution:
     """What the search found, the best first, and the table that it found it in.
 
-    No plan of the table is below `found.bound_s`, no other plan below `beyond_s`.
+    No plan of the table is below `found.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
     """
 
     found: Found
     table: Table
     beyond_s: float = np.inf
+    cap_s: float = np.inf
 
     @property
     def bound_s(self) -> float:
@@ -87,8 +93,30 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
         if solution.feasible:
-            return replace(solution, beyond_s=_beyond_s(problem, pricing, cap_s))
+            return replace(solution, beyond_s=_beyond_s(problem, pricing, cap_s), cap_s=cap_s)
     return between(bounded(everything))
+
+
+def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
+    """The most promising plans that keep round trips short, so many at most, best first; see `trips.py`."""
+    table = Table(pricing, spread(pricing.segments, TRIP_CELLS), effort(pricing.segments.n))
+    stages = table.stages
+    comm_s = [stage.block.comm_s for stage in stages]
+    link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
+    known = dict.fromkeys(places for crowd in CROWDS for places in Trips(link_s, [crowd * c for c in comm_s]).paths())
+    if not known:
+        return []
+    every = np.array(list(known))
+    loads = [Load.of(stage, every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
+    ranked = least_steps_s(problem, loads).argsort(kind="stable")
+    found = []
+    for at in ranked[:paths]:
+        path = table.path(every[at])
+        while opened := table.open(path):
+            table.look(opened)
+        if all(table.fits(cell) for cell in cells(path)):
+            found.append(Decision(path, table.choices(path)))
+    return found
 
 
 def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:

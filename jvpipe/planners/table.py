@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.cuts import Matrix, Places, least_sum
+from jvpipe.planners.cuts import Matrix, least_sum
 from jvpipe.planners.fates import Asked, Fates, StageFates
 from jvpipe.planners.prices import Auction, Pricing, Segment
 from jvpipe.planners.segments import Block, Cuts, between, sums
@@ -163,9 +163,10 @@ class Table:
     def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
         """The path of the least sum of these matrices of cells, and its sum."""
         total, places = least_sum(matrices)
-        return total, self._path(places) if places else None
+        return total, self.path(places) if places else None
 
-    def _path(self, places: Places) -> Path:
+    def path(self, places: Sequence[int] | np.ndarray) -> Path:
+        """The cuts at these places."""
         return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
 
     def open(self, path: Path) -> list[Cell]:

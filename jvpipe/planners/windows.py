@@ -7,17 +7,20 @@ with what only grows with the segment, so a longer segment never looks better th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.planners.prices import Auction, Pricing, Segment
+from jvpipe.planners.prices import UNLIMITED, Auction, Pricing, Segment
 from jvpipe.planners.segments import Cuts, Segments, sums
+from jvpipe.planners.tiers import Tier
 
 Prices = tuple[float, float]
+Grids = Float[np.ndarray, "_ 2 _"]
+NOTHING = np.empty((0, 2, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,16 +29,17 @@ class Reach:
 
     pricing: Pricing
     prices: tuple[tuple[Prices, ...], ...]
+    known: dict[tuple[int, Prices], tuple[int, Grids, Grids]] = field(default_factory=dict)
 
     @staticmethod
     def of(pricing: Pricing, rounds: int = 2) -> "Reach":
         """With prices found where the stages of the least cap are, again and again."""
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
-        for _ in range(rounds):
-            bounds = reach.even(reach.least_cap_s())
-            found = reach._best_prices(bounds)
-            reach = Reach(pricing, tuple((*old, new) for old, new in zip(reach.prices, found, strict=True)))
+        for _ in range(rounds if pricing.limit_bytes < UNLIMITED else 0):
+            best = reach._best_prices(reach.even(reach.least_cap_s(ROUGH)))
+            prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
+            reach = Reach(pricing, prices, reach.known)
         return reach
 
     def even(self, cap_s: float) -> list[int]:
@@ -106,44 +110,67 @@ class Reach:
 
     def _longest(self, s: int, i: int, j: int, cap_s: float, forwards: bool) -> int:
         """How many layers from i on (or back from j on), at most to j (to i), stage s can take."""
-        if i >= j:
-            return 0
+        if self.pricing.limit_bytes >= UNLIMITED:
+            return max(0, j - i)  # the cap alone counts, and that is kept
+        length, tried = 0, 2 * self.pricing.segments.n // self.pricing.segments.problem.stages + 2
+        while length < j - i:
+            tried = min(2 * tried, j - i)
+            length = self._fitting(s, *((i, i + tried) if forwards else (j - tried, j)), cap_s, forwards)
+            if length < tried:
+                break
+        return length
+
+    def _fitting(self, s: int, i: int, j: int, cap_s: float, forwards: bool) -> int:
+        """The length of the longest beginning (or end) of layers [i, j) that stage s can take."""
         fits = np.ones((len(self.pricing.tiers), 2, j - i), dtype=bool)
-        for most, paid in zip((BYTE, *[cap_s * (1 + 1e-9)] * len(self.prices[s])), self._paid[s], strict=True):
-            over, paid = paid[..., :1], paid[..., 1:]
-            after = paid[..., i + 1 : j + 1] - paid[..., i : i + 1]
-            before = paid[..., j : j + 1] - paid[..., i:j]
+        for most, prices in ((BYTE, BYTES), *((cap_s * (1 + 1e-9), prices) for prices in self.prices[s])):
+            over, paid = self._paid(s, prices, i, j)
+            after, before = paid[..., 1:] - paid[..., :1], paid[..., -1:] - paid[..., :-1]
             fits &= over + (after if forwards else before[..., ::-1]) <= most
         lengths = np.flatnonzero(fits.all(1).any(0))
         return int(lengths[-1]) + 1 if len(lengths) else 0
 
+    def _paid(self, s: int, prices: Prices, i: int, j: int) -> tuple[Grids, Grids]:
+        """What stage s pays at least in each tier, by each bound: what does not grow, and sums up to layers i to j."""
+        first, over, paid = self.known.get((s, prices), (0, NOTHING, NOTHING))
+        if not first <= i <= j < first + paid.shape[-1]:
+            first, last = max(0, 2 * i - j), min(self.pricing.segments.n, 2 * j - i)
+            over, paid = self._priced(s, prices, slice(first, last))
+            self.known[s, prices] = first, over, paid
+        return over, paid[..., i - first : j - first + 1]
+
+    def _priced(self, s: int, prices: Prices, layers: slice) -> tuple[Grids, Grids]:
+        """The same for sums that begin at the first of these layers."""
+        segments, (alpha, mu), rows, over = self.pricing.segments, prices, [], []
+        bounds = slice(layers.start, layers.stop + 1)
+        fixed = alpha * segments.compute_s[bounds] + mu * segments.static_bytes(s, bounds)
+        for view, (work_s, link_s) in self._views:
+            cost = mu * self.pricing.held_bytes(s, view, layers)
+            if alpha:
+                cost += alpha * work_s[layers] + (1 - alpha) * link_s[layers]  # infinite where the tier lacks a choice
+            else:
+                cost = np.where(np.isfinite(work_s[layers]), cost, np.inf)
+            least = cost.min(1)
+            rows.append(sums(np.where(np.isfinite(least), least, 0.0)) + fixed)
+            over.append([mu * (view.low * view.by_low - self.pricing.limit_bytes)])
+        shape = len(self.pricing.tiers), 2, -1
+        return np.array(over).reshape(shape), np.array(rows).reshape(shape)
+
     @cached_property
-    def _paid(self) -> list[list[Float[np.ndarray, "G 2 K"]]]:
-        """For each stage and its prices, those of bytes alone first: what is paid at least in each tier, by each bound.
-
-        First what does not grow, then sums over layers.
-        """
-        segments, limit, found = self.pricing.segments, self.pricing.limit_bytes, []
-        for s, prices in enumerate(self.prices):
-            rows: list[list[np.ndarray]] = [[] for _ in range(1 + len(prices))]
-            for view in [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]:
-                extra_s, link_s, held = self.pricing.table(s, view, slice(None))
-                there = np.isfinite(extra_s)
-                work_s, over = np.where(there, extra_s, 0.0), view.low * view.by_low - limit
-                for row, (alpha, mu) in zip(rows, (BYTES, *prices), strict=True):
-                    link = (1 - alpha) * link_s if alpha else 0.0
-                    cost = np.where(there, alpha * work_s + link + mu * held, np.inf).min(1)
-                    paid = sums(np.where(np.isfinite(cost), cost, 0.0))
-                    grown = paid + alpha * segments.compute_s + mu * segments.static_bytes(s)
-                    row.append(np.concatenate([[mu * over], grown]))
-            found.append([np.array(row).reshape(len(self.pricing.tiers), 2, -1) for row in rows])
-        return found
+    def _views(self) -> list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]:
+        """Every tier by each of two bounds, with the seconds of its choices."""
+        pairs = [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]
+        return [(view, self.pricing.seconds(view, slice(None))) for view in pairs]
 
 
+ROUGH = 1e-2
+"""How near the least cap must be to find prices there."""
 BYTES = (0.0, 1.0)
 """Prices of seconds and bytes that count bytes alone."""
 BYTE = 0.5
 """Sums of bytes are rounded by less."""
+AROUND = 8.0
+"""How many mean stages a bound may be away from its even share where links are slow."""
 CELLS = 2_000_000
 """The most cells between windows that are looked at."""
 
@@ -166,3 +193,29 @@ def bounded(windows: Sequence[Cuts], cells: int = CELLS) -> list[Cuts]:
         most = most * 2 // 3
         found = [cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))] for cuts in windows]
     return found
+
+
+def spread(segments: Segments, cells: int) -> list[Cuts]:
+    """Each bound's cuts within some stages of its even share of the seconds, thinned out to so many cells in all."""
+    stages, total = segments.problem.stages, segments.compute_s
+    mean_s = float(total[-1]) / stages
+    windows = []
+    for s, cuts in enumerate(all_cuts(segments)):
+        near = cuts[np.abs(total[cuts] - s * mean_s) <= AROUND * mean_s]
+        windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
+    found, most = windows, max(map(len, windows))
+    while area(found) > cells and most > 2:
+        most = most * 4 // 5
+        found = [_narrow(segments, cuts, most) for cuts in windows]
+    return found
+
+
+def _narrow(segments: Segments, cuts: Cuts, most: int) -> Cuts:
+    """So many of the cuts: of each of as many parts of the seconds between them, the one that fewest bytes cross."""
+    if len(cuts) <= most:
+        return cuts
+    total = segments.compute_s[cuts]
+    part = np.minimum((total - total[0]) / max(total[-1] - total[0], 1e-300) * most, most - 1).astype(int)
+    order = np.lexsort((segments.crossing_bytes[cuts], part))
+    first = np.flatnonzero(np.diff(part[order], prepend=-1))
+    return np.sort(cuts[order[first]])

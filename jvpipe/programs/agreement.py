@@ -16,6 +16,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device, Var
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program, forward_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import KINDS, Slot
@@ -33,7 +34,7 @@ def same_bits(store: ProgramStore, device: Device, whole: Traced, layer: int, ha
     body, rng = whole.bodies[layer], np.random.default_rng(0)
     if any(jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended) for v in [*body.inputs, *body.outputs]):
         return False
-    parameters = {v for v, ref in zip(body.inputs, body.reads, strict=True) if ref.kind == "parameter"}
+    parameters = {v for v, ref in zip(body.inputs, body.reads, strict=True) if ref.kind == ValueKind.PARAMETER}
     values = {v: _drawn(rng, v, v in parameters) for v in body.inputs}
     # What comes in from later layers, and what earlier micro-batches added up: a sum that begins with nothing hides
     # whether its first product was rounded.
@@ -81,7 +82,7 @@ def _value_of(slot: Slot, aval: Any) -> np.ndarray:
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     """Equal to the bit, and numbers."""
-    return x.tobytes() == y.tobytes() and bool(np.isfinite(x.astype(np.float64)).all())
+    return x.tobytes() == y.tobytes() and bool(np.isfinite(x.astype(np.complex128)).all())
 
 
 def _outcome(
@@ -92,9 +93,11 @@ def _outcome(
     found: _Arrays = {}
     for layer in layers:
         body, tensors = traced.bodies[layer], traced.graph.tensors
-        later = [r.index for r in body.reads if r.kind == "tensor" and tensors[r.index].readers[-1] > layer]
+        later = [r.index for r in body.reads if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer]
         programs = store.layer(body, list(body.candidates.values()), later)
-        forward, backward = store.compile([(forward_program(programs), device), (backward_program(programs), device)])
+        forward, backward = store.compile(
+            [(forward_program(programs, again=True), device), (backward_program(programs), device)]
+        )
         made = _run(forward, [values[v] for v in body.inputs], device)
         outputs = [(v, x) for v, x in zip(body.outputs, made, strict=False) if isinstance(v, Var)]
         values |= outputs
@@ -123,7 +126,10 @@ def _run(executable: Any, arrays: Sequence[np.ndarray], device: Device) -> list[
 def _drawn(rng: np.random.Generator, var: Var, parameter: bool = False) -> np.ndarray:
     """Numbers as a layer meets them: those of a parameter are small enough that products of them stay near one."""
     aval = _jax.aval(var)
-    if not jnp.issubdtype(aval.dtype, jnp.floating):
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return np.zeros(aval.shape, aval.dtype)
     size = 2 / math.sqrt(aval.shape[0]) if parameter and aval.shape else 1.0
-    return rng.uniform(-size, size, aval.shape).astype(aval.dtype)
+    drawn = rng.uniform(-size, size, aval.shape)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        drawn = drawn + 1j * rng.uniform(-size, size, aval.shape)
+    return drawn.astype(aval.dtype)

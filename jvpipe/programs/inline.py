@@ -25,8 +25,11 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     >>> [str(eqn.primitive) for eqn in closed.jaxpr.eqns] if closed else []
     ['sin', 'add']
     """
-    if not _is_plain(closed.jaxpr):
-        return None
+    return merged(closed) if _is_plain(closed.jaxpr) else None
+
+
+def merged(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with the bodies of calls in their places, also of those that the compiler leaves apart."""
     line = _Line()
     outvars = line.run(closed.jaxpr, closed.consts, closed.jaxpr.invars)
     eqns = jaxprs.prune(line.eqns, outvars)
@@ -49,7 +52,7 @@ class _Line:
         env |= zip(jaxpr.invars, args, strict=True)
         for eqn in jaxprs.prune(jaxpr.eqns, jaxpr.outvars):
             atoms = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
-            if eqn.primitive.name in _CALLS:
+            if eqn.primitive.name in (*_CALLS, "outlined"):
                 body = eqn.params["jaxpr"]
                 results = self.run(body.jaxpr, body.consts, atoms, call or eqn)
             else:

@@ -1,7 +1,9 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
 The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
-barrier; everything else is computed again in the backward. Then any choice gives the same bits.
+barrier; everything else is computed again in the backward. Candidates and outputs are made by calls that are compiled
+alike in all programs (see `outline`), and what is made of them is the same whether they were kept or made again. So
+any choice gives the same bits.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -16,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn
 from jvpipe.ir.layers import Ref, Signature, Source
+from jvpipe.ir.values import ValueKind
+from jvpipe.programs.outline import outline
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, array_of
 
@@ -33,6 +37,11 @@ class LayerPrograms:
     signature: Signature
 
     @cached_property
+    def again(self) -> ClosedJaxpr:
+        """The forward for whoever runs it again: what it prints has been printed."""
+        return jaxprs.silent(self.forward)
+
+    @cached_property
     def key(self) -> Hashable:
         """Equal for layers that can share both programs."""
         return (program_key(self.forward), program_key(self.backward), self.signature)
@@ -41,7 +50,7 @@ class LayerPrograms:
 def program_key(closed: ClosedJaxpr) -> Hashable:
     """A value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
-    structure = jaxprs.structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    structure = jaxprs.structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, rules=False)
     return structure, jaxprs.comparable(closed.consts)
 
 
@@ -54,7 +63,7 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
         partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
     """
     reads = enumerate(zip(body.reads, body.differentiable, strict=True))
-    summed = [i for i, (ref, d) in reads if d and ref.kind == "tensor" and ref.index in partial]
+    summed = [i for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR and ref.index in partial]
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     leaves = closed.jaxpr.outvars[n_out:]
@@ -96,14 +105,36 @@ def _shape(atom: _jax.Atom) -> jax.ShapeDtypeStruct:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        names = (body.candidates.get(v) for v in eqn.outvars)
-        out = zip(_jax.bind(eqn, values), names, strict=True)
-        return [x if name is None else checkpoint_name(jax.lax.optimization_barrier(x), name) for x, name in out]
-
+    """Computes all twice: as gradients flow, and in calls. Candidates and outputs have the calls' values."""
     env = dict(zip(body.inputs, inputs, strict=True))
-    jaxprs.run(body.eqns, env, apply)
-    return jaxprs.read(body.outputs, env)
+    fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
+    calls = outline(body)
+    for position, eqn in enumerate(body.eqns):
+        jaxprs.run([eqn], env)
+        if eqn.effects:
+            fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
+        elif position in calls:
+            fixed |= calls[position](fixed)
+        for v in eqn.outvars:
+            if name := body.candidates.get(v):
+                env[v] = _candidate(_valued(env[v], fixed[v]), name)
+                fixed[v] = jax.lax.stop_gradient(env[v])
+    if last := calls.get(len(body.eqns)):
+        fixed |= last(fixed)
+    results = zip(body.outputs, jaxprs.read(body.outputs, env), strict=True)
+    return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
+
+
+_valued = jax.custom_jvp(lambda differentiable, value: value)  # a value, with the derivative of a like one
+_valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def _candidate(x: jax.Array, name: str) -> jax.Array:
+    """A value that can be saved under a name; `jax.checkpoint` saves complex ones as their two parts alone."""
+    if not jnp.iscomplexobj(x):
+        return checkpoint_name(jax.lax.optimization_barrier(x), name)
+    parts = checkpoint_name(jax.lax.optimization_barrier(jnp.stack([x.real, x.imag])), name)
+    return jax.lax.complex(parts[0], parts[1])
 
 
 def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> tuple[ClosedJaxpr, Any]:
@@ -152,10 +183,10 @@ def _trace_backward(
     body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], summed: Sequence[int]
 ) -> tuple[ClosedJaxpr, Signature]:
     variable = [i for i, d in enumerate(body.differentiable) if d]
-    gradients = [i for i in variable if body.reads[i].kind == "parameter"]
-    returned = [i for i in variable if body.reads[i].kind == "tensor"]
+    gradients = [i for i in variable if body.reads[i].kind == ValueKind.PARAMETER]
+    returned = [i for i in variable if body.reads[i].kind == ValueKind.TENSOR]
     active = [i for i, a in enumerate(body.active) if a]
-    taken = [i for i in active if body.writes[i] != Ref("loss", 0)]
+    taken = [i for i in active if body.writes[i] != Ref(ValueKind.LOSS, 0)]
     shapes = dict(leaves)
 
     def backward(found: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
@@ -167,13 +198,14 @@ def _trace_backward(
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
-    closed = jaxprs.flatten(
+    flat = jaxprs.flatten(
         backward,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
         [_shape(body.outputs[i]) for i in taken],
         [_shape(body.inputs[i]) for i in summed],
         [_shape(body.inputs[i]) for i in gradients],
     )
+    closed = jaxprs.silent(flat)
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]

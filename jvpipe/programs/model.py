@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe.ir.fates import Fates
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
@@ -19,7 +20,7 @@ def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "
     """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep."""
     found = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        later = [t for t in layer.reading("tensor") if traced.graph.tensors[t].readers[-1] != layer.id]
+        later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != layer.id]
         names = [c.name for c in layer.candidates]
         kept = sorted(share.kept[layer.id]) if isinstance(share, Fates) else kept_names(names, share)
         found.append(store.layer(body, kept, later))
@@ -35,8 +36,10 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
     return {"all": names, "half": names[::2], "nothing": names[:0]}[share]
 
 
-def forward_program(programs: LayerPrograms) -> Program:
-    """A layer's forward as something to compile."""
+def forward_program(programs: LayerPrograms, *, again: bool = False) -> Program:
+    """A layer's forward as something to compile; run `again`, or on trial, it prints nothing."""
+    if again and programs.again is not programs.forward:
+        return Program.of(programs.again, marked=True, key=("F again", programs.key))
     return Program.of(programs.forward, marked=True, key=("F", programs.key))
 
 
@@ -59,4 +62,5 @@ def single_backward_program(programs: LayerPrograms) -> Program:
         return (*run(*arrays, *zeros), jnp.int32(0))
 
     first = len(signature.sources) + len(signature.cotangents)
-    return Program(("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)))
+    called = backward_program(programs).calls_host
+    return Program(("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)), called)

@@ -21,7 +21,7 @@ from jvpipe.programs.optimizer_trace import Path, evaluate, scope, trace_optimiz
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot
 from jvpipe.trace import jaxprs
-from jvpipe.trace.loss import path_name
+from jvpipe.trace.leaves import path_name
 
 
 @dataclass(frozen=True)

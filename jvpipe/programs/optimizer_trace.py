@@ -18,7 +18,7 @@ from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
 from jvpipe.programs.inline import inlined
 from jvpipe.trace import jaxprs
-from jvpipe.trace.loss import path_name
+from jvpipe.trace.leaves import path_name, path_names
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -85,12 +85,12 @@ def trace_optimizer(
         raise ValueError(f"the types of the optimizer's state do not settle: after three updates they are {state}")
     if state is not first:
         traced_init = _standard(jax.make_jaxpr)(lambda params: jax.tree.map(_cast, init(params), state))(params)
-    paths = jax.tree_util.tree_leaves_with_path(state)
+    paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return TracedOptimizer(
         closed,
         _straightened(traced_init),
-        tuple(_array(path_name(path), leaf) for path, leaf in paths),
-        tuple(tuple(path) for path, _ in paths),
+        tuple(map(_array, path_names(paths), jax.tree.leaves(state))),
+        tuple(paths),
         jax.tree.structure(state),
     )
 

@@ -98,7 +98,7 @@ class Part:
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
         return (
-            jaxprs.structure(self.eqns, [*self.read, *constants], outputs),
+            jaxprs.structure(self.eqns, [*self.read, *constants], outputs, rules=False),
             tuple(map(jaxprs.comparable, constants.values())),
             layout,
             tuple(map(len, packed)),

@@ -12,18 +12,24 @@ from jax.sharding import SingleDeviceSharding
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Device
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
+from jvpipe.trace.primitives import calls_host
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes."""
+    """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes.
+
+    One that `calls_host` can fail after its dispatch.
+    """
 
     key: Hashable
     fn: Callable[..., Any]
     inputs: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    calls_host: bool = False
 
     @staticmethod
     def of(
@@ -32,7 +38,8 @@ class Program:
         """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on."""
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
-        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated))
+        called = any(map(calls_host, closed.jaxpr.eqns))
+        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated), called)
 
 
 class ProgramStore:
@@ -45,7 +52,7 @@ class ProgramStore:
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
         """A layer's forward and backward; layers alike get the same ones."""
-        places = tuple(ref.kind == "tensor" and ref.index in partial for ref in body.reads)
+        places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
         kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
         key = (body.structure, places, kinds, body.differentiable, body.active, frozenset(kept))
         if key not in self._layers:
@@ -57,13 +64,19 @@ class ProgramStore:
         """The executables of programs on devices; those that are missing are compiled side by side."""
         missing = {(p.key, d): (p, d) for p, d in wanted if (p.key, d) not in self._compiled}
         if missing:
+            wide = jax.config.read("jax_enable_x64")  # this thread's own, perhaps
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                done = pool.map(lambda item: self._compiled_for(*item), missing.values())
+                done = pool.map(lambda item: self._compiled_for(*item, wide=wide), missing.values())
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in wanted]
 
-    def _compiled_for(self, program: Program, device: Device) -> Any:
-        return self._lower(program, device).compile(compiler_options=_jax.exact(device.platform))
+    def text(self, program: Program, device: Device) -> str:
+        """What a program is, in words that are the same in every process."""
+        return self._lower(program, device).as_text()
+
+    def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
+        with jax.enable_x64(wide):
+            return self._lower(program, device).compile(compiler_options=_jax.exact(device.platform))
 
     def _lower(self, program: Program, device: Device) -> Any:
         jitted = self._jitted.setdefault(

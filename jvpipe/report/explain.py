@@ -7,6 +7,7 @@ from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import format_bytes
+from jvpipe.ir.values import ValueKind
 
 _WHY = {
     "even": "every stage has the same number of layers, give or take one",
@@ -71,13 +72,13 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
     held = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
     seconds = f"  {1e3 * layer_s[i]:8.3f} ms" if layer_s else ""
     sizes = f"{format_bytes(held):>11} parameters {format_bytes(residual):>11} candidates"
-    return f"layer {i:>3} {layer.name:<36} {sizes}{seconds}"
+    return f"layer {i:>3} {graph.label(layer):<36} {sizes}{seconds}"
 
 
 def _fates(graph: LayerGraph, i: int, fates: Mapping[str, str]) -> str:
     """What of a layer is swapped or computed again; edges count to the layer that makes them."""
     layer = graph.layers[i]
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
-    names += [graph.tensors[t].array.name for t in layer.writing("tensor")]
+    names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     found = {fate: [n for n in names if fates.get(n) == fate] for fate in ("swap", "recompute")}
     return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in found.items() if chosen)

@@ -38,6 +38,19 @@ OTHER = ("other", "#e8e4d8")
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
 
 
+def check_format(path: str | Path) -> None:
+    """Raises ValueError unless a picture can have the suffix of a path.
+
+    >>> check_format("plan.json")
+    Traceback (most recent call last):
+    ...
+    ValueError: plan.json: no picture ends in '.json', use one of ...png...
+    """
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ValueError(f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(known))}")
+
+
 def timeline_figure(
     timeline: Timeline | Sequence[Span], path: str | Path, limit_bytes: int | None = None, title: str = ""
 ) -> None:

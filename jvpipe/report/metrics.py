@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,19 +66,24 @@ class MetricsLog:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a metrics file; one torn by a kill is left out."""
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """The steps of a metrics file; a line that tells of none, such as one torn by a kill, is left out."""
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            match json.loads(line):
+                case {"step": int()} as told:
+                    yield told
 
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, however the process ends."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, however the process ends."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("w") as file:
-        file.write(text)
+    with draft.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

@@ -3,16 +3,25 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, assert_never
 
 import jax
 
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Buffer, Lowered, Peak, peaks
+from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import COPIES, Row, RowKind, TaskLists
+from jvpipe.ir.rows import LayerRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.task import TaskLists
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.placement import Placement
+from jvpipe.lowering.step import lower_evaluation, lower_step
+from jvpipe.lowering.stream.lower import StreamLowering
+from jvpipe.lowering.stream.period import Step, dropping
+from jvpipe.lowering.stream.timeline import PlanSpan
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
@@ -21,14 +30,11 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.controller import Bound, bind
 from jvpipe.runtime.state import piece_program
-from jvpipe.schedules.course import Leg
-from jvpipe.schedules.emit import Key, persistent_buffers
-from jvpipe.schedules.lower import Form, lower_evaluation, lower_step
-from jvpipe.schedules.lower_stream import StreamLowering
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.schedules.slices import Step, dropping
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.primitives import calls_host
+from jvpipe.trace.keys import dtype_of
+
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -42,7 +48,6 @@ class Build:
     microbatches: int
     devices: tuple[Device, ...]
     store: ProgramStore
-    layer_s: Sequence[float] | None = None
     origin: tuple["Build", int] | None = None  # a stream came here from this build, at this micro-batch of its lowering
 
     def __post_init__(self) -> None:
@@ -55,7 +60,7 @@ class Build:
         self._steps: dict[int, tuple[Step, Bound]] = {}
         self._drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
-        self.persistent = persistent_buffers(graph, self.plan, self.optimizer)
+        self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
         if self.plan.keep_last:
             self.programs.append(layer_programs(self.store, self.traced))
@@ -69,18 +74,19 @@ class Build:
         """The tasks of each stage in a synchronous step."""
         return self.schedule.lists(len(self.plan.stages), self.microbatches)
 
-    def forms(self, first: int = 0) -> list[Form]:
+    def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """How each micro-batch of a step runs; `first` numbers its programs."""
         graph, (signatures, *last) = self.traced.graph, self._signatures
-        found = [Form.of(graph, self.plan, signatures, first)] * self.microbatches
+        found = [MicrobatchLayout.of(graph, self.plan, signatures, first)] * self.microbatches
         if last:
-            found[-1] = Form(first + 1, self.plan, Fates.of(graph, self.plan.without_fates()), last[0])
+            kept = Fates.of(graph, self.plan.without_fates())
+            found[-1] = MicrobatchLayout(first + 1, graph, self.plan, kept, last[0])
         return found
 
     @cached_property
     def step(self) -> Bound:
         """A synchronous step."""
-        return self.bound(lower_step(self.traced.graph, self.forms(), self.lists, self.optimizer, self.layer_s))
+        return self.bound(lower_step(self.traced.graph, self.layouts(), self.lists, self.optimizer))
 
     @property
     def lowered(self) -> Lowered:
@@ -88,41 +94,41 @@ class Build:
         return self.step.lowered
 
     @cached_property
-    def legs(self) -> tuple[Leg, ...]:
+    def spans(self) -> tuple[PlanSpan, ...]:
         """How a stream runs: under this plan, if it did not begin under others."""
         if self.origin is None:
-            return (Leg(0, self.forms()[0]),)
+            return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.origin
-        return (*earlier.legs, Leg(start, self.forms(len(earlier.legs))[0]))
+        return (*earlier.spans, PlanSpan(start, self.layouts(len(earlier.spans))[0]))
 
     @property
-    def _leg_programs(self) -> list[Sequence[LayerPrograms]]:
-        return [*(self.origin[0]._leg_programs if self.origin else ()), self.programs[0]]
+    def _span_programs(self) -> list[Sequence[LayerPrograms]]:
+        return [*(self.origin[0]._span_programs if self.origin else ()), self.programs[0]]
 
     @cached_property
     def stream(self) -> StreamLowering:
         """The steps of an asynchronous stream, lowered."""
         graph, M = self.traced.graph, self.microbatches
-        return StreamLowering(graph, self.legs, self.schedule, M, self.optimizer, self.layer_s, self._had)
+        return StreamLowering(graph, self.spans, self.schedule, M, self.optimizer, self._in_flight_at_switch)
 
     @property
-    def _had(self) -> dict[int, frozenset[Key]]:
+    def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
         """What a stream had in flight when it came from one plan to the next, by step."""
         if self.origin is None:
             return {}
         earlier, start = self.origin
         step = start // self.microbatches
         had = {step: frozenset(earlier.stream.steps[step - 1].after)} if step else {}
-        return earlier._had | had
+        return earlier._in_flight_at_switch | had
 
     def stream_step(self, steps: int) -> tuple[Step, Bound]:
         """The step of a stream after so many steps."""
         n = min(steps, len(self.stream.steps) - 1)
         if n not in self._steps:
             step = self.stream.steps[n]
-            if self.origin and n == self.stream.begun > 0:
+            if self.origin and n == self.stream.switch_step > 0:
                 step = dropping(step, self.origin[0].stream.steps[n - 1])
-            self._steps[n] = step, self.bound(step.lowered, self._leg_programs)
+            self._steps[n] = step, self.bound(step.lowered, self._span_programs)
         return self._steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
@@ -131,7 +137,7 @@ class Build:
         if n not in self._drains:
             step = self.stream.drain(n)
             assert step.before == self.stream.steps[n - 1].after
-            self._drains[n] = step, self.bound(step.lowered, self._leg_programs)
+            self._drains[n] = step, self.bound(step.lowered, self._span_programs)
         return self._drains[n]
 
     def repeating(self, steps: int) -> int:
@@ -151,7 +157,7 @@ class Build:
         """The most bytes on each device, and last on the host, in any step."""
         if self.schedule.synchronous:
             return self.peaks_of(self.step)
-        found = range(self.stream.begun, len(self.stream.steps))
+        found = range(self.stream.switch_step, len(self.stream.steps))
         return self.peaks_of(*(self.stream_step(n)[1] for n in found), *(self.drain(n + 1)[1] for n in found))
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
@@ -171,76 +177,87 @@ class Build:
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
         """Rows made ready to run; `programs` are those of the rows' forms, if they are not this build's."""
-        tasks = {_task(row): row for row in lowered.rows if row.kind not in COPIES}
+        tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM)}
         known = programs or self.programs
-        wanted = [(self._program(lowered, row, known), self.devices[row.device]) for row in tasks.values()]
+        wanted = [(self._program(lowered, row, known), self.devices[row.place]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
-        return bind(lowered, self.devices, lambda row: executables[_task(row)], self._calls_host, self._mark)
+        watched = {task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host}
+        return bind(
+            lowered, self.devices, lambda row: executables[_task(row)], lambda row: _task(row) in watched, self._mark
+        )
 
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
         """What compiles a program that says when an array has arrived; None if no program overwrites that array."""
-        match moved.key[0]:
-            case "parameter" | "gradient" | "delta" | "applied":
-                found = self._parameter(moved.key)
-            case "optimizer":
-                found = shape(self.optimizer.state[int(str(moved.key[1]))].array)
-            case "updates":
+        match moved.value.kind:
+            case ValueKind.PARAMETER | ValueKind.GRADIENT | ValueKind.DELTA | ValueKind.APPLIED:
+                found = self._parameter(moved.value)
+            case ValueKind.OPTIMIZER:
+                found = shape(self.optimizer.state[moved.value.index].array)
+            case ValueKind.UPDATES:
                 found = weights.COUNT
             case _:
                 return None
         program = Program(("arrival", found.shape, str(found.dtype)), lambda x: [jax.numpy.int32(0)], (found,))
-        return lambda: self.store.compile([(program, self.devices[moved.device])])[0]
-
-    def _calls_host(self, row: Row) -> bool:
-        return row.kind in ("F", "R", "B", "E") and any(map(calls_host, self.traced.bodies[row.layer].eqns))
+        return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
         graph, layer = self.traced.graph, row.layer
+        written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
-            case "F" | "R":
-                return forward_program(programs[row.program][layer])
-            case "B":
-                return self.backward_program(programs[row.program][layer])
-            case "E":
+            case Kind.F | Kind.R:
+                return forward_program(programs[_operand(row, LayerRun).layout][layer], again=row.kind is Kind.R)
+            case Kind.B:
+                return self.backward_program(programs[_operand(row, LayerRun).layout][layer])
+            case Kind.E:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
-            case "ZERO":
-                keys = [lowered.buffers[b].key for b in row.writes]
-                return zeros_program([weights.COUNT if key[0] == "updates" else self._parameter(key) for key in keys])
-            case "SHIFT":
-                return weights.shifted([self._parameter(lowered.buffers[b].key) for b in row.writes], row.program)
-            case "SETTLE":
-                found = [lowered.buffers[b].key for b in row.writes]
-                shapes = [self._parameter(key) for key in found if key[0] in ("delta", "applied")]
+            case Kind.ZERO:
+                return zeros_program(
+                    [weights.COUNT if v.kind is ValueKind.UPDATES else self._parameter(v) for v in written]
+                )
+            case Kind.SHIFT:
+                return weights.shifted([self._parameter(v) for v in written], _operand(row, ShiftRun).updates)
+            case Kind.SETTLE:
+                shapes = [self._parameter(v) for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
                 if self.schedule.decay is None:
                     return weights.difference(shapes)
-                return weights.settled(shapes, row.program, self.schedule.decay, self.schedule.anneal_updates)
-            case "WEIGHT":
-                return weights.total(self.traced.loss_shapes[1], row.program)
-            case "LOSS":
+                tau = _operand(row, SettleRun).tau
+                return weights.settled(shapes, tau, self.schedule.decay, self.schedule.anneal_updates)
+            case Kind.WEIGHT:
+                return weights.total(self.traced.loss_shapes[1], _operand(row, SumRun).count)
+            case Kind.LOSS:
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)
+            case Kind.U:
+                piece = _operand(row, PieceRun)
+                return piece_program(self.optimizer.update[piece.piece], keeps=piece.keeps)
+            case Kind.FEED | Kind.SEND | Kind.RETURN | Kind.MOVE | Kind.OUT | Kind.FREE | Kind.IN | Kind.DROP:
+                raise AssertionError(f"{row} runs no program")
             case _:
-                pieces = self.optimizer.update
-                return piece_program(pieces[row.program % len(pieces)], keeps=row.program >= len(pieces))
+                assert_never(row.kind)
 
     def backward_program(self, programs: LayerPrograms) -> Program:
         """A layer's backward; it adds to sums unless every micro-batch is an update."""
         single = not self.schedule.synchronous and self.schedule.period(self.microbatches) == 1
         return single_backward_program(programs) if single else backward_program(programs)
 
-    def _parameter(self, key: tuple[Hashable, ...]) -> jax.ShapeDtypeStruct:
-        return shape(self.traced.graph.parameters[int(str(key[1]))].array)
+    def _parameter(self, value: Value) -> jax.ShapeDtypeStruct:
+        return shape(self.traced.graph.parameters[value.index].array)
 
 
-def _task(row: Row) -> tuple[RowKind, int, int, int, int, int]:
+def _operand(row: Row, kind: type[R]) -> R:
+    """What a row runs, which is of this kind."""
+    assert isinstance(row.run, kind), row
+    return row.run
+
+
+def _task(row: Row) -> tuple[Kind, int, Run, int, int, int]:
     """What distinguishes executables: rows that differ in the micro-batch alone share one."""
-    kind = "F" if row.kind == "R" else row.kind
-    return kind, row.layer, row.program, row.device, len(row.reads), len(row.writes)
+    return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:
     """An array's shape and type, for JAX."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))

@@ -13,6 +13,7 @@ import jax
 
 from jvpipe.ir.buffers import HOST, Buffer, Peak
 from jvpipe.ir.layers import Array
+from jvpipe.ir.values import Owner
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.checkpoint import to_host
@@ -120,15 +121,15 @@ class Takeover:
         owners, before = _parameters_of_state(self.new), frozenset(self._before)
         pool: dict[tuple[Identity, int], list[int]] = {}  # what can stay, by device
         for i, (identity, buffer) in enumerate(zip(self._before, self.old.persistent, strict=True)):
-            pool.setdefault((identity, buffer.device), []).append(i)
+            pool.setdefault((identity, buffer.memory), []).append(i)
         anywhere = {identity: i for i, identity in reversed(list(enumerate(self._before)))}
 
         def source(identity: Identity, buffer: Buffer) -> Source:
-            kind, owner = identity[0], owners.get(buffer.key[1]) if buffer.key[0] == "optimizer" else None
+            kind, owner = identity[0], owners.get(buffer.value.index) if buffer.owner is Owner.OPTIMIZER else None
             if kind == "constant":
                 return Source("make")
             if identity in before and (owner is None or owner in before):
-                here = pool.get((identity, buffer.device))
+                here = pool.get((identity, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
             back = identity in self.parked and (owner is None or (owner in self.parked and owner not in before))
             return Source("return" if back else "make")
@@ -175,13 +176,13 @@ class Takeover:
         devices = range(len(self.new.devices))
         before, gone, arriving = ([0] * len(devices) for _ in range(3))
         for i, buffer in enumerate(self.old.persistent):
-            before[buffer.device] += buffer.bytes
-            gone[buffer.device] += buffer.bytes if self.by_host and i in self.leaving else 0
+            before[buffer.memory] += buffer.bytes
+            gone[buffer.memory] += buffer.bytes if self.by_host and i in self.leaving else 0
         held: set[Any] = set()
         for buffer, source in zip(self.new.persistent, self.sources, strict=True):
-            arriving[buffer.device] += 0 if source.how == "stay" else buffer.bytes
-            if source.how != "make" or buffer.owner != "optimizer":
-                held.add(buffer.key)
+            arriving[buffer.memory] += 0 if source.how == "stay" else buffer.bytes
+            if source.how != "make" or buffer.owner is not Owner.OPTIMIZER:
+                held.add(buffer.spot)
         spare = _placing(self.new).spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
         holders = [(("the model before", before[d] - gone[d]), ("what arrives", arriving[d])) for d in devices]
@@ -225,7 +226,7 @@ class Takeover:
         for identity in self.parked.keys() - self.parked_after.keys():
             del self.parked[identity]
         self.parked.update(leaves)
-        return tuple(made[buffer.key] for buffer in self.new.persistent)
+        return tuple(made[buffer.spot] for buffer in self.new.persistent)
 
     def _arrive(self, before: Mapping[int, Any], made: dict[Any, jax.Array], ledger: Ledger) -> None:
         """Puts every array of the new model in its place; `before` are the old model's values, by buffer."""
@@ -233,7 +234,7 @@ class Takeover:
         for (kind, array), buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
             match source.how:
                 case "stay":
-                    made[buffer.key] = before[source.index]
+                    made[buffer.spot] = before[source.index]
                     continue
                 case "copy":
                     value = before[source.index]
@@ -243,9 +244,9 @@ class Takeover:
                     value = None
                 case "make":
                     value = given[kind][name_of(buffer)[1]]
-            ledger.hold(buffer.device, buffer.bytes)
+            ledger.hold(buffer.memory, buffer.bytes)
             if value is not None:
-                made[buffer.key] = jax.device_put(value, self.new.devices[buffer.device], may_alias=False)
+                made[buffer.spot] = jax.device_put(value, self.new.devices[buffer.memory], may_alias=False)
         _placing(self.new).initialise_optimizer(made, self.new.store)
         jax.block_until_ready(list(made.values()))
 
@@ -265,7 +266,7 @@ class Takeover:
             if x.is_deleted():
                 kind, index = name_of(buffer)
                 value = constants[index] if kind == "constant" else values[identity]
-                x = jax.device_put(value, self.old.devices[buffer.device], may_alias=False)
+                x = jax.device_put(value, self.old.devices[buffer.memory], may_alias=False)
             found.append(x)
         return tuple(found)
 
@@ -273,7 +274,7 @@ class Takeover:
         for i in self.leaving:
             buffer = self.old.persistent[i]
             arrays[i].delete()
-            ledger.drop(buffer.device, buffer.bytes)
+            ledger.drop(buffer.memory, buffer.bytes)
 
 
 def _placing(build: Build) -> Placing:

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 
 from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import RowKind
+from jvpipe.lowering.splice import spliced
+from jvpipe.lowering.step import lower_move, lower_step
 from jvpipe.runtime.build import Build
 from jvpipe.runtime.checkpoint import to_host
 from jvpipe.runtime.controller import Bound
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
-from jvpipe.schedules.lower import lower_move, lower_step
-from jvpipe.schedules.splice import spliced
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
             if how == "by host":
                 raise
             continue
-        moved_bytes = _bytes_of(bound.lowered, "OUT" if how == "by host" else "MOVE")
+        moved_bytes = _bytes_of(bound.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
         change = Change(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
         return Migration(change, old, made, bound, flight, steps)
     raise AssertionError("the last way raises")
@@ -121,14 +121,13 @@ def rescued(migration: Migration, state: State, table: Sequence[Any]) -> State:
     found: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
-            bare = replace(buffer, key=buffer.key[1:]) if buffer.key[0] == "host" else buffer
-            found.setdefault(name_of(bare), x)
+            found.setdefault(name_of(buffer), x)
     values = {name: to_host(x) for name, x in found.items()}
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
     arrays = tuple(
-        jax.device_put(values[name_of(buffer)], old.devices[buffer.device], may_alias=False) if x.is_deleted() else x
+        jax.device_put(values[name_of(buffer)], old.devices[buffer.memory], may_alias=False) if x.is_deleted() else x
         for buffer, x in zip(old.persistent, state.arrays, strict=True)
     )
     return replace(state, arrays=arrays)
@@ -146,9 +145,9 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
 
 def _step(old: Build, new: Build, microbatch: int) -> Bound:
     """A step whose micro-batches run under the old plan, then under the new one."""
-    forms = [*old.forms()[:microbatch], *new.forms(len(old.programs))[microbatch:]]
+    layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
     lists = spliced(old.lists, new.lists, microbatch)
-    lowered = lower_step(new.traced.graph, forms, lists, new.optimizer, new.layer_s)
+    lowered = lower_step(new.traced.graph, layouts, lists, new.optimizer)
     return new.bound(lowered, [*old.programs, *new.programs])
 
 
@@ -156,6 +155,6 @@ def _moves(old: Build, new: Build, *, by_host: bool) -> Lowered:
     return lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
 
 
-def _bytes_of(lowered: Lowered, kind: RowKind) -> int:
+def _bytes_of(lowered: Lowered, kind: Kind) -> int:
     """What the copies of a kind carry."""
     return sum(lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes)

@@ -21,10 +21,11 @@ import jax
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.rows import Row
 from jvpipe.ir.span import Span
-from jvpipe.ir.task import COPIES, Row
 
-WATCHED = frozenset({"OUT", "IN", "MOVE"})
+WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
 _TICK_S = 1e-9  # what ran took some time, though the watcher may wake too late to see it
 
@@ -151,43 +152,46 @@ class Monitor:
             inputs_s = max((made.get(b, 0.0) for b in row.reads), default=0.0)
             end_s = record.ended.get(index, inputs_s)
             made |= dict.fromkeys(row.writes, end_s)
-            if row.kind == "FREE":
-                held.add(row.device)
+            if row.kind is Kind.FREE:
+                held.add(row.place)
             if index not in record.ended:
                 continue
             place, dispatched_s = self._place(row, record.lowered), record.dispatched[index]
             start_s = min(end_s, max(free[place], inputs_s, dispatched_s))
-            if row.kind == "OUT":
+            if row.kind is Kind.OUT:
                 swapped += buffers[row.writes[0]].bytes
-            elif row.kind == "IN":
+            elif row.kind is Kind.IN:
                 fetched.update(row.writes)
             elif row.kind not in WATCHED:
                 else_s = max([made.get(b, 0.0) for b in row.reads if b not in fetched], default=0.0)
-                else_s = max(free[place], else_s, 0.0 if row.device in held else dispatched_s)
+                else_s = max(free[place], else_s, 0.0 if row.place in held else dispatched_s)
                 exposed[self._names[place]] += max(0.0, start_s - else_s) if free[place] else 0.0
-                held.discard(row.device)
+                held.discard(row.place)
             free[place] = end_s
             name = f"{row.stage}{row.kind}{max(row.microbatch, 0)}"
             args: dict[str, int] = {"layer": row.layer}
             if row.kind in WATCHED:
                 args["bytes"] = sum(buffers[b].bytes for b in row.writes)
             spans.append(Span(self._named(row, record.lowered), name, start_s, end_s, row.kind, args))
-        took_s = {kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0) for kind in ("OUT", "IN", "R")}
-        copy_s, exposed_s = took_s["OUT"] + took_s["IN"], sum(exposed.values(), 0.0)
+        took_s = {
+            kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
+            for kind in (Kind.OUT, Kind.IN, Kind.R)
+        }
+        copy_s, exposed_s = took_s[Kind.OUT] + took_s[Kind.IN], sum(exposed.values(), 0.0)
         moves = self.read(record.moves).spans if record.moves else ()
-        return Measured((*moves, *spans), swapped, copy_s, exposed_s, took_s["R"], exposed)
+        return Measured((*moves, *spans), swapped, copy_s, exposed_s, took_s[Kind.R], exposed)
 
     def _place(self, row: Row, lowered: Lowered) -> int:
         """Who watches a row: of its device, of the device's link to the host, or of the links from other devices."""
         devices = len(self._names) // 2
-        if row.kind == "MOVE":
-            return lowered.buffers[row.writes[0]].device + 2 * devices
-        return row.device + devices * (row.kind in WATCHED)
+        if row.kind is Kind.MOVE:
+            return lowered.buffers[row.writes[0]].memory + 2 * devices
+        return row.place + devices * (row.kind in WATCHED)
 
     def _named(self, row: Row, lowered: Lowered) -> str:
         """The device of a row, or the link that it takes."""
-        if row.kind == "MOVE":
-            return f"{self._names[row.device]} to {self._names[lowered.buffers[row.writes[0]].device]}"
+        if row.kind is Kind.MOVE:
+            return f"{self._names[row.place]} to {self._names[lowered.buffers[row.writes[0]].memory]}"
         return self._names[self._place(row, lowered)]
 
     def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:
@@ -207,4 +211,4 @@ class Monitor:
 
 
 def _is_step(lowered: Lowered) -> bool:
-    return any(row.kind not in COPIES for row in lowered.rows)
+    return any(KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM) for row in lowered.rows)

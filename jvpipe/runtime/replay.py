@@ -15,6 +15,7 @@ import numpy as np
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, Ref
 from jvpipe.ir.use import Use
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import forward_program
@@ -67,9 +68,12 @@ class Replay:
         """
         self._enter(build)
         self._at = {(use.kind, use.layer): use for use in uses}
-        self._values: dict[Ref, Any] = {Ref("batch", i): x for i, x in enumerate(batch)}
-        self._values |= {Ref("constant", i): x for i, x in enumerate(self._constants)}
-        self._values |= {Ref("seed", 0): seed, **{Ref("state", k): x for k, x in enumerate(self._model_state)}}
+        self._values: dict[Ref, Any] = {Ref(ValueKind.BATCH, i): x for i, x in enumerate(batch)}
+        self._values |= {Ref(ValueKind.CONSTANT, i): x for i, x in enumerate(self._constants)}
+        self._values |= {
+            Ref(ValueKind.SEED, 0): seed,
+            **{Ref(ValueKind.STATE, k): x for k, x in enumerate(self._model_state)},
+        }
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
         inputs = {}
@@ -78,17 +82,17 @@ class Replay:
             out = self._run(forward_program(self._programs(layer)), inputs[layer.id])
             self._values |= dict(zip(layer.writes, out, strict=False))
             self._residuals[layer.id] = out[len(layer.writes) :]
-            for k in layer.writing("state"):
-                self._model_state[k] = self._values[Ref("state", k)]
+            for k in layer.writing(ValueKind.STATE):
+                self._model_state[k] = self._values[Ref(ValueKind.STATE, k)]
         if self._graph.weighted:
-            self._weights[len(self._weights)] = self._values[Ref("loss", 1)]
+            self._weights[len(self._weights)] = self._values[Ref(ValueKind.LOSS, 1)]
         cotangents: dict[int, Any] = {}
         for layer in reversed(self._graph.layers):
             if ("B", layer.id) in self._at:  # else it was still in flight
                 self._backward(layer, inputs[layer.id], cotangents)
         if any(kind == "U" for kind, _ in self._at):
             self._update()
-        return float(self._values[Ref("loss", 0)])
+        return float(self._values[Ref(ValueKind.LOSS, 0)])
 
     def _enter(self, build: Build) -> None:
         self._build, self._fates = build, Fates.of(self._graph, build.plan)
@@ -109,7 +113,7 @@ class Replay:
         return list(executable(*given))
 
     def _read(self, layer: Layer, ref: Ref, kind: str) -> Any:
-        if ref.kind != "parameter":
+        if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
         tied = dict(use.tied)
@@ -126,14 +130,14 @@ class Replay:
         """A layer's forward again, with the backward's weights: what it wrote, and new residuals."""
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
-            out = self._run(forward_program(self._programs(layer)), reads)
+            out = self._run(forward_program(self._programs(layer), again=True), reads)
             self._again[layer.id] = out
             self._residuals[layer.id] = out[len(layer.writes) :]
         return self._again[layer.id]
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
         """What a backward finds where its forward read: made again if it was dropped."""
-        if ref.kind == "tensor" and self._fates.edges.get((self._stage[layer.id], ref.index)) == "recompute":
+        if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) == "recompute":
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
             return self._rerun(producer)[producer.writes.index(ref)]
         return self._read(layer, ref, "B")
@@ -151,7 +155,7 @@ class Replay:
                 arguments.append(self._residuals[layer.id][i])
             elif kind == "output":
                 arguments.append(self._back(layer, layer.writes[i]))
-            elif layer.reads[i].kind in ("parameter", "tensor"):
+            elif layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
                 arguments.append(self._back(layer, layer.reads[i]))
             else:
                 arguments.append(inputs[i])

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.ir.plan import Plan
 from jvpipe.runtime import skeleton
 from jvpipe.runtime.build import Build
-from jvpipe.runtime.checkpoint import check_paths, save_checkpoint, to_host
+from jvpipe.runtime.checkpoint import check_paths, load_meta, save_checkpoint, to_host
+from jvpipe.runtime.flight import names_of
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
@@ -60,10 +62,11 @@ class Saving:
             meta["flight"] = {
                 "steps": state.flight,
                 "bound_to": self._binding,
-                "legs": [[leg.start, leg.form.plan.to_json()] for leg in self.build.legs],
+                "legs": [[span.start, span.layout.plan.to_json()] for span in self.build.spans],
                 "versions": versions.to_json(),
             }
-            arrays["flight"] = {f"{i:06d}": to_host(x) for i, x in enumerate(state.arrays)}
+            names = map(str, names_of(self.build, state.flight))
+            arrays["flight"] = {name: to_host(x) for name, x in zip(names, state.arrays, strict=True)}
         save_checkpoint(path, arrays, meta)
 
     def leaves(self, path: str | Path, arrays: Mapping[str, Mapping[str, Any]]) -> dict[Name, Leaf]:
@@ -84,8 +87,8 @@ class Saving:
             saved, cuts, _, _, micro = flight["bound_to"]
             raise ValueError(
                 f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
-                "the same schedule, cuts, fates and micro-batches can go on from it. Use these, or save a state that "
-                "pipe.drain returned"
+                "the same schedule, cuts, fates and micro-batches can go on from it. Use these (its plan is "
+                "jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
             )
 
     @property
@@ -104,6 +107,12 @@ class Saving:
         return [(tuple(a.shape), str(a.dtype)) for a in arrays[kind]]
 
 
+def checkpoint_plan(path: str | Path) -> Plan | None:
+    """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
+    flight = load_meta(path).get("flight")
+    return Plan.from_json(flight["legs"][-1][1]) if flight else None
+
+
 def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
     """The words of a saved run's key."""
     return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
@@ -120,7 +129,10 @@ def saved_inputs(path: str | Path, meta: Mapping[str, Any]) -> tuple[Any, Any, j
         raise ValueError(
             f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
         )
-    trees = {name: skeleton.load(found) for name, found in shapes.items()}
+    try:
+        trees = {name: skeleton.load(found) for name, found in shapes.items()}
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}, or call init") from problem
     rng = None
     if meta["key"] is not None:
         (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)

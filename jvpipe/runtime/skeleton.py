@@ -1,14 +1,23 @@
-"""The shape of a pytree as JSON, so that a checkpoint alone says what model it is of."""
+"""The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
 
+A container that is neither dict, list nor tuple is written as the name of its class and what its flattening keeps
+beside the children (keys, static fields), if that is plain data. Reading imports nothing: the class must be there.
+"""
+
+import sys
+from operator import attrgetter
 from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef, default_registry
+
+from jvpipe.trace.keys import dtype_of
 
 Tree = Any
 
 
 def dump(tree: Tree) -> Any:
-    """A tree of dicts, lists and tuples as JSON, its leaves as shapes and types; None if it holds other containers.
+    """A tree as JSON, its leaves as shapes and types; None if it has a container that cannot be written.
 
     >>> import numpy as np
     >>> dump({"a": (np.zeros(2, "float32"),)})
@@ -21,7 +30,11 @@ def dump(tree: Tree) -> Any:
 
 
 def load(found: Any) -> Tree:
-    """The tree that `dump` wrote, its leaves as `ShapeDtypeStruct`."""
+    """The tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: the class of a container is not there.
+    """
     ((kind, inside),) = found.items()
     match kind:
         case "dict":
@@ -32,8 +45,16 @@ def load(found: Any) -> Tree:
             return tuple(load(v) for v in inside)
         case "none":
             return None
+        case "node":
+            name, kept, children = inside
+            leaf = jax.tree.structure(0)
+            node = PyTreeDef.from_node_data_and_children(
+                default_registry, (_class(name), _plain(kept)), [leaf] * len(children)
+            )
+            return jax.tree.unflatten(node, map(load, children))
         case _:
-            return jax.ShapeDtypeStruct(tuple(inside[0]), inside[1])
+            shape, dtype, *weak = inside
+            return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), weak_type=bool(weak))
 
 
 def _dump(tree: Tree) -> Any:
@@ -44,6 +65,40 @@ def _dump(tree: Tree) -> Any:
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
     if kind in (list, tuple):
         return {kind.__name__: [_dump(v) for v in tree]}
-    if hasattr(tree, "shape") and hasattr(tree, "dtype") and not str(tree.dtype).startswith("key<"):
-        return {"leaf": [list(tree.shape), str(tree.dtype)]}
-    raise TypeError(kind)
+    children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if (node := structure.node_data()) is not None:
+        return {"node": [f"{kind.__module__}:{kind.__qualname__}", _told(node[1]), [_dump(x) for x in children]]}
+    if not hasattr(tree, "dtype"):
+        raise TypeError(kind)
+    weak = ["weak"] if getattr(tree, "weak_type", False) else []
+    return {"leaf": [list(tree.shape), str(tree.dtype), *weak]}
+
+
+def _told(kept: Any) -> Any:
+    """What flattening kept, as JSON: tuples apart from lists."""
+    if isinstance(kept, tuple):
+        return {"tuple": [_told(x) for x in kept]}
+    if isinstance(kept, list):
+        return [_told(x) for x in kept]
+    if kept is None or type(kept) in (bool, int, float, str):
+        return kept
+    raise TypeError(type(kept))
+
+
+def _plain(told: Any) -> Any:
+    match told:
+        case {"tuple": inside}:
+            return tuple(map(_plain, inside))
+        case list():
+            return [_plain(x) for x in told]
+        case _:
+            return told
+
+
+def _class(name: str) -> type:
+    module, _, inside = name.partition(":")
+    try:
+        found = attrgetter(inside)(sys.modules[module])
+    except (KeyError, AttributeError) as problem:
+        raise ValueError(f"the containers are of class {inside} of {module}: import that before restore") from problem
+    return found

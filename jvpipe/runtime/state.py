@@ -1,34 +1,38 @@
 """The state of a training run: every array that outlives a step, and how it gets to its device and back."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import PERSISTENT, Buffer, Peak
+from jvpipe.ir.buffers import Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.tensors import Ledger
-from jvpipe.schedules.emit import GLOBAL
-from jvpipe.schedules.update import slot_key
 from jvpipe.trace import jaxprs
 from jvpipe.trace.keys import lift_key_constants
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "words"], meta_fields=["step", "flight", "updates"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "words"],
+    meta_fields=["step", "flight", "updates", "model"],
+)
 @dataclass(frozen=True)
 class State:
     """Arrays in the order of the buffer table's persistent rows, the words of the run's key, and steps done.
 
     `updates` is how often parameters were updated. In an asynchronous stream `flight` is the number of its steps so
-    far; then there are also the arrays of the micro-batches in flight. It is 0 when nothing is.
+    far; then there are also the arrays of the micro-batches in flight. It is 0 when nothing is. All states of one
+    pipeline's `model` have the same.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -36,6 +40,7 @@ class State:
     step: int
     flight: int = 0
     updates: int = 0
+    model: object = None
 
     def check(self, count: int) -> None:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
@@ -48,8 +53,10 @@ class State:
             )
 
 
-Key = tuple[Hashable, ...]
+Key = Spot | Slot
+"""Names an array while a state is made: where it lies, or, of a small value, the slot that it is for."""
 Name = tuple[str, int]
+_LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
 def _nothing(device: Device) -> int:
@@ -91,7 +98,9 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             jaxprs.run(needed, env)
             return jaxprs.read([out], env)
 
-        program = Program(("init", jaxprs.structure(needed, inputs, [out])), run, tuple(map(_jax.aval, inputs)))
+        program = Program(
+            ("init", jaxprs.structure(needed, inputs, [out], rules=False)), run, tuple(map(_jax.aval, inputs))
+        )
 
         def make(device: Device) -> jax.Array:
             (compiled,) = store.compile([(program, device)])
@@ -108,7 +117,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
 
 def name_of(buffer: Buffer) -> Name:
     """What a persistent array is called, wherever it lies."""
-    return str(buffer.key[0]), int(str(buffer.key[1]))
+    return buffer.value.kind, buffer.value.index
 
 
 @dataclass(frozen=True)
@@ -127,12 +136,12 @@ class Placing:
         """The most bytes on each device, and last on the host, while the arrays are placed in their order."""
         live, most = [0] * len(self.devices), [0] * len(self.devices)
         for buffer in self.buffers:
-            d, leaf = buffer.device, leaves.get(name_of(buffer))
+            d, leaf = buffer.memory, leaves.get(name_of(buffer))
             live[d] += buffer.bytes
             most[d] = max(most[d], live[d] + (leaf.needs(self.devices[d]) if leaf else 0))
         holders = [
             tuple(
-                (owner, sum(b.bytes for b in self.buffers if (b.owner, b.device) == (owner, d))) for owner in PERSISTENT
+                (owner, sum(b.bytes for b in self.buffers if (b.owner, b.memory) == (owner, d))) for owner in _LASTING
             )
             for d in range(len(self.devices))
         ]
@@ -145,17 +154,17 @@ class Placing:
         for buffer in self.buffers:
             name = name_of(buffer)
             if name in leaves:
-                device = self.devices[buffer.device]
-                ledger.hold(buffer.device, buffer.bytes, leaves[name].needs(device))
-                copied = buffer.owner == "parameter" and name in first
-                table[buffer.key] = jax.device_put(table[first[name]], device) if copied else leaves[name].make(device)
-                first.setdefault(name, buffer.key)
-        fresh = [buffer for buffer in self.buffers if buffer.key not in table]
+                device = self.devices[buffer.memory]
+                ledger.hold(buffer.memory, buffer.bytes, leaves[name].needs(device))
+                copied = buffer.owner is Owner.PARAMETER and name in first
+                table[buffer.spot] = jax.device_put(table[first[name]], device) if copied else leaves[name].make(device)
+                first.setdefault(name, buffer.spot)
+        fresh = [buffer for buffer in self.buffers if buffer.spot not in table]
         for buffer in fresh:
-            ledger.hold(buffer.device, buffer.bytes)
+            ledger.hold(buffer.memory, buffer.bytes)
         if fresh:
             self.initialise_optimizer(table, store)
-        return tuple(table[buffer.key] for buffer in self.buffers)
+        return tuple(table[buffer.spot] for buffer in self.buffers)
 
     def values(self, arrays: Sequence[jax.Array]) -> dict[Name, jax.Array]:
         """One array for each name."""
@@ -177,7 +186,7 @@ class Placing:
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
         """What `initialise_optimizer` makes of what the table has already: the most bytes at once, by device."""
         pieces, lacking = self._initialising(table)
-        size = {buffer.key: buffer.bytes for buffer in self.buffers}
+        size: dict[Key, int] = {buffer.spot: buffer.bytes for buffer in self.buffers}
         found = [0] * len(self.devices)
         for piece in pieces:
             d, _, writes = self._piece_keys(piece)
@@ -186,7 +195,7 @@ class Placing:
 
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
-        lacking: set[Key] = {b.key for b in self.buffers if b.owner == "optimizer" and b.key not in table}
+        lacking: set[Key] = {b.spot for b in self.buffers if b.owner is Owner.OPTIMIZER and b.spot not in table}
         found = []
         for piece in reversed(self.optimizer.init):
             _, reads, writes = self._piece_keys(piece)
@@ -197,18 +206,26 @@ class Placing:
 
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
         """The device of an initialising piece, and the names of what it reads and writes."""
-        layer = GLOBAL if piece.layer is None else piece.layer
+        layer = NONE if piece.layer is None else piece.layer
         d = self._places.get(layer, 0)  # one without state only makes small values
         return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
 
     @cached_property
-    def _places(self) -> dict[Hashable, int]:
-        return {b.key[2]: b.device for b in self.buffers if b.owner == "optimizer"}
+    def _places(self) -> dict[int, int]:
+        return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:
     """Where an initialising piece finds or leaves an array; small ones are fetched from wherever they lie."""
-    return (slot,) if slot.kind in ("partial", "global", "kept") else slot_key(slot, layer, d)
+    match slot.kind:
+        case "parameter":
+            return Spot(Value(ValueKind.PARAMETER, slot.index, version=0), d)
+        case "state":
+            return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), d)
+        case "partial" | "global" | "kept" | "gradient" | "weight" | "grad_norm":
+            return slot
+        case _:
+            assert_never(slot.kind)
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:

@@ -13,7 +13,8 @@ from typing import Any
 
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
-from jvpipe.ir.task import Row
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
 
@@ -38,11 +39,11 @@ def turns(
         row, target = rows[index], targets[index]
         if target in late and late[target][0] < index:
             return False
-        if row.kind == "DROP" and put_off_before(index, lambda i: _awaits_move(rows[i])):
+        if row.kind is Kind.DROP and put_off_before(index, lambda i: _awaits_move(rows[i])):
             return False
         if target == HOST and put_off_before(index, lambda i: i in leaves_host):
             return False
-        if row.kind == "FREE":  # its copy was made before it: if that is gone, another device has used it already
+        if row.kind is Kind.FREE:  # its copy was made before it: if that is gone, another device has used it already
             return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
         return all(table[b] is not None for b in row.reads)
 
@@ -59,10 +60,10 @@ def turns(
     for index, row in enumerate(rows):
         if late:
             yield from by_now()
-        if row.device in late:
-            late[row.device].append(index)
-        elif (late or row.kind == "FREE") and not may_go(index):
-            late[row.device] = deque([index])
+        if row.place in late:
+            late[row.place].append(index)
+        elif (late or row.kind is Kind.FREE) and not may_go(index):
+            late[row.place] = deque([index])
         else:
             yield index
     while late:
@@ -74,4 +75,4 @@ def turns(
 
 def _awaits_move(row: Row) -> bool:
     """Whether a row waits for what leaves with a layer; what is swapped leaves with a task of its own."""
-    return row.kind == "FREE" and row.layer < 0
+    return row.kind is Kind.FREE and row.layer < 0

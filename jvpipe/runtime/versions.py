@@ -30,9 +30,14 @@ class Reads:
 
 @dataclass
 class VersionLedger:
-    """What was read and made, in the order in which it was dispatched; a drain is a None."""
+    """What was read and made, in the order in which it was dispatched; a drain is a None.
+
+    That of a run that was resumed in flight is not `complete`: it knows of the micro-batches in flight then, and of
+    what came later.
+    """
 
     _runs: list[tuple[Sequence[Use], int, int] | None] = field(default_factory=list)
+    complete: bool = True
 
     def record(self, uses: Sequence[Use], microbatch: int, version: int) -> None:
         """Adds the uses of a step, whose numbers count from these."""
@@ -102,21 +107,42 @@ class VersionLedger:
         return tuple(found.get(layer, 0) for layer in range(layers))
 
     def to_json(self) -> Any:
-        """For a checkpoint."""
-        return [
+        """For a checkpoint: all that happened to the micro-batches in flight, and to those of the last updates."""
+        since = self._since()
+        runs = [
             run and [[[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in run[0]], *run[1:]]
-            for run in self._runs
+            for run in self._runs[since:]
         ]
+        return {"complete": self.complete and since == 0, "runs": runs}
+
+    def _since(self) -> int:
+        """The run that holds the oldest forward of the micro-batches of the last updates; all later ones are newer."""
+        different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()  # steps repeat themselves
+        updated = {use.layer for uses in different for use in uses if use.kind == "U"}
+        last: dict[int, int] = {}  # by layer, the micro-batch of its last update
+        seen: set[int] = set()
+        for i, run in reversed(list(enumerate(self._runs))):
+            uses, microbatch, _ = run or ((), 0, 0)
+            for use in reversed(uses):
+                if use.kind == "U":
+                    last.setdefault(use.layer, use.microbatch + microbatch)
+                elif use.kind == "F" and use.microbatch + microbatch <= last.get(use.layer, -1):
+                    seen.add(use.layer)
+            if updated and seen == updated:
+                return i
+        return 0
 
     @staticmethod
     def from_json(found: Any) -> "VersionLedger":
-        """From a checkpoint."""
+        """From a checkpoint; once all runs were in it."""
+        if isinstance(found, list):
+            found = {"complete": True, "runs": found}
 
         def use(values: Any) -> Use:
             kind, layer, m, version, tied, shift = values
             return Use(kind, layer, m, version, tuple((p, v) for p, v in tied), shift)
 
         runs: list[tuple[Sequence[Use], int, int] | None] = []
-        for run in found:
+        for run in found["runs"]:
             runs.append(run and (tuple(map(use, run[0])), run[1], run[2]))
-        return VersionLedger(runs)
+        return VersionLedger(runs, found["complete"])

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.schedules.order import cannot_progress
+from jvpipe.ir.task import cannot_progress
 
 
 class Work:

@@ -10,6 +10,7 @@ Backwards run in ascending order, unlike the paper's drawing: gradients are then
 other schedule. M micro-batches are in flight on every stage.
 """
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule
 
@@ -21,7 +22,7 @@ def gpipe(stages: int, microbatches: int) -> TaskLists:
     >>> text(gpipe(2, 2)[1])
     '1F0 1F1 1B0 1B1'
     """
-    order = [(kind, m) for kind in "FB" for m in range(microbatches)]
+    order = [(kind, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)]
     return tuple(tuple(Task(s, kind, m) for kind, m in order) for s in range(stages))
 
 

@@ -9,6 +9,7 @@
 min(S - s, M) micro-batches are in flight on stage s.
 """
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule
 
@@ -24,8 +25,8 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    forwards = [Task(s, "F", m) for m in range(microbatches)]
-    backwards = [Task(s, "B", m) for m in range(microbatches)]
+    forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
+    backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
     return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
 
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 
 Rule = Literal["newest", "first stage", "one behind"]
@@ -76,7 +77,7 @@ class Schedule:
             tuple(
                 found
                 for task in tasks
-                for found in ((task, Task(task.stage, "U", task.microbatch)) if _updates(task, every) else (task,))
+                for found in ((task, Task(task.stage, Kind.U, task.microbatch)) if _updates(task, every) else (task,))
             )
             for tasks in self.lists(stages, microbatches * steps)
         )
@@ -111,10 +112,9 @@ def at_least(least: int, **options: int) -> None:
 
 
 def _updates(task: Task, every: int) -> bool:
-    return task.kind == "B" and (task.microbatch + 1) % every == 0
+    return task.kind == Kind.B and (task.microbatch + 1) % every == 0
 
 
 @lru_cache(maxsize=256)
 def _in_flight(lists: Callable[[int, int], TaskLists], stages: int, microbatches: int) -> tuple[int, ...]:
-    steps = {"F": 1, "B": -1}
-    return tuple(max(accumulate(steps.get(task.kind, 0) for task in tasks)) for tasks in lists(stages, microbatches))
+    return tuple(max(accumulate(KINDS[task.kind].in_flight for task in tasks)) for tasks in lists(stages, microbatches))

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jvpipe.ir.buffers import HOST, Lowered, peaks
-from jvpipe.ir.task import COPIES, Row, TaskLists
+from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import TaskLists
 from jvpipe.schedules.engine import Work
 from jvpipe.schedules.stage_work import Features, StageLoad, StageWork, stage_work
 from jvpipe.schedules.timeline import Curve, Timeline
@@ -27,10 +29,10 @@ def links_between_devices(lowered: Lowered) -> Links:
 
     def links(row: Row) -> Sequence[str]:
         match row.kind:
-            case "SEND" | "MOVE":
-                return (f"device {row.device} to {lowered.buffers[row.writes[0]].device}",)
-            case "OUT" | "IN":
-                return (f"device {row.device} host",)
+            case Kind.SEND | Kind.MOVE:
+                return (f"device {row.place} to {lowered.buffers[row.writes[0]].memory}",)
+            case Kind.OUT | Kind.IN:
+                return (f"device {row.place} host",)
             case _:
                 return ()
 
@@ -53,12 +55,12 @@ def simulate(
         temporary_bytes: per row, what its program needs while it runs.
     """
     rows, buffers = lowered.rows, lowered.buffers
-    devices = 1 + max([b.device for b in buffers] + [row.device for row in rows], default=-1)
+    devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
     names = {f"device {d}": d for d in range(devices)}
     links_of = links_of or links_between_devices(lowered)
     occupies, seconds = [], []
     for row in rows:
-        places = links_of(row) if row.kind in COPIES else (f"device {row.device}",)
+        places = links_of(row) if not _works(row) else (f"device {row.place}",)
         occupies.append(tuple(names.setdefault(name, len(names)) for name in places))
         seconds.append(float(seconds_of(row)) if places else 0.0)
     work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
@@ -87,22 +89,27 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
     for i, row in enumerate(rows):
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
         needs.update(r for b in row.writes for r in readers.pop(b, ()))
-        mine = ran.setdefault(row.device, [])
-        touched = {row.device, *(buffers[b].device for b in row.writes)}
+        mine = ran.setdefault(row.place, [])
+        touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
         match row.kind:
-            case "FEED" if occupies[i]:
+            case Kind.FEED if occupies[i]:
                 needs.update(mine[-2:-1])
-            case "FEED" | "IN":
+            case Kind.FEED | Kind.IN:
                 needs.update(mine[-1:])
-            case "FREE":
-                freed[row.device] = i
-            case kind if kind not in COPIES:
+            case Kind.FREE:
+                freed[row.place] = i
+            case _ if _works(row):
                 mine.append(i)
         yield sorted(needs)
         writer.update(dict.fromkeys(row.writes, i))
         for b in row.reads:
             readers.setdefault(b, []).append(i)
+
+
+def _works(row: Row) -> bool:
+    """Whether a row occupies its device: it runs a program."""
+    return KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM)
 
 
 def _curves(
@@ -112,7 +119,7 @@ def _curves(
     buffers = lowered.buffers
     base = [0] * (devices + 1)
     for buffer in buffers[: lowered.persistent]:
-        base[buffer.device] += buffer.bytes
+        base[buffer.memory] += buffer.bytes
     changes: list[list[tuple[float, int]]] = [[] for _ in base]
     touched_s: dict[int, float] = {}
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
@@ -120,11 +127,11 @@ def _curves(
         for b in (*row.reads, *row.writes):
             touched_s[b] = max(end_s, touched_s.get(b, 0.0))
         for b in born:
-            changes[buffers[b].device].append((start_s, buffers[b].bytes))
+            changes[buffers[b].memory].append((start_s, buffers[b].bytes))
         for b in dead:
-            changes[buffers[b].device].append((touched_s[b], -buffers[b].bytes))
+            changes[buffers[b].memory].append((touched_s[b], -buffers[b].bytes))
         if temporary_bytes and temporary_bytes[i]:
-            changes[row.device] += [(start_s, temporary_bytes[i]), (end_s, -temporary_bytes[i])]
+            changes[row.place] += [(start_s, temporary_bytes[i]), (end_s, -temporary_bytes[i])]
     here = (Curve.of(f"device {d}", "device", changes[d], base[d]) for d in range(devices))
     return (*here, Curve.of("host", "host", changes[HOST]))
 
@@ -175,14 +182,14 @@ def _stage_curves(
     for (s, kind, _), start_s, end_s in zip(found.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
         kept, swapped = stages[s].kept_bytes, stages[s].swapped_bytes
         match kind:
-            case "F":
+            case Kind.F:
                 here[s].append((start_s, kept + swapped))
-            case "B":
+            case Kind.B:
                 here[s].append((end_s, -kept - swapped))
-            case "OUT":
+            case Kind.OUT:
                 here[s].append((end_s, -swapped))
                 host.append((start_s, swapped))
-            case "IN":
+            case Kind.IN:
                 here[s].append((start_s, swapped))
                 host.append((end_s, -swapped))
     places = (Curve.of(f"stage {s}", "device", here[s], load.static_bytes) for s, load in enumerate(stages))

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jvpipe.ir.task import Task, TaskLists
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.schedules.engine import Work
-from jvpipe.schedules.order import cannot_progress
 
-PARTS = ("F", "R", "B", "OUT", "IN", "SEND", "RETURN")
+PARTS = (Kind.F, Kind.R, Kind.B, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +147,19 @@ def _task(code: int, M: int) -> Task:
     return Task(slot // len(PARTS), PARTS[slot % len(PARTS)], m)
 
 
-def _occupied(s: int, part: str, S: int, *, shared: bool) -> tuple[int, ...]:
+def _occupied(s: int, part: Kind, S: int, *, shared: bool) -> tuple[int, ...]:
     """The resources of a part of a stage, numbered as `StageWork.resources` names them."""
     match part:
-        case "OUT" | "IN":
+        case Kind.OUT | Kind.IN:
             return (S + s,)
-        case "SEND":
+        case Kind.SEND:
             return (S + s, S + s + 1) if shared else (2 * S + s,)
-        case "RETURN":
+        case Kind.RETURN:
             return (S + s, S + s - 1) if shared else (3 * S + s,)
-        case _:
+        case Kind.F | Kind.R | Kind.B:
             return (s,)
+        case _:
+            raise AssertionError(f"{part} is no part of a stage's work")
 
 
 def _stage(
@@ -170,18 +172,18 @@ def _stage(
     last: tuple[int, ...] = ()  # the task before on the device
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
-    tasks = [task for task in tasks if task.kind != "U"]  # updates take no time at this level
+    tasks = [task for task in tasks if task.kind != Kind.U]  # updates take no time at this level
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         _, kind, m = task
-        if kind == "F":
+        if kind == Kind.F:
             yield F + m, (*([source + m] if s else []), *outs[-2:-1])
             last = (F + m,)
-            if on.swaps and following != (s, "B", m):
+            if on.swaps and following != (s, Kind.B, m):
                 outs.append(OUT + m)
                 yield OUT + m, last
             if on.sends and not final:
                 yield SEND + m, last
-        elif kind == "B":
+        elif kind == Kind.B:
             needs = (F + m,) if final else (F + m, answer + m)
             if on.swaps and last != (F + m,):
                 yield IN + m, (OUT + m, *(outs[-2:-1] if begun is None else begun))

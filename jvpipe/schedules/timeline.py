@@ -8,8 +8,9 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.ir.rows import Row
 from jvpipe.ir.span import Span
-from jvpipe.ir.task import Row, Task
+from jvpipe.ir.task import Task
 
 Space = Literal["device", "host"]
 

@@ -12,6 +12,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.keys import derives_key
@@ -59,7 +60,7 @@ class Traced:
     @property
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of the total and, if the loss is weighted, of the weight."""
-        avals = (_jax.aval(atom) for atom, ref in self.loss.outputs if ref.kind == "loss")
+        avals = (_jax.aval(atom) for atom, ref in self.loss.outputs if ref.kind == ValueKind.LOSS)
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
@@ -75,7 +76,7 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequ
     bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
-    parameters = [v for v, ref in loss.inputs.items() if ref.kind == "parameter"]
+    parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
     last = next((i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])), len(runs) - 1)
     floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
     return replace(_Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits))
@@ -134,7 +135,9 @@ class _Assembly:
         last = self.last
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
-            unchanged = ref.kind == "state" and not isinstance(atom, _jax.Literal) and self.loss.inputs.get(atom) == ref
+            unchanged = (
+                ref.kind == ValueKind.STATE and not isinstance(atom, _jax.Literal) and self.loss.inputs.get(atom) == ref
+            )
             if not unchanged:
                 sinks[made.get(atom, last) if not isinstance(atom, _jax.Literal) else last].append((atom, ref))
         needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
@@ -146,19 +149,21 @@ class _Assembly:
                 if v in self.loss.inputs or made[v] != layer:
                     readers.setdefault(v, []).append(layer)
         for v, ref in self.loss.inputs.items():
-            if ref.kind == "parameter":  # one that nothing reads has an owner too, and a gradient of zeros
+            if ref.kind == ValueKind.PARAMETER:  # one that nothing reads has an owner too, and a gradient of zeros
                 readers.setdefault(v, [last])
         crossing = sorted(((v, r) for v, r in readers.items() if v in made), key=lambda item: made[item[0]])
-        tensor_ids = {v: Ref("tensor", i) for i, (v, _) in enumerate(crossing)}
+        tensor_ids = {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
         flows = active(self.loss)
         bodies, layers = [], []
         for layer, eqns in enumerate(needs):
             writes = [(v, tensor_ids[v]) for v, _ in crossing if made[v] == layer] + sinks[layer]
             reads = [(v, tensor_ids.get(v) or self.loss.inputs[v]) for v, r in readers.items() if layer in r]
-            reads.sort(key=lambda item: item[1].kind != "parameter")
+            reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
-            diff = tuple(ref.kind in ("parameter", "tensor") and v in flows for v, ref in reads)
-            on = tuple((ref.kind == "tensor" and v in flows) or ref == Ref("loss", 0) for v, ref in writes)
+            diff = tuple(ref.kind in (ValueKind.PARAMETER, ValueKind.TENSOR) and v in flows for v, ref in reads)
+            on = tuple(
+                (ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0) for v, ref in writes
+            )
             bodies.append(
                 Body(
                     tuple(eqns),
@@ -198,10 +203,10 @@ class _Assembly:
         """Module paths of the parameters first read in each layer; of the scopes where there are none."""
         paths, seen, names = self.loss.names["parameter"], set(), []
         for layer, run in zip(layers, self.runs, strict=True):
-            fresh = [i for i in layer.reading("parameter") if i not in seen]
+            fresh = [i for i in layer.reading(ValueKind.PARAMETER) if i not in seen]
             seen.update(fresh)
             scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
-            owners = [_module(paths[i]) for i in fresh or layer.reading("parameter")]
+            owners = [_module(paths[i]) for i in fresh or layer.reading(ValueKind.PARAMETER)]
             names.append(_common(owners) or _common(scopes) or (owners or [f"layer{layer.id}"])[0])
         return names
 
@@ -213,7 +218,7 @@ class _Assembly:
             names = self.loss.names.get(kind) or [f"{kind}{i}" for i, _ in found]
             return [(v, array_of(v, names[i])) for i, v in found]
 
-        aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == "aux"]
+        aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
         return LayerGraph(

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
 from jvpipe.trace.primitives import flops
@@ -45,7 +46,7 @@ def places(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     """
     sorted_eqns, body = Sorted.of(traced.loss), traced.bodies[layer]
     start, end = _bounds(traced, sorted_eqns)[layer]
-    parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == "parameter"]
+    parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
     run, behind = sorted_eqns.main[start:end], parameters_behind(sorted_eqns.floating, parameters)
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     taken_s = list(seconds(body.eqns, body.outputs))

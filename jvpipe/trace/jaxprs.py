@@ -1,6 +1,6 @@
 """Jaxprs as lists of equations: flatten, run, prune, compare."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ _CALLS = {
 }
 # Calls with a derivative of their own.
 _RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+DEBUGGING = ("debug_callback", "debug_print")
 
 
 def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> ClosedJaxpr:
@@ -42,6 +43,11 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
     """
     calls = _CALLS if keep_rules else _CALLS | _RULES
     traced = jax.make_jaxpr(fn)(*args)
+    if any(isinstance(x, _jax.Tracer) for x in traced.consts):
+        raise ValueError(
+            "the loss, or a derivative rule in it, closes over a value that was traced, of which nothing is left when "
+            "it is used (jax.grad(jax.jit(loss)) fails likewise): pass the value as an argument, or make it with NumPy"
+        )
     closed = jax.make_jaxpr(lambda *xs: [*map(whole, _inlined(traced.jaxpr, traced.consts, xs, calls))])(
         *traced.in_avals
     )
@@ -65,7 +71,13 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: di
             values = [whole(v) for v in values]
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_literal, consts), *args], strict=True))
+    env = dict(
+        zip(
+            [*jaxpr.constvars, *jaxpr.invars],
+            [*map(_literal, consts, map(_jax.aval, jaxpr.constvars)), *args],
+            strict=True,
+        )
+    )
     run(prune(jaxpr.eqns, jaxpr.outvars), env, apply)
     return read(jaxpr.outvars, env)
 
@@ -76,13 +88,13 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     if eqn.effects or not scalar or any(isinstance(v, _jax.Tracer) for v in values) or not is_cheap(eqn):
         return None
     with jax.ensure_compile_time_eval():
-        return [_literal(v) for v in _jax.bind(eqn, values)]
+        return [_literal(x, _jax.aval(v)) for x, v in zip(_jax.bind(eqn, values), eqn.outvars, strict=True)]
 
 
-def _literal(value: Any) -> Any:
-    """A scalar constant in the form that tracing writes into the jaxpr itself."""
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return value if value.shape or is_key else np.asarray(value)[()]
+def _literal(value: Any, aval: Any) -> Any:
+    """A scalar constant, perhaps a number of Python, in the form that tracing writes into the jaxpr itself."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]
 
 
 def run(
@@ -116,6 +128,43 @@ def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
+def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same without what only prints and the like, `jax.debug.callback`: for whoever computes it again.
+
+    >>> def loud(x):
+    ...     jax.debug.print("{}", x)
+    ...     return x + 1.0
+    >>> [str(eqn.primitive) for eqn in silent(jax.make_jaxpr(loud)(1.0)).jaxpr.eqns]
+    ['add']
+    """
+    effects = {effect for eqn in every(closed.jaxpr) if eqn.primitive.name in DEBUGGING for effect in eqn.effects}
+    return ClosedJaxpr(_without(closed.jaxpr, effects), closed.consts) if effects else closed
+
+
+def _without(jaxpr: Jaxpr, effects: set[Any]) -> Jaxpr:
+    def quiet(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(_without(value.jaxpr, effects), value.consts)
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(quiet, value)) if type(value) in (tuple, list) else value
+        return _without(value, effects) if isinstance(value, Jaxpr) else value
+
+    eqns = [
+        eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()}, effects=frozenset(eqn.effects - effects))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name not in DEBUGGING
+    ]
+    return jaxpr.replace(eqns=prune(eqns, jaxpr.outvars), effects=frozenset(jaxpr.effects - effects))
+
+
+def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr, also those inside of loops and calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from every(inner)
+
+
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
     """The variables that equations read and do not define, in the order of their first reading."""
     defined: set[Var] = set()
@@ -143,12 +192,14 @@ class Structure:
         return isinstance(other, Structure) and self._hash == other._hash and self._value == other._value
 
 
-def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Structure:
+def structure(
+    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], *, rules: bool = True
+) -> Structure:
     """A value that is equal for two runs of equations which compute the same function in the same way.
 
-    Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes.
-    Parameters that cannot be compared do so by identity: equal structures are equal programs; the converse need
-    not hold.
+    Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
+    the equations are not to be differentiated and `rules` do not count. Parameters that cannot be compared do so by
+    identity: equal structures are equal programs; the converse need not hold.
     """
     numbers: dict[Var, int] = {}
 
@@ -166,7 +217,7 @@ def structure(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence
         (
             eqn.primitive.name,
             tuple(atom(a) for a in eqn.invars),
-            _comparable_params(eqn),
+            _comparable_params(eqn, rules),
             tuple(number(v) for v in eqn.outvars),
         )
         for eqn in eqns
@@ -180,30 +231,43 @@ def _kind(atom: Atom) -> Hashable:
     return str(aval) if None in known else known
 
 
-def _comparable_params(eqn: JaxprEqn) -> Hashable:
+def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
+    if eqn.primitive.name in _RULES and not rules:
+        return comparable(eqn.params["call_jaxpr"], rules=False)
     if eqn.primitive.name in _RULES and not eqn.params["symbolic_zeros"]:
-        return comparable(eqn.params["call_jaxpr"]), comparable(_pullback(eqn))
-    return tuple(sorted((k, comparable(v)) for k, v in eqn.params.items()))
+        return comparable(eqn.params["call_jaxpr"]), comparable(_pullback(eqn), rules=False)
+    return tuple(sorted((k, comparable(v, rules=rules)) for k, v in eqn.params.items()))
 
 
 def _pullback(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The derivative of an equation, a function of its operands and of the cotangents of its results."""
+    """The derivative of an equation, a function of its operands and of the cotangents of its results.
+
+    Arrays that a rule closes over are its first operands and have no derivative, but nothing says how many these are.
+    """
+    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
 
     def inexact(values: Sequence[Any]) -> list[int]:
         return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
 
-    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
-        moving = inexact(operands)
+    def derivative(moving: Sequence[int]) -> ClosedJaxpr:
+        def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+            def apply(*moved: Any) -> list[Any]:
+                values = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+                out = _jax.bind(eqn, list(values.values()))
+                return [out[i] for i in inexact(out)]
 
-        def apply(*moved: Any) -> list[Any]:
-            values = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
-            out = _jax.bind(eqn, list(values.values()))
-            return [out[i] for i in inexact(out)]
+            return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
 
-        return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
+        return flatten(pull, ins, [outs[i] for i in inexact(outs)])
 
-    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
-    return flatten(pull, ins, [outs[i] for i in inexact(outs)])
+    moving = inexact(ins)
+    while True:
+        try:
+            return derivative(moving)
+        except Exception as error:
+            if not _jax.is_of_closed_over(error) or not moving:
+                raise
+            moving = moving[1:]
 
 
 class _Identity:
@@ -222,22 +286,22 @@ class _Identity:
         return False
 
 
-def comparable(value: Any) -> Any:
-    """A hashable stand-in for a parameter or constant of a jaxpr."""
+def comparable(value: Any, *, rules: bool = True) -> Any:
+    """A hashable stand-in for a parameter or constant of a jaxpr; custom derivatives count if `rules` do."""
     if isinstance(value, ClosedJaxpr):
         consts = tuple(comparable(c) for c in value.consts)
-        return ("jaxpr", structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars), consts)
+        return ("jaxpr", structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars, rules=rules), consts)
     if isinstance(value, Jaxpr):
-        return ("jaxpr", structure(value.eqns, [*value.constvars, *value.invars], value.outvars))
+        return ("jaxpr", structure(value.eqns, [*value.constvars, *value.invars], value.outvars, rules=rules))
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), comparable(jax.random.key_data(value)))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)
         return ("array", array.shape, str(array.dtype), array.tobytes())
     if isinstance(value, (tuple, list)):
-        return tuple(comparable(v) for v in value)
+        return tuple(comparable(v, rules=rules) for v in value)
     if isinstance(value, dict):
-        return tuple(sorted((str(k), comparable(v)) for k, v in value.items()))
+        return tuple(sorted((str(k), comparable(v, rules=rules)) for k, v in value.items()))
     if isinstance(value, float):
         return ("float", value.hex())
     if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(value):

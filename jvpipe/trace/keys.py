@@ -5,6 +5,7 @@ each layer a program of its own. Here it becomes a constant that the layer reads
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,12 +15,26 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 
+IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+"""Of random bits, in JAX."""
 _FEW = 4  # an index among so few keys stays: it makes a few variants of a layer at most
 
 
 def is_key(value: Any) -> bool:
     """Whether an array (or its shape and type) is of typed random keys."""
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def dtype_of(name: str) -> Any:
+    """The type of an array by its name, that of typed keys too.
+
+    >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
+    ('key<rbg>', 'bfloat16')
+    """
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    known = (jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype for impl in IMPLEMENTATIONS)
+    return next(dtype for dtype in known if str(dtype) == name)
 
 
 def derives_key(eqn: JaxprEqn) -> bool:

@@ -1,6 +1,8 @@
 """A user's loss function as one flat jaxpr with named inputs and outputs."""
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,11 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref
+from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
-from jvpipe.trace.keys import lift_key_constants
+from jvpipe.trace.keys import is_key, lift_key_constants
+from jvpipe.trace.leaves import abstract, check, path_name, path_names
 
 Tree = Any
 
@@ -34,22 +38,6 @@ class LossJaxpr:
     aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
-
-    >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
-    ['a/0', 'a/1']
-    """
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-
-
-def abstract(tree: Tree) -> Tree:
-    """A tree of arrays as shapes and types."""
-    return jax.eval_shape(lambda t: t, tree)
 
 
 def trace_loss(
@@ -77,10 +65,12 @@ def trace_loss(
         ValueError: a parameter of integer type, a loss that is not a real scalar or reads no parameter.
 
     """
+    params, batch = abstract(params), abstract(batch, "batch leaf")
+    state = abstract(state, "leaf of the model state")
     leaves = {
-        "parameter": jax.tree_util.tree_leaves_with_path(abstract(params)),
+        "parameter": jax.tree_util.tree_leaves_with_path(params),
         "batch": jax.tree_util.tree_leaves_with_path(batch),
-        "state": jax.tree_util.tree_leaves_with_path(abstract(state)),
+        "state": jax.tree_util.tree_leaves_with_path(state),
     }
     for path, leaf in leaves["parameter"]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -91,12 +81,15 @@ def trace_loss(
     key = None if rng is None else KeyKind.of(rng)
     aux_info: dict[str, Any] = {}
 
-    def flat(params: Tree, batch: Tree, state: Tree, seed: jax.Array | None) -> list[Any]:
-        rng_now = None if key is None or seed is None else key.micro_batch_key(seed)
-        out = loss_fn(params, state, batch, rng_now) if has_state else loss_fn(params, batch, rng_now)
+    @_named_as(loss_fn)
+    def flat(params: Tree, *rest: Any) -> list[Any]:
+        *states, batch, seed = rest
+        rng_now = None if key is None else key.micro_batch_key(seed)
+        out = loss_fn(params, *states, batch, rng_now)
         loss, new_state, aux = _parts(out, has_aux, has_state)
         _check_loss(loss)
         _check_state(leaves["state"], state, new_state)
+        _check_aux(aux)
         is_weighted = lambda x: isinstance(x, Weighted)  # noqa: E731
         aux_leaves, aux_info["tree"] = jax.tree.flatten(aux, is_leaf=is_weighted)
         aux_info["weighted"] = tuple(map(is_weighted, aux_leaves))
@@ -104,25 +97,32 @@ def trace_loss(
         return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
 
     seed = None if key is None else key.seed
-    closed = jaxprs.flatten(flat, abstract(params), abstract(batch), abstract(state), seed, keep_rules=True)
-    refs: list[Ref] = [Ref("parameter", i) for i in range(len(leaves["parameter"]))]
-    refs += [Ref("batch", i) for i in range(len(leaves["batch"]))]
-    refs += [Ref("state", i) for i in range(len(leaves["state"]))]
-    refs += [Ref("seed", 0)] if rng is not None else []
+    states = (state,) if has_state else ()
+    try:
+        closed = jaxprs.flatten(flat, params, *states, batch, seed, keep_rules=True)
+    except Exception as error:
+        if rng is None and isinstance(error, TypeError) and "key" in str(error):
+            error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")
+        raise
+    _check_effects(closed)
+    refs: list[Ref] = [Ref(ValueKind.PARAMETER, i) for i in range(len(leaves["parameter"]))]
+    refs += [Ref(ValueKind.STATE, i) for i in range(len(leaves["state"]))]
+    refs += [Ref(ValueKind.BATCH, i) for i in range(len(leaves["batch"]))]
+    refs += [Ref(ValueKind.SEED, 0)] if rng is not None else []
     inputs = dict(zip(closed.jaxpr.invars, refs, strict=True))
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
-    inputs |= {var: Ref("constant", i) for i, var in enumerate(constants)}
+    inputs |= {var: Ref(ValueKind.CONSTANT, i) for i, var in enumerate(constants)}
     weighted = aux_info["loss"]
     outs = closed.jaxpr.outvars
-    kinds = [Ref("loss", i) for i in range(1 + weighted)]
-    kinds += [Ref("state", i) for i in range(len(leaves["state"]))]
-    kinds += [Ref("aux", i) for i in range(len(outs) - len(kinds))]
+    kinds = [Ref(ValueKind.LOSS, i) for i in range(1 + weighted)]
+    kinds += [Ref(ValueKind.STATE, i) for i in range(len(leaves["state"]))]
+    kinds += [Ref(ValueKind.AUX, i) for i in range(len(outs) - len(kinds))]
     traced = LossJaxpr(
         tuple(eqns),
         inputs,
         tuple(zip(outs, kinds, strict=True)),
-        {kind: tuple(path_name(path) for path, _ in found) for kind, found in leaves.items()},
+        {kind: path_names([path for path, _ in found]) for kind, found in leaves.items()},
         tuple(constants.values()),
         weighted,
         aux_info["tree"],
@@ -168,6 +168,15 @@ def key_words(rng: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(rng) if typed else rng)
 
 
+def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a function the name, the place and the arguments' names of the user's, for errors to tell."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain = inspect.unwrap(function)
+    shown = plain if hasattr(plain, "__code__") else type(plain).__call__
+    return functools.wraps(shown, assigned=(), updated=())
+
+
 def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
     wanted = 1 + has_aux + has_state
     if wanted == 1:
@@ -180,7 +189,7 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
 
 def _check_loss(loss: Any) -> None:
     for part in loss if isinstance(loss, Weighted) else (loss,):
-        if not isinstance(part, (jax.Array, float, np.ndarray, np.generic)):
+        if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
             hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
             raise ValueError(f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}")
         if np.shape(part) != ():
@@ -188,6 +197,15 @@ def _check_loss(loss: Any) -> None:
     first = loss.total if isinstance(loss, Weighted) else loss
     if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
         raise ValueError(f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}")
+    if isinstance(loss, Weighted) and jnp.result_type(loss.weight) == np.bool_:
+        raise ValueError("the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask")
+
+
+def _check_aux(aux: Tree) -> None:
+    check(aux, "leaf of aux")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            raise ValueError(f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)")
 
 
 def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
@@ -202,9 +220,20 @@ def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
             )
 
 
+def _check_effects(closed: _jax.ClosedJaxpr) -> None:
+    for eqn in jaxprs.every(closed.jaxpr):
+        name = eqn.primitive.name
+        if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
+            raise ValueError(
+                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects have no place in a "
+                "pipeline, where layers run beside each other and partly again: use jax.debug.callback (it runs once "
+                "per micro-batch, in the forward), or return the values, with has_aux=True, and use them after the step"
+            )
+
+
 def _check_dependence(traced: LossJaxpr) -> None:
     made = _from_parameters(traced)
-    total, *weight = (atom for atom, ref in traced.outputs if ref.kind == "loss")
+    total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in made:
         raise ValueError("the loss depends on no parameter: there is nothing to train")
     if not made.isdisjoint(jaxprs.variables(weight)):
@@ -220,13 +249,13 @@ def active(traced: LossJaxpr) -> set[Var]:
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
             read.update(jaxprs.variables(eqn.invars))
-    parameters = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
+    parameters = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
     return parameters | (_from_parameters(traced) & read)
 
 
 def _from_parameters(traced: LossJaxpr) -> set[Var]:
     """The variables of inexact type that a change of the parameters changes."""
-    found: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == "parameter"}
+    found: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
     for eqn in traced.eqns:
         if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(jaxprs.variables(eqn.invars)):
             found.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))

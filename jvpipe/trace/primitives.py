@@ -19,6 +19,10 @@ _CHEAP = """
     slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 tie tile to_edtype transpose
     unstack xor
 """
+_MOVES = """
+    bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims iota optimization_barrier reshape
+    rev slice squeeze stop_gradient transpose
+"""
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_gamma"})
 
 
@@ -33,9 +37,12 @@ def _cheap_names() -> frozenset[str]:
 
 
 def calls_host(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs Python on the host, which can raise."""
-    return "callback" in eqn.primitive.name or any(
-        calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns
+    """Whether an equation runs code of the user's on the host, which can raise."""
+    name = eqn.primitive.name
+    return (
+        "callback" in name
+        or name in ("debug_print", "ffi_call")
+        or any(calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns)
     )
 
 
@@ -47,6 +54,16 @@ def is_cheap(eqn: JaxprEqn) -> bool:
         calls = eqn.primitive.name not in ("scan", "while")
         return calls and all(is_cheap(inner) for body in bodies for inner in body.eqns)
     return eqn.primitive.name in _cheap_names()
+
+
+def is_move(eqn: JaxprEqn) -> bool:
+    """Whether an equation only moves or casts values: readers do that themselves, products as part of their work."""
+    return eqn.primitive.name in _move_names()
+
+
+@cache
+def _move_names() -> frozenset[str]:
+    return frozenset(_MOVES.split())
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:

@@ -3,8 +3,9 @@
 Each slice becomes a parameter of its own, so that layers can live apart. The optimizer sees the slices too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
@@ -12,12 +13,31 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers
 
 Tree = Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Slices(tuple[Any, ...]):
+    """The slices of a stack, in its place; in the optimizer's state they mark what belongs to one."""
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """For JAX."""
+        return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self)], None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Iterable[Any]) -> "Slices":
+        """For JAX."""
+        return cls(children)
+
+
+def _is_slices(tree: Tree) -> bool:
+    return isinstance(tree, Slices)
 
 
 @dataclass(frozen=True)
@@ -40,27 +60,48 @@ class Stacks:
         return any(length is not None for length in self.lengths)
 
     def split(self, params: Tree) -> Tree:
-        """The parameters (arrays or shapes) with a tuple of slices in place of each stack."""
+        """The parameters (arrays or shapes) with `Slices` in place of each stack."""
         leaves = self.tree.flatten_up_to(params)
         split = (x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True))
         return self.tree.unflatten(split)
 
-    def join(self, params: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
-        """What `split` took apart."""
-        leaves = self.tree.flatten_up_to(params)
-        joined = (x if n is None else stack(*x) for x, n in zip(leaves, self.lengths, strict=True))
-        return self.tree.unflatten(joined)
+    def join(self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
+        """What `split` took apart: the parameters, or what mirrors them, such as the optimizer's state."""
+
+        def joined(part: Tree) -> Tree:
+            return jax.tree.map(stack, *part) if _is_slices(part) else part
+
+        return jax.tree.map(joined, tree, is_leaf=_is_slices)
+
+    def split_like(self, split: Tree, tree: Tree) -> Tree:
+        """Takes apart what `join` made of a tree that is `split`; its leaves, in the order of that one's.
+
+        Raises:
+            ValueError: it is another tree.
+        """
+
+        def sliced(part: Tree, whole: Tree) -> Tree:
+            if not _is_slices(part):
+                return whole
+            return Slices(jax.tree.map(lambda x, i=i: x[i], whole) for i in range(len(part)))
+
+        return jax.tree.map(sliced, split, tree, is_leaf=_is_slices)
 
     def of_slices(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """The loss as a function of split parameters, for `trace_loss`."""
-        return lambda params, *rest: loss_fn(self.join(params, stack_layers), *rest)
+
+        @wraps(loss_fn, assigned=(), updated=())  # errors tell the user's name
+        def sliced(params: Tree, *rest: Any) -> Any:
+            return loss_fn(self.join(params, stack_layers), *rest)
+
+        return sliced
 
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
     """The leaves that nothing reads but scans over layers."""
     found: dict[int, int] = {}
     others: set[int | None] = set()
-    source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == "parameter"}
+    source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
     for eqn in loss.eqns:
         read = [None if isinstance(v, _jax.Literal) else source.get(v) for v in eqn.invars]
         if eqn.primitive.name in SLICEWISE and read[0] is not None:
@@ -92,7 +133,7 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
     return False
 
 
-def _slices(x: Any, length: int) -> tuple[Any, ...]:
+def _slices(x: Any, length: int) -> Slices:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return (jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * length
-    return tuple(x[i] for i in range(length))
+        return Slices((jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * length)
+    return Slices(x[i] for i in range(length))

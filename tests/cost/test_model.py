@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import jax
 import numpy as np
@@ -17,13 +17,15 @@ from jvpipe.cost.presets import PRESETS
 from jvpipe.ir.buffers import Peak, peaks
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.step import lower_step
 from jvpipe.planners.memory import evaluate, stage_cost
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.build import Build
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.lower import Form, lower_step
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 
 NAMES = [
@@ -66,18 +68,19 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(nam
     layers = len(model.graph.layers)
     rng = np.random.default_rng(0)
     for stages in range(1, min(4, layers) + 1):
-        plan = even_plan(layers, stages)
-        decision = Decision.keeping_all([0, *accumulate(plan.cuts)])
-        problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
-        lists = problem.schedule.lists(stages, MICROBATCHES)
-        signatures = [made.signature for made in programs(name)]
-        for layer_s in (None, rng.uniform(0.1, 1, layers).tolist()):
-            forms = [Form.of(model.graph, plan, signatures)] * MICROBATCHES
-            step = lower_step(model.graph, forms, lists, optimizer(name), layer_s)
-            by_stage, share = shares(problem, decision, peaks(step, stages)[:stages])
-            assert min(by_stage) >= 1, (stages, by_stage)
-            if layer_s is None:  # gradients are counted from the start, but a layer's begin with its own backward
-                assert share <= (1.11 if schedule == "gpipe" or stages == 1 else 1.16), (stages, share)
+        others = np.sort(rng.choice(np.arange(1, layers), stages - 1, replace=False)).tolist()
+        for bounds in ([0, *accumulate(even_plan(layers, stages).cuts)], [0, *others, layers]):
+            plan = Plan.from_cuts([b - a for a, b in pairwise(bounds)])
+            problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
+            lists = problem.schedule.lists(stages, MICROBATCHES)
+            layouts = [
+                MicrobatchLayout.of(model.graph, plan, [made.signature for made in programs(name)])
+            ] * MICROBATCHES
+            step = lower_step(model.graph, layouts, lists, optimizer(name))
+            by_stage, share = shares(problem, Decision.keeping_all(bounds), peaks(step, stages)[:stages])
+            assert min(by_stage) >= 1, (bounds, by_stage)
+            # gradients are counted from the start, but a layer's begin with its own backward
+            assert share <= (1.11 if schedule == "gpipe" or stages == 1 else 1.16), (bounds, share)
 
 
 @pytest.mark.parametrize("name", ["pre-norm", "threefry", "unet", "resnet", "linen"])
@@ -97,8 +100,8 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
         problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
         made = layer_programs(shared_store(), model, Fates.of(model.graph, plan))
         lists = problem.schedule.lists(stages, MICROBATCHES)
-        forms = [Form.of(model.graph, plan, [p.signature for p in made])] * MICROBATCHES
-        step = lower_step(model.graph, forms, lists, optimizer(name))
+        layouts = [MicrobatchLayout.of(model.graph, plan, [p.signature for p in made])] * MICROBATCHES
+        step = lower_step(model.graph, layouts, lists, optimizer(name))
         *devices, host = peaks(step, stages)
         by_stage, share = shares(problem, decision, devices)
         assert min(by_stage) >= (0.93 if schedule == "gpipe" else 0.98), (stages, by_stage)
@@ -125,7 +128,7 @@ def test_a_tied_parameter_is_shared_and_each_reader_has_an_accumulator() -> None
     (tied,) = graph.tied()
     assert Shared(tied.readers, tied.array.bytes, per_version=True) in found.shared
     for layer in graph.layers:
-        read = [graph.parameters[p] for p in layer.reading("parameter")]
+        read = [graph.parameters[p] for p in layer.reading(ValueKind.PARAMETER)]
         own = sum(p.array.bytes for p in read if len(p.readers) == 1)
         assert found.layers[layer.id].parameter_bytes == own
         extra = 4 * MICROBATCHES if layer.id == graph.loss_layer else 0

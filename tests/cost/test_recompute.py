@@ -12,6 +12,7 @@ from jvpipe._jax import ClosedJaxpr, JaxprEqn
 from jvpipe.cost.frontier import recomputes
 from jvpipe.cost.presets import CORE
 from jvpipe.cost.recompute import Recompute
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import differentiate
 from jvpipe.trace.primitives import is_heavy, is_random
 from tests.cost.traces import programs, traced
@@ -19,7 +20,7 @@ from tests.cost.traces import programs, traced
 
 def later(name: str, layer: int) -> list[int]:
     graph = traced(name).graph
-    return [t for t in graph.layers[layer].reading("tensor") if graph.tensors[t].readers[-1] != layer]
+    return [t for t in graph.layers[layer].reading(ValueKind.TENSOR) if graph.tensors[t].readers[-1] != layer]
 
 
 def heavy(closed: ClosedJaxpr) -> Counter[str]:

@@ -9,7 +9,8 @@ from jvpipe.programs.model import Share, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.loss import abstract, trace_loss
+from jvpipe.trace.leaves import abstract
+from jvpipe.trace.loss import trace_loss
 from tests.zoo import CASES
 
 MICROBATCHES = 4

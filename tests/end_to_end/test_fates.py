@@ -66,7 +66,9 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
     return jax.tree.leaves(pipe.params(state)), losses, pipe
 
 
-@pytest.mark.parametrize("name", ["pre-norm", "chained-keys", "resnet", "three-readers", "unet", "resnet in bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["pre-norm", "chained-keys", "resnet", "three-readers", "unet", "spectral", "resnet in bfloat16"]
+)
 def test_any_mix_of_fates_gives_the_same_bits(name: str) -> None:
     case, _, bfloat16 = name.partition(" in ")
     m = in_bfloat16(CASES[case]()) if bfloat16 else CASES[case]()
@@ -102,6 +104,16 @@ def test_checkpoint_modes_and_patterns_give_the_same_bits_and_less_memory() -> N
     assert peaks["swapped"] < never.ledger.peak[0]
 
 
+def test_what_is_computed_again_has_the_bits_of_what_was_kept() -> None:
+    """The last micro-batch keeps everything, the others nothing: their programs differ, what they compute does not."""
+    m = CASES["normalised-products"]()
+    params, losses, _ = trained(m, 1, "gpipe")
+    ours = trained(m, 2, "1f1b", checkpoint="except_last")
+    assert ours[1] == losses
+    for a, b in zip(ours[0], params, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_what_was_swapped_and_run_again_is_reported() -> None:
     m = CASES["pre-norm"]()
     batch = batch_of(m, MICRO)
@@ -130,7 +142,7 @@ def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
         name: draw.integers(0, 60, leaf.shape).astype(leaf.dtype) for name, leaf in workload.abstract_batch(64).items()
     }
     found = []
-    choices: list[dict[str, str]] = [{}, {"*dot_general_0": "recompute"}, {"*": "recompute"}]
+    choices: list[dict[str, str]] = [{}, {"*dot_general_0": "recompute"}]
     for fates in choices:
         pipe = jvpipe.Pipeline(
             workload.loss_fn, optax.sgd(1.0), 1, 1, "gpipe", planner="even", fates=fates, devices=jax.devices()[:1]
@@ -139,6 +151,5 @@ def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
         state, _ = pipe.step(state, batch)
         assert any(stage.fates for stage in pipe.plan.stages) == bool(fates)
         found.append(jax.tree.leaves(pipe.params(state)))
-    for ours in found[1:]:
-        for a, b in zip(ours, found[0], strict=True):
-            np.testing.assert_array_equal(a, b)
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file
 
 import jvpipe
 from jvpipe.runtime.checkpoint import load_checkpoint
+from jvpipe.train import parse
 
 LIMIT_S = 240
 
@@ -123,6 +126,8 @@ def test_a_stopped_run_resumes_under_another_cut_to_the_bit(text: Path, whole: P
 
 def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "tokenizer.json").write_text("of a run that failed here before its first step")
     with subprocess.Popen(
         command(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1"),
         env=environment(),
@@ -139,6 +144,51 @@ def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, t
     assert len(losses(run)) == last + 1
 
 
+def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, text: Path, tmp_path: Path) -> None:
+    run, export = tmp_path / "elsewhere", tmp_path / "params.safetensors"
+    shutil.copytree(whole, run)
+    assert parse(["--run-dir", str(run), "--resume"]).export is None  # though the run had one
+    again = [sys.executable, "-m", "jvpipe.train", "--run-dir", str(run), "--resume", "--export", str(export)]
+    full = ["sh", "-c", 'ulimit -S -f 40; exec "$@"', "sh", *again]  # as on a disk that is nearly full
+    done = subprocess.run(full, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot write {export}: ")
+    assert f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = subprocess.run(again, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert f"data: {text}, as the run in {run} had it" in done.stdout
+    assert "all 6 steps are done" in done.stdout
+    assert "held-out loss" in done.stdout
+    assert export.read_bytes() == (whole.parent / "whole.safetensors").read_bytes()
+    assert losses(run) == losses(whole)
+
+
+def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.copytree(run / "checkpoints" / "00000006", run / "checkpoints" / "00000003")
+    for name, told in (
+        ("checkpoints/00000006/generation-000001/arrays.safetensors", "00000003 is whole: move .*00000006 out of the"),
+        ("tokenizer.json", "put it back, or delete it and it is made again of the data"),
+        ("plan.json", "plan.json is not what the run wrote"),
+    ):
+        content = (run / name).read_bytes()
+        at = content.index(b"1", len(content) // 2)
+        (run / name).write_bytes(content[:at] + b"0" + content[at + 1 :])
+        refused = train(text, run, "--resume", "--steps", "7")
+        assert refused.returncode == 2
+        assert re.search(told, refused.stderr), refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+        (run / name).write_bytes(content)
+    config = json.loads((run / "config.json").read_text())
+    del config["digest"]
+    (run / "config.json").write_text(json.dumps(config | {"stages": "two"}))
+    with pytest.raises(ValueError, match=r"config\.json is not what a run wrote: stages is 'two'"):
+        parse(["--run-dir", str(run), "--resume"])
+
+
 def test_mistakes_are_one_line_and_exit_2(text: Path, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for arguments, told in (
@@ -146,10 +196,11 @@ def test_mistakes_are_one_line_and_exit_2(text: Path, whole: Path, tmp_path: Pat
         (("--microbatches", "3"), "3 micro-batches do not divide the 8 examples"),
         (("--data", str(tmp_path / "empty.txt")), "empty.txt"),
     ):
-        refused = train(text, tmp_path / "run", *arguments)
+        refused = train(text, tmp_path / "new" / "run", *arguments)
         assert refused.returncode == 2
         assert told in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
+        assert not (tmp_path / "new").exists()
     other = train(text, whole, "--resume", "--size", "mini", "--steps", "7")
     assert other.returncode == 2
     assert "size is tiny there, mini here" in other.stderr
@@ -166,6 +217,60 @@ def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> 
     other = train(text, run, "--resume", "--schedule", "1f1b", "--steps", "4")
     assert other.returncode == 2
     assert "was saved in flight under pipedream" in other.stderr
+
+
+def test_a_stream_under_a_given_plan_is_resumed_under_it(text: Path, whole: Path, tmp_path: Path) -> None:
+    """Although the planner would plan otherwise: that another plan is refused is what the stream above shows."""
+    given, run = tmp_path / "given.json", tmp_path / "run"
+    first, last = jvpipe.Plan.load(whole / "plan.json").cuts
+    plan = jvpipe.Plan.from_cuts([first + 1, last - 1], schedule="pipedream")
+    plan.save(given)
+    begun = train(text, run, "--steps", "1", "--plan", str(given))
+    assert begun.returncode == 0, begun.stderr
+    resumed = train(text, run, "--resume", "--steps", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert jvpipe.Plan.load(run / "plan.json").cuts == plan.cuts
+    assert len(losses(run)) == 2
+
+
+DIVERGES = """
+import dataclasses, sys
+import jax.numpy as jnp, optax
+from jvpipe import models, train
+load = models.load
+def diverging(*args, **options):
+    rates = lambda n: jnp.where(n < 3, -1e-3, jnp.nan)
+    return dataclasses.replace(load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates))
+models.load = diverging
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for more, told in (
+        (("--checkpoint-every", "1"), r"error: after step 4 parameter '.*' is NaN: the state is not saved"),
+        (
+            ("--checkpoint-every", "9", "--resume"),
+            r"error: the loss of step 4 is nan at stage 0, and parameter '.*' is",
+        ),
+    ):
+        options = command(text, run, "--steps", "9", "--stages", "1", *more)[3:]
+        done = subprocess.run(
+            [sys.executable, "-c", DIVERGES, *options],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert re.match(told, done.stderr)
+        assert len(done.stderr.splitlines()) == 1
+        assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["00000002", "00000003"]
+    finite = [loss is not None for loss in losses(run)]
+    assert finite[:5] == [True] * 4 + [False]
+    assert finite[5:] in ([], [False])  # another step may have begun before the loss was there
 
 
 def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_path: Path) -> None:

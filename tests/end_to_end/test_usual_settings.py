@@ -12,16 +12,18 @@ if version("jaxlib").startswith("0.10."):
     USUAL += " --xla_cpu_use_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=32"
 
 
+LAYERS = "tests/programs/test_layer.py::test_same_bits_of_what_is_normalised_whatever_is_kept"
 TESTS = (
-    "test_exactness.py::test_bit_identical_in_bfloat16[pre-norm]",
-    "test_fates.py::test_any_mix_of_fates_gives_the_same_bits[pre-norm]",
-    "test_fates.py::test_a_product_after_a_norm_has_the_same_bits_again",
+    "tests/end_to_end/test_exactness.py::test_bit_identical_in_bfloat16[pre-norm]",
+    "tests/end_to_end/test_fates.py::test_a_product_after_a_norm_has_the_same_bits_again",
+    "tests/end_to_end/test_fates.py::test_what_is_computed_again_has_the_bits_of_what_was_kept",
+    *(f"{LAYERS}[{name}]" for name in ("contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy")),
 )
 
 
 def test_bits_under_the_usual_settings() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--numprocesses=0", *(f"tests/end_to_end/{test}" for test in TESTS)],
+        [sys.executable, "-m", "pytest", "--numprocesses=0", *TESTS],
         cwd=ROOT,
         env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {USUAL}"},
         capture_output=True,

@@ -1,31 +1,33 @@
 """The buffer table, against a step written down by hand."""
 
 from jvpipe.ir.buffers import Buffer, Lowered, peaks
-from jvpipe.ir.task import Row
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import Row
+from jvpipe.ir.values import Value, ValueKind
 
 # Device 0 makes an edge of 30 bytes from a parameter of 100, keeps a residual of 20 for its backward, and sends the
 # edge to device 1, which answers with a cotangent of 30.
 BUFFERS = (
-    Buffer(("parameter", 0, 0), "parameter", 100, 0),
-    Buffer(("tensor", 0, 0, 0), "edge", 30, 0),
-    Buffer(("residual", 0, 0, 0), "residual", 20, 0),
-    Buffer(("tensor", 0, 0, 1), "edge", 30, 1),
-    Buffer(("cotangent", 0, 0, 1), "edge", 30, 1),
-    Buffer(("cotangent", 0, 0, 0), "edge", 30, 0),
+    Buffer(Value(ValueKind.PARAMETER, version=0), 0, 100),
+    Buffer(Value(ValueKind.TENSOR, microbatch=0), 0, 30),
+    Buffer(Value(ValueKind.RESIDUAL, layer=0, microbatch=0), 0, 20),
+    Buffer(Value(ValueKind.TENSOR, microbatch=0), 1, 30),
+    Buffer(Value(ValueKind.COTANGENT, microbatch=0), 1, 30),
+    Buffer(Value(ValueKind.COTANGENT, microbatch=0), 0, 30),
 )
 ROWS = (
-    Row("F", 0, 0, 0, 0, (0,), (1, 2)),
-    Row("SEND", 0, 0, 0, 0, (1,), (3,), (1,)),
-    Row("B", 1, 1, 1, 0, (3,), (4,), (3,)),
-    Row("SEND", 1, 1, 1, 0, (4,), (5,), (4,)),
-    Row("B", 0, 0, 0, 0, (0, 2, 5), (0,), (2, 5)),
+    Row(Kind.F, 0, 0, 0, 0, (0,), (1, 2)),
+    Row(Kind.SEND, 0, 0, 0, 0, (1,), (3,), (1,)),
+    Row(Kind.B, 1, 1, 1, 0, (3,), (4,), (3,)),
+    Row(Kind.SEND, 1, 1, 1, 0, (4,), (5,), (4,)),
+    Row(Kind.B, 0, 0, 0, 0, (0, 2, 5), (0,), (2, 5)),
 )
 STEP = Lowered(ROWS, BUFFERS, 1, (0,), ())
 
 
 def test_each_device_has_its_own_list() -> None:
-    assert STEP.device_rows(0) == (ROWS[0], ROWS[1], ROWS[4])
-    assert STEP.device_rows(1) == (ROWS[2], ROWS[3])
+    assert STEP.place_rows(0) == (ROWS[0], ROWS[1], ROWS[4])
+    assert STEP.place_rows(1) == (ROWS[2], ROWS[3])
 
 
 def test_buffers_are_born_once_and_die() -> None:

@@ -1,6 +1,7 @@
 """The layer graph answers questions about itself."""
 
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
+from jvpipe.ir.values import ValueKind
 
 
 def array(name: str, *shape: int, dtype: str = "float32") -> Array:
@@ -11,11 +12,24 @@ def array(name: str, *shape: int, dtype: str = "float32") -> Array:
 
 
 # Layer 1 and 2 read what layer 0 makes; w0 is tied between 0 and 2.
+P0, P1 = (Ref(ValueKind.PARAMETER, i) for i in range(2))
+T0, T1 = (Ref(ValueKind.TENSOR, i) for i in range(2))
+LOSS = Ref(ValueKind.LOSS, 0)
 GRAPH = LayerGraph(
     (
-        Layer(0, "embed", (Ref("parameter", 0), Ref("batch", 0)), (Ref("tensor", 0),)),
-        Layer(1, "middle", (Ref("parameter", 1), Ref("tensor", 0)), (Ref("tensor", 1), Ref("aux", 0))),
-        Layer(2, "head", (Ref("parameter", 0), Ref("tensor", 0), Ref("tensor", 1)), (Ref("loss", 0),)),
+        Layer(0, "embed", (P0, Ref(ValueKind.BATCH, 0)), (T0,)),
+        Layer(
+            1,
+            "middle",
+            (P1, T0),
+            (T1, Ref(ValueKind.AUX, 0)),
+        ),
+        Layer(
+            2,
+            "head",
+            (P0, T0, T1),
+            (LOSS,),
+        ),
     ),
     (
         Tensor(array("embed:0", 8, 2), 0, (1, 2), True),
@@ -37,8 +51,8 @@ def test_skips_are_read_beyond_the_next_layer() -> None:
 
 
 def test_layers_know_what_they_read_and_write() -> None:
-    assert GRAPH.layers[2].reading("tensor") == (0, 1)
-    assert GRAPH.layers[1].writing("aux") == (0,)
+    assert GRAPH.layers[2].reading(ValueKind.TENSOR) == (0, 1)
+    assert GRAPH.layers[1].writing(ValueKind.AUX) == (0,)
     assert GRAPH.loss_layer == 2
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.ir.task import Row, Task, read_csv, write_csv
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import Task, read_csv, write_csv
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
@@ -30,9 +32,9 @@ def test_csv_is_that_of_torch(tmp_path: Path) -> None:
     write_csv(tmp_path / "schedule.csv", one_f_one_b(2, 2))
     assert (tmp_path / "schedule.csv").read_text().splitlines() == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
     (tmp_path / "idle.csv").write_text("0F0,0F1,,0B0\n,1F0, ,1B0\n")
-    assert read_csv(tmp_path / "idle.csv")[1] == (Task(1, "F", 0), Task(1, "B", 0))
+    assert read_csv(tmp_path / "idle.csv")[1] == (Task(1, Kind.F, 0), Task(1, Kind.B, 0))
 
 
 def test_a_row_says_where_and_what_it_is() -> None:
-    assert str(Row("B", 1, 2, 7, 3, (), ())) == "2B3[layer 7]"
-    assert str(Row("LOSS", 0, 1, -1, -1, (), ())) == "1LOSS"
+    assert str(Row(Kind.B, 1, 2, 7, 3, (), ())) == "2B3[layer 7]"
+    assert str(Row(Kind.LOSS, 0, 1, -1, -1, (), ())) == "1LOSS"

@@ -47,6 +47,16 @@ def test_documents_end_between_paragraphs() -> None:
     assert documents(["a" * 1500, "b" * 600, "c"]) == ["a" * 1500 + "\n" + "b" * 600, "c"]
 
 
+@pytest.mark.parametrize("lines", ["\n", " "])
+def test_text_without_blank_lines_is_cut_too(tmp_path: Path, lines: str) -> None:
+    words = [f"word{i}" for i in range(2000)]
+    (tmp_path / "a.txt").write_text(lines.join(words))
+    found = open_corpus(tmp_path)
+    assert len(found.documents) > 5
+    assert max(map(len, found.documents)) < 2500
+    assert found.text.split() == words
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

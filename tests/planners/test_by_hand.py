@@ -7,6 +7,7 @@ import pytest
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import ValueKind
 from jvpipe.planners.by_hand import checkpointed, recut, with_fates
 
 A = Array("", (2,), "float32", 8)
@@ -20,8 +21,8 @@ def chain() -> LayerGraph:
         Layer(
             i,
             name,
-            (Ref("tensor", i - 1),) if i else (Ref("batch", 0),),
-            (Ref("tensor", i),) if i < 3 else (Ref("loss", 0),),
+            (Ref(ValueKind.TENSOR, i - 1),) if i else (Ref(ValueKind.BATCH, 0),),
+            (Ref(ValueKind.TENSOR, i),) if i < 3 else (Ref(ValueKind.LOSS, 0),),
             candidates,
         )
         for i, name in enumerate(names)

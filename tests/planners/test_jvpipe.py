@@ -15,7 +15,8 @@ from jvpipe.cost.hardware import Link
 from jvpipe.planners import PLANNERS
 from jvpipe.planners.forecast import simulated_step_s
 from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.jvpipe import jvpipe, lower_bound
+from jvpipe.planners.jvpipe import jvpipe
+from jvpipe.planners.lower_bound import lower_bound
 from jvpipe.planners.memory import StageCost, evaluate, stage_cost, surrogate
 from jvpipe.planners.problem import Decision, Problem
 from jvpipe.schedules import find_schedule

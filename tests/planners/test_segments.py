@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.memory import evaluate, stage_cost
 from jvpipe.planners.prices import Auction, Segment
 from jvpipe.planners.problem import Problem
@@ -14,7 +15,7 @@ from jvpipe.planners.solution import pricing_of, solve
 from jvpipe.planners.thrift import Thrift
 from jvpipe.planners.tiers import spread_max
 from jvpipe.planners.windows import Reach, area, bounded
-from tests.planners.small import problems, works_with
+from tests.planners.small import chain, limited, problems, works_with
 from tests.planners.test_search import choices
 
 
@@ -91,3 +92,30 @@ def test_windows_are_thinned_to_so_many_cells() -> None:
     assert area(thin) <= 10_000
     assert [x[0] for x in thin] == [0, 1, 200, 1000]
     assert [x[-1] for x in thin] == [0, 499, 899, 1000]
+
+
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(share: float | None) -> None:
+    """Pairs of layers between which values wait, and sums of prices: numbers, not seconds."""
+    n, sizes = 4_000, []
+    for stages in (20, 200):
+        layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(8), Option(0, extra_s=0.5))) for i in range(n))
+        problem = chain(layers, stages, 2 * stages)
+        if share is not None:
+            problem = limited(problem, int(share * 8 * n))
+        pricing = pricing_of(problem)
+        reach = Reach.of(pricing)
+        reach.windows(1.01 * reach.least_cap_s())
+        for s in range(stages):
+            pricing.segments.waiting_bytes(s, np.array([s]), np.array([n]))
+        waiting = [*pricing.segments._early_known.values(), *pricing.segments._late_known.values()]
+        priced = sum(paid.size for _, _, paid in reach.known.values())
+        sizes.append(sum(len(spans.w) for spans in waiting) + priced)
+    assert sizes[1] <= 2 * sizes[0] <= 400 * n
+
+
+def test_what_a_stage_takes_is_said_by_its_own_edges() -> None:
+    """Of a chain's edges a stage looks at those of its layers, however many there are."""
+    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(8),)) for i in range(2_000))
+    costs = chain(layers, 2).costs
+    assert len(list(costs.edges_at(1_000, 1_010))) == 11

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe._jax import ClosedJaxpr
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import build_graph
@@ -22,7 +23,7 @@ def programs(case: Case, store: ProgramStore) -> list[LayerPrograms]:
         store.layer(
             body,
             [c.name for c in layer.candidates],
-            [t for t in layer.reading("tensor") if tensors[t].readers[-1] > layer.id],
+            [t for t in layer.reading(ValueKind.TENSOR) if tensors[t].readers[-1] > layer.id],
         )
         for layer, body in zip(traced.graph.layers, traced.bodies, strict=True)
     ]

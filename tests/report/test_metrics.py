@@ -57,6 +57,15 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_lines_that_tell_of_no_step_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(b'{"loss": 1.0}\n[3]\n{"step": "3"}\n{"st\xffep": 3}\n')
+    write(path, 3, 3, resumed_step=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_lines_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(ONE)

@@ -198,6 +198,7 @@ def moments(migration: Migration) -> list[int]:
     return sorted({i for kind in found.values() for i in (*kind[:1], *kind[-1:])})
 
 
+@pytest.mark.usefixtures("punctual")
 @pytest.mark.parametrize("how", ["inside", "between", "by host"])
 def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
     """From the state as it was; that of the error, if values had left; from the checkpoint, if the update had begun."""

@@ -10,8 +10,8 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
+from jvpipe.lowering.stream.parts import versions
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.stream import versions
 from tests.end_to_end.test_exactness import key_of
 from tests.end_to_end.test_streams import ADAMW, MICRO, SCHEDULES, assert_same, batches_of
 from tests.runtime.test_migrate import random_plan
@@ -105,7 +105,9 @@ def test_a_run_saved_on_the_way_goes_on_to_the_bit(tmp_path: Path) -> None:
     pipe, state, _ = run(m, "pipedream", 3, moves, 2)
     assert pipe.build.origin is not None, "the earlier plan is still in flight"
     pipe.save(tmp_path / "state", state)
-    other = pipeline(m, there, "pipedream")
+    plan = jvpipe.checkpoint_plan(tmp_path / "state")
+    assert plan == pipe.plan == there.with_schedule("pipedream")
+    other = pipeline(m, plan, "pipedream")
     restored = other.restore(tmp_path / "state")
     for found in other.run(restored, batches_of(m, 4)[2:]):
         restored = found[0]

@@ -40,3 +40,18 @@ def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> N
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="while its arrays are made") as told:
         pipeline(memory_limit=most - 1).init(init, batch, key)
     assert told.value.smallest_limit_bytes == most
+
+
+def test_a_limit_that_is_named_is_enough_to_make_the_parameters() -> None:
+    batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
+
+    def pipeline(limit: int) -> jvpipe.Pipeline:
+        return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, 2, devices=jax.devices()[:2], memory_limit=limit)
+
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as told:
+        pipeline(1).init(init, batch, key)
+    pipe = pipeline(told.value.smallest_limit_bytes)
+    pipe.init(init, batch, key)
+    most = max(pipe.ledger.peak_bytes.values())
+    assert most > max(peak.bytes for peak in pipe.build.peaks), "the case shows nothing"
+    assert most == told.value.smallest_limit_bytes

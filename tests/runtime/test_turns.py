@@ -7,27 +7,28 @@ import pytest
 
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
-from jvpipe.ir.task import Row, RowKind
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import Row
 from jvpipe.runtime.turns import turns
 
 
-def row(kind: RowKind, device: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), layer: int = 0) -> Row:
-    return Row(kind, device, device, layer, 0, reads, writes)
+def row(kind: Kind, place: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), layer: int = 0) -> Row:
+    return Row(kind, place, place, layer, 0, reads, writes)
 
 
 ROWS = [
-    row("F", 0, (), (0,)),
-    row("OUT", 0, (0,), (1,)),
-    row("FREE", 0, (0, 1), ()),  # waits
-    row("F", 1, (), (2,)),
-    row("F", 0, (), (3,)),
-    row("SEND", 0, (3,), (4,)),
-    row("F", 2, (), (5,)),
-    row("F", 1, (4,), (6,)),  # what the late device sends
-    row("F", 2, (), (7,)),
-    row("SEND", 2, (7,), (8,)),  # to the late device
-    row("F", 2, (), (9,)),
-    row("F", 3, (), (10,)),
+    row(Kind.F, 0, (), (0,)),
+    row(Kind.OUT, 0, (0,), (1,)),
+    row(Kind.FREE, 0, (0, 1), ()),  # waits
+    row(Kind.F, 1, (), (2,)),
+    row(Kind.F, 0, (), (3,)),
+    row(Kind.SEND, 0, (3,), (4,)),
+    row(Kind.F, 2, (), (5,)),
+    row(Kind.F, 1, (4,), (6,)),  # what the late device sends
+    row(Kind.F, 2, (), (7,)),
+    row(Kind.SEND, 2, (7,), (8,)),  # to the late device
+    row(Kind.F, 2, (), (9,)),
+    row(Kind.F, 3, (), (10,)),
 ]
 TARGETS = [0, HOST, 0, 1, 0, 1, 2, 1, 2, 0, 2, 3]
 
@@ -84,21 +85,21 @@ def test_each_device_keeps_its_order(monkeypatch: pytest.MonkeyPatch, ready_afte
     found = order(monkeypatch, ready_after)
     assert sorted(found) == list(range(len(ROWS)))
     for device in range(4):
-        mine = [i for i in found if ROWS[i].device == device]
+        mine = [i for i in found if ROWS[i].place == device]
         assert mine == sorted(mine)
 
 
 def test_nothing_is_dropped_before_all_that_moves_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers change places; what comes to device 0 is late. Of another device's swap nobody has to wait."""
     rows = [
-        row("MOVE", 0, (0,), (2,), -1),
-        row("MOVE", 1, (1,), (3,), -1),
-        row("FREE", 0, (0, 2), (), -1),
-        row("FREE", 1, (1, 3), (), -1),
-        row("DROP", 0, (0,), (), -1),
-        row("DROP", 1, (1,), (), -1),
+        row(Kind.MOVE, 0, (0,), (2,), -1),
+        row(Kind.MOVE, 1, (1,), (3,), -1),
+        row(Kind.FREE, 0, (0, 2), (), -1),
+        row(Kind.FREE, 1, (1, 3), (), -1),
+        row(Kind.DROP, 0, (0,), (), -1),
+        row(Kind.DROP, 1, (1,), (), -1),
     ]
-    swap = [row("OUT", 2, (4,), (5,)), row("FREE", 2, (4, 5))]
+    swap = [row(Kind.OUT, 2, (4,), (5,)), row(Kind.FREE, 2, (4, 5))]
     for late, first in ((3, rows), (5, [*swap, *rows])):
         table: list[Any] = [0, 1, None, None, 4, None]
         asked: list[int] = []
@@ -109,10 +110,10 @@ def test_nothing_is_dropped_before_all_that_moves_has_arrived(monkeypatch: pytes
 
         monkeypatch.setattr(_jax, "is_ready", is_ready)
         done = []
-        for index in turns(first, [found.device for found in first], table):
+        for index in turns(first, [found.place for found in first], table):
             done.append(first[index])
             for b in first[index].writes:
                 table[b] = b
-        kinds = [found.kind for found in done if found.device < 2]
+        kinds = [found.kind for found in done if found.place < 2]
         assert kinds == ["MOVE", "MOVE", "FREE", "FREE", "DROP", "DROP"]
         assert (done[-1].kind == "FREE") == (late == 5), "the swap comes last"

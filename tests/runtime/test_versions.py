@@ -1,5 +1,7 @@
 """The ledger of versions: what it tells of layers and micro-batches is what was recorded, from any number of steps."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,3 +54,20 @@ def test_numbers_count_from_those_of_the_run() -> None:
     assert ledger.table() == {(0, 6): Reads(3, 3, 4)}
     assert ledger.staleness(2) == (0, 0)
     assert VersionLedger.from_json(ledger.to_json()).table() == ledger.table()
+    assert VersionLedger.from_json(ledger.to_json()["runs"]).table() == ledger.table()  # as it was once saved
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 5), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_what_is_saved_knows_all_that_is_not_over(layers: int, steps: int, late: int, every: int) -> None:
+    ledger = stream(layers, steps, late, 3 * every, every)
+    saved = VersionLedger.from_json(json.loads(json.dumps(ledger.to_json())))
+    known = saved.table()
+    assert all(known[at] == reads for at, reads in ledger.table().items() if at in known or reads.update is None)
+    assert saved.staleness(layers) == ledger.staleness(layers)
+    assert saved.complete == (known == ledger.table())
+
+
+def test_what_is_saved_does_not_grow_with_the_run() -> None:
+    short, long = (json.dumps(stream(3, steps, 2, 4, 1).to_json()) for steps in (6, 9))
+    assert len(long) <= len(short) + 50  # some numbers have more digits

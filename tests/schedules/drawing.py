@@ -2,6 +2,7 @@
 
 import re
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 
 
@@ -13,7 +14,7 @@ def parse(drawing: str) -> dict[Task, int]:
             stage, cells = int(match[1]), match[2]
             for i in range(0, len(cells), 3):
                 if cell := cells[i : i + 3].strip():
-                    slots[Task(stage, cell[0], int(cell[1:]))] = i // 3
+                    slots[Task(stage, Kind(cell[0]), int(cell[1:]))] = i // 3
     return slots
 
 
@@ -29,9 +30,9 @@ def started(lists: TaskLists) -> dict[Task, int]:
             _, kind, m = tasks[0]
             needs = [lists[stage][i - 1] for i in [len(lists[stage]) - len(tasks)] if i]
             if kind == "F":
-                needs += [Task(stage - 1, "F", m)] * (stage > 0)
+                needs += [Task(stage - 1, Kind.F, m)] * (stage > 0)
             else:
-                needs += [Task(stage + 1, "B", m) if stage < last else Task(stage, "F", m)]
+                needs += [Task(stage + 1, Kind.B, m) if stage < last else Task(stage, Kind.F, m)]
             if all(task in slots for task in needs):
                 slots[tasks.pop(0)] = 1 + max([slots[task] for task in needs], default=-1)
     return slots

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from tests.schedules.drawing import parse, started
 
@@ -45,5 +46,5 @@ def test_keeps_as_many_in_flight_as_stages_follow(stages: int, microbatches: int
             most = max(most, in_flight)
         assert most == min(stages - stage, microbatches)
         assert in_flight == 0
-        for kind in "FB":
+        for kind in (Kind.F, Kind.B):
             assert [task.microbatch for task in tasks if task.kind == kind] == list(range(microbatches))

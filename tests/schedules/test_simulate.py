@@ -6,21 +6,25 @@ from dataclasses import replace
 import optax
 import pytest
 
-from jvpipe.ir.buffers import HOST, Buffer, Lowered, peaks
+from jvpipe.ir.buffers import Buffer, Copy, Lowered, peaks
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import Row
+from jvpipe.ir.rows import Row
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.step import lower_step
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.report.timeline import bubble_fraction
 from jvpipe.schedules.gpipe import gpipe
-from jvpipe.schedules.lower import Form, lower_step
 from jvpipe.schedules.simulate import simulate
 from jvpipe.schedules.timeline import Curve
 from jvpipe.trace.graph import build_graph
-from jvpipe.trace.loss import abstract, trace_loss
+from jvpipe.trace.leaves import abstract
+from jvpipe.trace.loss import trace_loss
 from tests.ir.test_buffers import STEP
-from tests.schedules.test_lower import lowered
+from tests.lowering.test_step import lowered
 from tests.zoo import CASES
 
 
@@ -54,11 +58,11 @@ def test_its_bytes_over_time() -> None:
 
 
 def test_copies_on_one_link_take_turns() -> None:
-    buffers = tuple(Buffer(("edge", i), "edge", 1, i % 2) for i in range(4))
+    buffers = tuple(Buffer(Value(ValueKind.TENSOR, i), i % 2, 1) for i in range(4))
     rows = (
-        Row("F", 0, 0, 0, 0, (), (0, 2)),
-        Row("SEND", 0, 0, 0, 0, (0,), (1,)),
-        Row("SEND", 0, 0, 0, 0, (2,), (3,)),
+        Row(Kind.F, 0, 0, 0, 0, (), (0, 2)),
+        Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,)),
+        Row(Kind.SEND, 0, 0, 0, 0, (2,), (3,)),
     )
     step = Lowered(rows, buffers, 0, (), (0, 1, 2, 3))
     assert simulate(step, seconds).starts_s.tolist() == [0.0, 2.0, 3.0]
@@ -71,20 +75,20 @@ def test_copies_on_one_link_take_turns() -> None:
 def test_swapped_values_leave_and_come_back() -> None:
     """F0 o0 F1 i0 B0, as lowered: FREE holds F1's follower back, IN waits for the row before it."""
     buffers = (
-        Buffer(("residual", 0), "residual", 20, 0),
-        Buffer(("host", 0), "residual", 20, HOST),
-        Buffer(("back", 0), "residual", 20, 0),
-        Buffer(("residual", 1), "residual", 7, 0),
-        Buffer(("again", 1), "residual", 5, 0),
+        Buffer(Value(ValueKind.RESIDUAL, 0), 0, 20),
+        Buffer(Value(ValueKind.RESIDUAL, 0), 0, 20, Copy.HOST),
+        Buffer(Value(ValueKind.RESIDUAL, 0), 0, 20, Copy.FETCHED),
+        Buffer(Value(ValueKind.RESIDUAL, 1), 0, 7),
+        Buffer(Value(ValueKind.RESIDUAL, 1), 0, 5, Copy.RERUN),
     )
     rows = (
-        Row("F", 0, 0, 0, 0, (), (0,)),
-        Row("OUT", 0, 0, 0, 0, (0,), (1,)),
-        Row("F", 0, 0, 0, 1, (), (3,)),
-        Row("FREE", 0, 0, 0, 0, (0, 1), (), (0,)),
-        Row("IN", 0, 0, 0, 0, (1,), (2,), (1,)),
-        Row("R", 0, 0, 0, 1, (3,), (4,), (3, 4)),
-        Row("B", 0, 0, 0, 0, (2,), (), (2,)),
+        Row(Kind.F, 0, 0, 0, 0, (), (0,)),
+        Row(Kind.OUT, 0, 0, 0, 0, (0,), (1,)),
+        Row(Kind.F, 0, 0, 0, 1, (), (3,)),
+        Row(Kind.FREE, 0, 0, 0, 0, (0, 1), (), (0,)),
+        Row(Kind.IN, 0, 0, 0, 0, (1,), (2,), (1,)),
+        Row(Kind.R, 0, 0, 0, 1, (3,), (4,), (3, 4)),
+        Row(Kind.B, 0, 0, 0, 0, (2,), (), (2,)),
     )
     step = Lowered(rows, buffers, 0, (), ())
     found = simulate(step, lambda row: 3.0 if row.kind == "OUT" else seconds(row))
@@ -103,9 +107,9 @@ def test_swapped_values_leave_and_come_back() -> None:
 
 
 def test_a_feed_is_free_unless_told_and_then_one_row_early() -> None:
-    buffers = tuple(Buffer(("batch", i), "batch", 1, 0) for i in range(3))
-    feeds = [Row("FEED", 0, 0, 0, m, (), (m,)) for m in range(3)]
-    forwards = [Row("F", 0, 0, 0, m, (m,), (), (m,)) for m in range(3)]
+    buffers = tuple(Buffer(Value(ValueKind.BATCH, i), 0, 1) for i in range(3))
+    feeds = [Row(Kind.FEED, 0, 0, 0, m, (), (m,)) for m in range(3)]
+    forwards = [Row(Kind.F, 0, 0, 0, m, (m,), (), (m,)) for m in range(3)]
     rows = tuple(row for pair in zip(feeds, forwards, strict=True) for row in pair)
     step = Lowered(rows, buffers, 0, (), ())
     free = simulate(step, seconds)
@@ -123,7 +127,7 @@ def test_peaks_are_the_ledgers(name: str, stages: int, schedule: str) -> None:
     assert found.bubble_fraction == pytest.approx(bubble_fraction(found.spans()), abs=0.05)  # that of F, B and U alone
     final = [0] * (stages + 1)
     for b in {*step.final, *step.metrics}:
-        final[step.buffers[b].device] += step.buffers[b].bytes
+        final[step.buffers[b].memory] += step.buffers[b].bytes
     assert [int(curve.bytes[-1]) for curve in found.curves] == final
 
 
@@ -147,7 +151,8 @@ def test_swaps_of_a_model_stay_within_the_ledgers_peak() -> None:
     fates = {f"{graph.label(layer)}/{c.name}": "swap" for layer in graph.layers for c in layer.candidates}
     swapping = replace(plan, stages=(replace(plan.stages[0], fates=fates),))
     kept, step = (
-        lower_step(graph, [Form.of(graph, p, signatures)] * 4, gpipe(1, 4), optimizer) for p in (plan, swapping)
+        lower_step(graph, [MicrobatchLayout.of(graph, p, signatures)] * 4, gpipe(1, 4), optimizer)
+        for p in (plan, swapping)
     )
     assert {"OUT", "FREE", "IN"} <= {row.kind for row in step.rows}
     found = simulate(step, seconds)
@@ -156,8 +161,8 @@ def test_swaps_of_a_model_stay_within_the_ledgers_peak() -> None:
 
 
 def test_a_row_waits_for_those_that_still_read_what_it_overwrites() -> None:
-    buffers = (Buffer(("p", 0), "parameter", 1, 0), Buffer(("p", 1), "parameter", 1, 1))
-    rows = (Row("SEND", 0, 0, 0, 0, (0,), (1,)), Row("U", 0, 0, 0, -1, (0,), (0,)))
+    buffers = (Buffer(Value(ValueKind.PARAMETER, 0), 0, 1), Buffer(Value(ValueKind.PARAMETER, 0), 1, 1))
+    rows = (Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,)), Row(Kind.U, 0, 0, 0, -1, (0,), (0,)))
     assert simulate(Lowered(rows, buffers, 1, (0,), (1,)), seconds).starts_s.tolist() == [0.0, 1.0]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -55,7 +56,7 @@ def test_runs_as_drawn(lists: Lists, drawing: str) -> None:
     drawn = parse(drawing)
     stages = 1 + max(task.stage for task in drawn)
     found = starts(lists(stages, 4), [StageLoad(1.0, 1.0)] * stages)
-    assert {Task(*name): start for name, start in found.items()} == drawn
+    assert {Task(s, Kind(kind), m): start for (s, kind, m), start in found.items()} == drawn
 
 
 @pytest.mark.parametrize("lists", [gpipe, one_f_one_b])
@@ -141,6 +142,6 @@ def test_lists_that_cannot_run_are_refused_with_the_reason() -> None:
     refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], "0B0 waits for 1B0; 1B0 waits for 1F1; 1F1 waits for 0F1; 0F1")
     refused(["0F0 0B0", "1F0"], "0B0 waits for 1B0, which is in no list")
     refused(["0F0 0F0"], "0F0 is twice")
-    refused(["0F0 0W0"], "task 0W0: lists at the level of stages hold F and B")
+    refused(["0F0 0U0 0R0"], "task 0R0: lists at the level of stages hold F and B")
     with pytest.raises(ValueError, match="2 task lists need as many stages, 1 are given"):
         simulate_lists(gpipe(2, 1), [StageLoad(1.0, 1.0)])

@@ -6,6 +6,7 @@ queue of each of their links, and start when they are first in all of them.
 
 from collections.abc import Sequence
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import TaskLists
 from jvpipe.schedules.stage_work import StageLoad
 
@@ -89,7 +90,7 @@ class Ticks:
     def _swapped(self, s: int, m: int) -> bool:
         """What leaves: all but what the next task needs."""
         order = self.order[s]
-        return order.index(("B", m)) != order.index(("F", m)) + 1
+        return order.index((Kind.B, m)) != order.index((Kind.F, m)) + 1
 
     def _links(self, name: Name) -> list[str]:
         s, part, _ = name
@@ -102,7 +103,7 @@ class Ticks:
         s, part, m = name
         match part:
             case "F":
-                before = [n for n in self._forwards(s, self.order[s].index(("F", m))) if self._swapped(s, n)]
+                before = [n for n in self._forwards(s, self.order[s].index((Kind.F, m))) if self._swapped(s, n)]
                 room = len(before) < 2 or self._ended((s, "OUT", before[-2]))
                 return room and (s == 0 or self._ended((s - 1, "SEND", m)))
             case "OUT" | "SEND":
@@ -117,7 +118,7 @@ class Ticks:
 
     def _may_come(self, s: int, m: int) -> bool:
         """The backward before has begun, and the forwards before that one are out."""
-        tasks = self.order[s][: self.order[s].index(("B", m))]
+        tasks = self.order[s][: self.order[s].index((Kind.B, m))]
         backwards = [i for i, (kind, _) in enumerate(tasks) if kind == "B"]
         if backwards and (s, "R", tasks[backwards[-1]][1]) not in self.start:
             return False

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.graph import Traced, build_graph
@@ -25,7 +26,7 @@ def names(graph: LayerGraph) -> list[str]:
 
 def crossing(graph: LayerGraph) -> list[list[tuple[int, ...]]]:
     """The shapes of what each layer sends on."""
-    return [[graph.tensors[t].array.shape for t in layer.writing("tensor")] for layer in graph.layers]
+    return [[graph.tensors[t].array.shape for t in layer.writing(ValueKind.TENSOR)] for layer in graph.layers]
 
 
 def kinds(case: Case) -> str:
@@ -42,7 +43,7 @@ def test_an_mlp_is_cut_after_each_activation() -> None:
     assert names(graph) == [str(i) for i in range(8)]
     assert crossing(graph) == [[(4, 8)]] * 7 + [[]]
     for i, layer in enumerate(graph.layers):
-        assert [graph.parameters[p].array.name for p in layer.reading("parameter")] == [f"{i}/b", f"{i}/w"]
+        assert [graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)] == [f"{i}/b", f"{i}/w"]
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
@@ -52,7 +53,7 @@ def test_a_transformer_is_cut_at_its_residual_stream(pre_norm: bool) -> None:
     assert crossing(graph) == [[(4, 6, 8)]] * 9 + [[]]
     assert [name.split("/")[:2] for name in names(graph)[1:-1]] == [["blocks", str(i // 2)] for i in range(8)]
     attention, feed_forward = (
-        {graph.parameters[p].array.name for p in layer.reading("parameter")} for layer in graph.layers[1:3]
+        {graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)} for layer in graph.layers[1:3]
     )
     assert attention == {f"blocks/0/attention/{n}" for n in "qkvo"} | {
         "blocks/0/attention_norm/scale",

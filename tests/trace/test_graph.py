@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.values import ValueKind
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from tests.sequential import Sequential
@@ -32,7 +33,7 @@ def traced(case: Case) -> Traced:
 
 
 def names_read(graph: LayerGraph, layer: int) -> list[str]:
-    return [graph.parameters[p].array.name for p in graph.layers[layer].reading("parameter")]
+    return [graph.parameters[p].array.name for p in graph.layers[layer].reading(ValueKind.PARAMETER)]
 
 
 def test_a_skip_goes_straight_to_each_reader() -> None:
@@ -40,7 +41,7 @@ def test_a_skip_goes_straight_to_each_reader() -> None:
     (skip,) = graph.skips()
     assert (skip.producer, skip.readers) == (0, (1, 2, 3, 5))
     for reader in skip.readers:
-        assert 0 in graph.layers[reader].reading("tensor")
+        assert 0 in graph.layers[reader].reading(ValueKind.TENSOR)
 
 
 def test_a_tied_parameter_is_owned_by_its_first_reader() -> None:
@@ -53,7 +54,7 @@ def test_cheap_values_without_parameters_are_made_again_where_they_are_needed() 
     graph = traced(transformer(3)).graph
     assert {t.array.shape for t in graph.tensors} == {(4, 6, 8)}  # neither masks nor keys are sent
     lengths = next(i for i, a in enumerate(graph.batch) if a.name == "lengths")
-    reading = [layer.id for layer in graph.layers if lengths in layer.reading("batch")]
+    reading = [layer.id for layer in graph.layers if lengths in layer.reading(ValueKind.BATCH)]
     assert reading == [1, 3, 5, 7]  # three masks of attention, and the loss
 
 
@@ -113,8 +114,8 @@ def test_a_parameter_that_nothing_reads_has_an_owner() -> None:
 def test_state_is_written_where_it_is_made() -> None:
     graph = traced(resnet(4)).graph
     for i, block in enumerate(graph.layers[1:5]):
-        assert block.reading("state") == tuple(range(4 * i, 4 * i + 4))
-        assert sorted(block.writing("state")) == list(range(4 * i, 4 * i + 4))
+        assert block.reading(ValueKind.STATE) == tuple(range(4 * i, 4 * i + 4))
+        assert sorted(block.writing(ValueKind.STATE)) == list(range(4 * i, 4 * i + 4))
 
 
 def test_state_may_hold_keys_and_counts() -> None:

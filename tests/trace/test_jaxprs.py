@@ -152,3 +152,67 @@ def test_custom_derivatives_inside_a_loop_are_told_apart() -> None:
 
     assert shape_of(looped(2.0), X) == shape_of(looped(2.0), X)
     assert shape_of(looped(2.0), X) != shape_of(looped(3.0), X)
+
+
+def test_arrays_that_a_derivative_closes_over_are_compared_and_not_differentiated() -> None:
+    def tinted(forth: np.ndarray, back: np.ndarray) -> Callable:
+        @jax.custom_vjp
+        def tint(x: jax.Array) -> jax.Array:
+            return x * forth[None]
+
+        tint.defvjp(lambda x: (tint(x), None), lambda _, g: (g * back[None],))
+        return tint
+
+    one, other = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    assert shape_of(tinted(one, other), X) == shape_of(tinted(one.copy(), other.copy()), X)
+    assert shape_of(tinted(one, other), X) != shape_of(tinted(one, one), X)
+
+
+def test_a_derivative_that_calls_its_function_in_a_loop_is_compared_once() -> None:
+    """As that of odeint, which integrates: what derivatives of derivatives would be, nobody asks."""
+
+    @jax.custom_vjp
+    def grown(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        return (jax.lax.fori_loop(0, 3, lambda i, g: grown(g), g),)
+
+    grown.defvjp(lambda x: (grown(x), None), back)
+    assert shape_of(grown, X) == shape_of(grown, X)
+    assert shape_of(grown, X) != shape_of(jax.jit(lambda x: x * 2), X)
+
+
+def test_a_derivative_that_closes_over_what_was_traced_is_refused() -> None:
+    def masked(x: jax.Array) -> jax.Array:
+        mask = jnp.arange(3) > 1
+
+        @jax.custom_vjp
+        def pick(x: jax.Array) -> jax.Array:
+            return jnp.where(mask[None], x, 0)
+
+        pick.defvjp(lambda x: (pick(x), None), lambda _, g: (jnp.where(mask[None], g, 0),))
+        return pick(x)
+
+    with pytest.raises(
+        ValueError, match=r"closes over a value that was traced.*pass the value as an argument, or make"
+    ):
+        shape_of(masked, X)
+
+
+def test_silent_prints_nothing_even_in_loops_and_branches() -> None:
+    def loud(x: jax.Array) -> jax.Array:
+        def body(i: Any, x: jax.Array) -> jax.Array:
+            jax.debug.print("{}", jnp.sum(x))
+            return jax.lax.cond(i > 1, lambda x: (jax.debug.callback(print, x), jnp.sin(x))[1], jnp.cos, x)
+
+        return jax.lax.fori_loop(0, 3, body, x)
+
+    closed = jax.make_jaxpr(loud)(X)
+    quiet = jaxprs.silent(closed)
+    assert "debug" in str(closed)
+    assert "debug" not in str(quiet)
+    assert not quiet.effects
+    assert jaxprs.silent(quiet) is quiet
+    (ours,), theirs = jax.jit(_jax.jaxpr_as_fun(quiet))(X), jax.jit(loud)(X)
+    np.testing.assert_array_equal(ours, theirs)

@@ -1,5 +1,6 @@
 """What a loss may be, and what a wrong one says."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 
 from jvpipe.ir.layers import Ref
+from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
-from jvpipe.trace.loss import KeyKind, LossJaxpr, active, key_words, path_name, trace_loss
-from tests.zoo import flax_nnx
+from jvpipe.trace.loss import KeyKind, LossJaxpr, active, key_words, trace_loss
 
 PARAMS = {"block": [{"w": np.ones((3, 3), np.float32)}], "scale": np.ones((), np.float32)}
 X = np.ones((2, 3), np.float32)
@@ -27,20 +28,18 @@ def trace(loss_fn: Any, params: Any = PARAMS, state: Any = None, **options: bool
 def test_inputs_are_named_by_their_paths() -> None:
     loss = trace(good)
     assert loss.names == {"parameter": ("block/0/w", "scale"), "batch": ("",), "state": ()}
-    assert list(loss.inputs.values()) == [Ref("parameter", 0), Ref("parameter", 1), Ref("batch", 0)]
-    assert [ref for _, ref in loss.outputs] == [Ref("loss", 0)]
-
-
-def test_the_value_of_a_flax_variable_is_not_named() -> None:
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(flax_nnx(1).params)]
-    assert "blocks/0/up/kernel" in paths
-    assert path_name((jax.tree_util.DictKey("value"),)) == "value"
+    assert list(loss.inputs.values()) == [
+        Ref(ValueKind.PARAMETER, 0),
+        Ref(ValueKind.PARAMETER, 1),
+        Ref(ValueKind.BATCH, 0),
+    ]
+    assert [ref for _, ref in loss.outputs] == [Ref(ValueKind.LOSS, 0)]
 
 
 def test_arrays_that_a_loss_captures_are_constants() -> None:
     table = np.arange(6, dtype=np.float32).reshape(2, 3)
     loss = trace(lambda p, x, rng: good(p, x + table, rng))
-    assert [ref for ref in loss.inputs.values() if ref.kind == "constant"] == [Ref("constant", 0)]
+    assert [ref for ref in loss.inputs.values() if ref.kind == "constant"] == [Ref(ValueKind.CONSTANT, 0)]
     np.testing.assert_array_equal(loss.constants[0], table)
 
 
@@ -103,10 +102,46 @@ def test_a_loss_that_cannot_be_trained_is_refused(loss_fn: Any, message: str) ->
         trace(loss_fn)
 
 
+class Undecided:
+    """Losses that look at a value, as a function, a method and an object."""
+
+    def method(self, params: Any, x: Any, rng: Any) -> Any:
+        return good(params, x, rng) if jnp.sum(x) > 0 else 0.0
+
+    def __call__(self, params: Any, x: Any, rng: Any) -> Any:
+        return self.method(params, x, rng)
+
+
+def undecided(params: Any, x: Any, rng: Any) -> Any:
+    return Undecided().method(params, x, rng)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "named"),
+    [
+        (undecided, "undecided at .*test_loss.py:.* the value of the argument x"),
+        (jax.jit(undecided), "undecided at .*test_loss.py:.* the value of the argument x"),
+        (functools.partial(undecided), "undecided at .*test_loss.py:.* the value of the argument"),
+        (Undecided().method, "method at .*test_loss.py:.* the value of the argument x"),
+        (Undecided(), "__call__ at .*test_loss.py:.* the value of the argument"),
+    ],
+    ids=["function", "jitted", "partial", "method", "object"],
+)
+def test_an_error_inside_a_loss_names_the_users_function(loss_fn: Any, named: str) -> None:
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"(?s)while tracing the function {named}"):
+        trace(loss_fn)
+
+
+def test_a_loss_that_needs_a_key_and_has_none_says_so() -> None:
+    with pytest.raises(TypeError, match="PRNG key") as failed:
+        trace(lambda p, x, rng: good(p, x, rng) + jax.random.normal(rng))
+    assert any("give it to init, jax.random.key(0)" in note for note in failed.value.__notes__)
+
+
 def test_a_weight_behind_stop_gradient_is_fine() -> None:
     loss = trace(lambda p, x, r: Weighted(good(p, x, r), jax.lax.stop_gradient(p["scale"])))
     assert loss.weighted
-    assert [ref for _, ref in loss.outputs] == [Ref("loss", 0), Ref("loss", 1)]
+    assert [ref for _, ref in loss.outputs] == [Ref(ValueKind.LOSS, 0), Ref(ValueKind.LOSS, 1)]
 
 
 @pytest.mark.parametrize(
@@ -154,4 +189,4 @@ def test_aux_keeps_its_structure() -> None:
     loss = trace(lambda p, x, r: (good(p, x, r), {"b": [x, None], "a": pair}), has_aux=True)
     assert loss.aux_weighted == (True, False)
     assert jax.tree.unflatten(loss.aux_tree, ["pair", "array"]) == {"b": ["array", None], "a": "pair"}
-    assert [ref for _, ref in loss.outputs[1:]] == [Ref("aux", 0), Ref("aux", 1), Ref("aux", 2)]
+    assert [ref for _, ref in loss.outputs[1:]] == [Ref(ValueKind.AUX, 0), Ref(ValueKind.AUX, 1), Ref(ValueKind.AUX, 2)]

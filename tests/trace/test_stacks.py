@@ -11,7 +11,8 @@ import pytest
 
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.loss import abstract, trace_loss
+from jvpipe.trace.leaves import abstract
+from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.stacks import Stacks, find_stacks
 from tests.sequential import Sequential
 from tests.zoo import B, Case, D, in_bfloat16, mean_square, quick_key, recurrent, regression_batch, scanned

@@ -1,0 +1,76 @@
+"""Measured seconds on disk, beside the compilation cache: two runs of one command then decide on the same numbers.
+
+Each number lies in a file of its own, named by a digest of what was measured and where: processes do not wait for each
+other, and a file that is damaged is as good as none.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import jax
+
+from jvpipe._jax import Device
+
+FOLDER = "jvpipe-measured"
+"""In the folder of the compilation cache."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Numbers by what they are of; without a folder nothing is kept.
+
+    Where all is to be measured anew, only what was kept since is looked at. What is measured while others work is not
+    kept.
+    """
+
+    folder: Path | None = None
+    anew: bool = False
+    busy: bool = False
+    since: set[Path] = field(default_factory=set)
+
+    @staticmethod
+    def beside_the_cache(*, anew: bool = False, busy: bool = False) -> "Archive":
+        """In the compilation cache's folder, if JAX was given one on this machine's disk."""
+        cache = jax.config.values["jax_compilation_cache_dir"]
+        local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
+        return Archive(Path(cache) / FOLDER if local else None, anew, busy)
+
+    def find(self, *what: str) -> list[float] | None:
+        """The numbers that were kept; None if there are none that can be read."""
+        if self.folder is None or (self.anew and self._path(what) not in self.since):
+            return None
+        try:
+            numbers = json.loads(self._path(what).read_text())["measured"]
+            return [float(x) for x in numbers] if all(float(x) >= 0 for x in numbers) else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def keep(self, numbers: Sequence[float], *what: str) -> None:
+        """Keeps numbers, whole or not at all; a disk that does not take them is no reason to stop."""
+        if self.folder is None or self.busy:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", dir=self.folder, suffix=".draft", delete=False) as file:
+                json.dump({"measured": list(numbers)}, file)
+            os.replace(file.name, self._path(what))
+            self.since.add(self._path(what))
+        except OSError:
+            return
+
+    def _path(self, what: Sequence[str]) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()}.json"
+
+
+def surroundings(device: Device) -> str:
+    """What seconds on a device depend on beside the program: its kind, how many there are, cores, versions, flags."""
+    cores = os.environ.get("NPROC", ""), str(os.cpu_count()), os.environ.get("XLA_FLAGS", "")
+    kind = device.platform, device.device_kind, str(jax.local_device_count(device.platform))
+    return " ".join((*kind, *cores, version("jax"), version("jaxlib")))

@@ -1,0 +1,81 @@
+"""Rows: lowered tasks, one program or copy each, on one place."""
+
+from dataclasses import dataclass
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.values import ValueKind
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """A layer's program under the `layout`-th of the layouts in which a step's micro-batches run."""
+
+    layout: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroRun:
+    """Fresh accumulators for a layer's values of a kind."""
+
+    kind: ValueKind
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRun:
+    """The `piece`-th piece of the optimizer's update; one that `keeps` does not overwrite its parameters."""
+
+    piece: int
+    keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftRun:
+    """Weights moved by `updates` times what is remembered of one update; back if it is negative."""
+
+    updates: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettleRun:
+    """What an update did, remembered; `tau`: the updates between a forward and its update."""
+
+    tau: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumRun:
+    """The sum of so many scalars."""
+
+    count: int
+
+
+Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | None
+"""What tells rows of one kind and layer apart; None where the kind says it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A lowered task: what the controller dispatches, one program or one copy.
+
+    `place` is where it runs. `reads`, `writes` and `frees` are ids in the buffer table; a buffer both read and written
+    is updated in place. Where a row is of no stage, layer or micro-batch it says -1. A copy between places is one row:
+    it runs at its source, and its target is where the buffer that it writes lies.
+
+    >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
+    1F2[layer 4]
+    """
+
+    kind: Kind
+    place: int
+    stage: int
+    layer: int
+    microbatch: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    run: Run = None
+
+    def __str__(self) -> str:
+        stage, microbatch = (n if n >= 0 else "" for n in (self.stage, self.microbatch))  # of all, of none
+        where = f"{stage}{self.kind}{microbatch}"
+        return f"{where}[layer {self.layer}]" if self.layer >= 0 else where

@@ -1,0 +1,118 @@
+"""Values: what a run computes, named without saying where it lies."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+NONE = -1
+"""Stands where an operation or a row is of no stage, layer or micro-batch, or a value of no layer."""
+NEVER = -(10**9)
+"""Stands where a value is of no micro-batch or version; counted from a later step, others may be below 0."""
+
+
+class ValueKind(StrEnum):
+    """What a value is. The comment says what tells it from others of its kind."""
+
+    PARAMETER = "parameter"  # index: leaf; version: the updates before it
+    OPTIMIZER = "optimizer"  # index: leaf of the optimizer's state; layer: whose, NONE for what belongs to all
+    STATE = "state"  # index: leaf of the model state; micro-batch: the one that finds it, NEVER if nobody writes it
+    CONSTANT = "constant"  # index: of the arrays that the loss captured
+    BATCH = "batch"  # index: leaf; micro-batch
+    SEED = "seed"  # micro-batch
+    TENSOR = "tensor"  # index: edge between layers; micro-batch
+    COTANGENT = "cotangent"  # index: edge; micro-batch: the sum so far, last reader first
+    RESIDUAL = "residual"  # index: of those that the layer's forward leaves; layer; micro-batch
+    GRADIENT = "gradient"  # index: leaf; layer: the reader whose sum it is; version: the update that takes it
+    LOSS = "loss"  # index: 0 the total, 1 the weight; micro-batch
+    AUX = "aux"  # index: leaf; micro-batch
+    WEIGHT = "weight"  # layer: that of the loss; version: the update whose micro-batches are summed
+    METRIC = "metric"  # index: which; micro-batch: the first of its step
+    EXCHANGE = "exchange"  # index: a small value between the optimizer's pieces; layer: its maker; micro-batch
+    PREDICTED = "predicted"  # index: leaf; micro-batch: a parameter moved ahead for a forward
+    CORRECTED = "corrected"  # index: leaf; micro-batch: a parameter moved back for a backward
+    DELTA = "delta"  # index: leaf: the running mean of a parameter's updates
+    APPLIED = "applied"  # index: leaf: a parameter's last update
+    UPDATES = "updates"  # layer: how many updates its deltas have seen
+
+
+class Owner(StrEnum):
+    """On whose account a buffer's bytes are."""
+
+    PARAMETER = "parameter"
+    VERSION = "version"  # of parameters: stashed, predicted, corrected, and what is remembered of their updates
+    OPTIMIZER = "optimizer"
+    STATE = "state"
+    CONSTANT = "constant"
+    GRADIENT = "gradient"
+    RESIDUAL = "residual"
+    EDGE = "edge"
+    BATCH = "batch"
+    METRIC = "metric"
+    TEMPORARY = "temporary"  # of a program while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInfo:
+    """What holds for all values of a kind.
+
+    `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
+    from the host when it is read.
+    """
+
+    owner: Owner
+    lasts: bool = False
+    alone: bool = False
+    fed: bool = False
+
+
+VALUES: dict[ValueKind, ValueInfo] = {
+    ValueKind.PARAMETER: ValueInfo(Owner.PARAMETER, lasts=True),
+    ValueKind.OPTIMIZER: ValueInfo(Owner.OPTIMIZER, lasts=True, alone=True),
+    ValueKind.STATE: ValueInfo(Owner.STATE, lasts=True),
+    ValueKind.CONSTANT: ValueInfo(Owner.CONSTANT, lasts=True),
+    ValueKind.BATCH: ValueInfo(Owner.BATCH, fed=True),
+    ValueKind.SEED: ValueInfo(Owner.BATCH, fed=True),
+    ValueKind.TENSOR: ValueInfo(Owner.EDGE),
+    ValueKind.COTANGENT: ValueInfo(Owner.EDGE),
+    ValueKind.RESIDUAL: ValueInfo(Owner.RESIDUAL),
+    ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True),
+    ValueKind.LOSS: ValueInfo(Owner.METRIC),
+    ValueKind.AUX: ValueInfo(Owner.METRIC),
+    ValueKind.WEIGHT: ValueInfo(Owner.METRIC),
+    ValueKind.METRIC: ValueInfo(Owner.METRIC),
+    ValueKind.EXCHANGE: ValueInfo(Owner.METRIC),
+    ValueKind.PREDICTED: ValueInfo(Owner.VERSION),
+    ValueKind.CORRECTED: ValueInfo(Owner.VERSION),
+    ValueKind.DELTA: ValueInfo(Owner.VERSION, alone=True),
+    ValueKind.APPLIED: ValueInfo(Owner.VERSION, alone=True),
+    ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True),
+}
+"""The one table of kinds of values."""
+
+
+class Value(NamedTuple):
+    """What is computed: its kind, and what tells it from others of its kind. Where it lies is not its matter.
+
+    >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
+    residual 2 layer 3 micro-batch 1
+    """
+
+    kind: ValueKind
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] - a tuple hashes fast; nobody searches it
+    layer: int = NONE
+    microbatch: int = NEVER
+    version: int = NEVER
+
+    def shifted(self, microbatches: int, versions: int) -> "Value":
+        """The same value of another round of a stream: so many micro-batches and versions later.
+
+        >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
+        'parameter 4 version -1'
+        """
+        kind, index, layer, m, v = self
+        return Value(kind, index, layer, m if m == NEVER else m + microbatches, v if v == NEVER else v + versions)
+
+    def __str__(self) -> str:
+        layer = [] if self.layer == NONE else [f"layer {self.layer}"]
+        numbers = (("micro-batch", self.microbatch), ("version", self.version))
+        return " ".join([self.kind, str(self.index), *layer, *(f"{name} {n}" for name, n in numbers if n != NEVER)])

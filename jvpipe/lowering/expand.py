@@ -1,0 +1,262 @@
+"""Expanding: a task of a stage becomes the operations of its layers, over values.
+
+    1F2    F(layer 3) F(layer 4)                            what a layer reads and writes follows from the graph,
+    1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)   what it leaves and runs again from the layout's fates,
+                                                            which weights it reads from the rule of the schedule
+
+A layer whose stage drops what it makes runs again (R) before the first backward that reads it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from jvpipe.ir.buffers import Copy
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import Layer, LayerGraph, Ref
+from jvpipe.ir.rows import LayerRun, Run, ZeroRun
+from jvpipe.ir.values import NONE, Value, ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.placement import written_state
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """Which weights a layer reads, and which sums its gradients go to."""
+
+    accumulates: bool
+    """Whether several micro-batches belong to an update: their gradients are then added up."""
+
+    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+        """The parameter that a layer's forward, or backward, of a micro-batch reads."""
+        ...
+
+    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+        """What must be computed of a layer's weights before those that are wanted can be read."""
+        ...
+
+    def gradient(self, p: int, layer: int, m: int) -> Value:
+        """The sum to which a layer's gradient of a parameter is added."""
+        ...
+
+
+class OneVersion:
+    """The weights of a synchronous step: every micro-batch reads the same, and one update follows."""
+
+    accumulates = True
+
+    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+        """The parameter as it was before the step."""
+        return Value(ValueKind.PARAMETER, p, version=0)
+
+    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+        """Nothing."""
+        return iter(())
+
+    def gradient(self, p: int, layer: int, m: int) -> Value:
+        """The one sum of the step."""
+        return Value(ValueKind.GRADIENT, p, layer, version=0)
+
+
+class Expander:
+    """Expands tasks one after another; `made` are the values that there are by then."""
+
+    def __init__(self, graph: LayerGraph, weights: Weights, made: set[Value]) -> None:
+        self.graph, self.weights, self.made = graph, weights, made
+        self._written = written_state(graph)
+        self._ran_again: set[tuple[int, int]] = set()  # layers and micro-batches
+
+    def operation(
+        self,
+        kind: Kind,
+        layer: int,
+        m: int,
+        reads: Sequence[Value],
+        writes: Sequence[Write],
+        run: Run = None,
+        delivers: Sequence[Delivery] = (),
+        forgets: Sequence[Value] = (),
+    ) -> Operation:
+        """An operation; from here on there is what it writes, and no more what it forgets."""
+        self.made.update(write.value for write in writes)
+        self.made.difference_update(forgets)
+        return Operation(kind, layer, m, tuple(reads), tuple(writes), run, tuple(delivers), tuple(forgets))
+
+    # Names
+
+    def read_by(self, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Value:
+        """What a layer reads for a micro-batch; the model state as the micro-batch before left it."""
+        match ref.kind:
+            case ValueKind.PARAMETER:
+                return self.weights.reading(ref.index, layer.id, m, back=back)
+            case ValueKind.CONSTANT:
+                return Value(ValueKind.CONSTANT, ref.index)
+            case ValueKind.STATE if ref.index not in self._written:
+                return Value(ValueKind.STATE, ref.index)
+            case _:
+                return Value(ValueKind(ref.kind), ref.index, microbatch=m)
+
+    def written_by(self, ref: Ref, m: int) -> Value:
+        """What a layer writes for a micro-batch; the model state is for the micro-batch after."""
+        kind = ValueKind(ref.kind)
+        return Value(kind, ref.index, microbatch=m + (kind is ValueKind.STATE))
+
+    def _bytes_of(self, ref: Ref) -> int:
+        graph = self.graph
+        match ref.kind:
+            case ValueKind.TENSOR:
+                return graph.tensors[ref.index].array.bytes
+            case ValueKind.STATE:
+                return graph.state[ref.index].bytes
+            case ValueKind.AUX:
+                return graph.aux[ref.index].bytes
+            case _:
+                assert ref.kind == ValueKind.LOSS, ref
+                return graph.loss_bytes
+
+    # Tasks
+
+    def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """A layer's forward; what it makes goes straight to the layers that read it."""
+        yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=False)
+        reads = [self.read_by(layer, ref, m) for ref in layer.reads]
+        writes = [Write(self.written_by(ref, m), self._bytes_of(ref)) for ref in layer.writes]
+        copy = Copy.UNUSED if layer.id in layout.fates.rerun else Copy.OWN
+        writes += self._residuals(layer, m, layout, copy)
+        delivers = self._deliveries(layer, m)
+        yield self.operation(Kind.F, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
+
+    def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
+        """A forward that leaves nothing for a backward; the model state stays as it is."""
+        reads = [self.read_by(layer, ref, 0 if ref.kind == ValueKind.STATE else m) for ref in layer.reads]
+        writes = [
+            Write(
+                self.written_by(ref, m), self._bytes_of(ref), Copy.UNUSED if ref.kind == ValueKind.STATE else Copy.OWN
+            )
+            for ref in layer.writes
+        ]
+        delivers = [d for d in self._deliveries(layer, m) if d.value.kind is not ValueKind.STATE]
+        yield self.operation(Kind.E, layer.id, m, reads, writes, None, delivers)
+
+    def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """A layer's backward, after what must run again for it. Its cotangents go to the next earlier reader, last to
+        the producer.
+        """
+        signature, tensors = layout.signatures[layer.id], self.graph.tensors
+        for kind, i in signature.sources:
+            if kind == "input":
+                yield from self._ensure(layer, layer.reads[i], m, layout)
+        if layer.id in layout.fates.rerun:
+            yield from self._again(layer, m, layout)
+        sums = [self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
+        if self.weights.accumulates and sums and sums[0] not in self.made:
+            yield self._zeros(layer, m)
+        inputs = [layer.reads[i] for kind, i in signature.sources if kind == "input"]
+        wanted = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
+        yield from self.weights.shifts(layer, m, wanted, back=True)
+        reads = [self._source(layer, kind, i, m) for kind, i in signature.sources]
+        reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
+        reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
+        reads += sums if self.weights.accumulates else []
+        writes = [Write(value, self.graph.parameters[value.index].array.bytes) for value in sums]
+        returned = [layer.reads[i] for i in signature.returned]
+        writes += [Write(self._cotangent(ref, m), tensors[ref.index].array.bytes) for ref in returned]
+        delivers = []
+        for ref in returned:
+            earlier = [r for r in tensors[ref.index].readers if r < layer.id]
+            following = earlier[-1] if earlier else tensors[ref.index].producer
+            delivers.append(Delivery(self._cotangent(ref, m), (following,)))
+        yield self.operation(Kind.B, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
+
+    def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
+        """Once every micro-batch of a step has its loss and aux: their sums; `weight` is what those of weights is."""
+        graph = self.graph
+        if not (layer.writing(ValueKind.LOSS) or layer.writing(ValueKind.AUX)):
+            return
+        parts = [(ValueKind.LOSS, i) for i in range(1 + graph.weighted)]
+        parts += [(ValueKind.AUX, i) for i in range(len(graph.aux))]
+        reads = [Value(kind, i, microbatch=m) for kind, i in parts for m in batch]
+        loss, *groups = metrics_of(graph, batch.start)
+        if loss in self.made or not self.made.issuperset(reads):
+            return
+        writes = [Write(loss, graph.loss_bytes), *([Write(weight, graph.loss_bytes)] if graph.weighted else [])]
+        for group, (value, members) in enumerate(zip(groups, graph.aux_groups, strict=True)):
+            size = sum(graph.aux[i].bytes for i in members[:1])
+            writes.append(Write(value, size * (1 if graph.aux_reduced(group) else len(batch))))
+        yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
+
+    # Parts of them
+
+    def _residuals(self, layer: Layer, m: int, layout: MicrobatchLayout, copy: Copy) -> list[Write]:
+        residuals = layout.signatures[layer.id].residuals
+        return [Write(Value(ValueKind.RESIDUAL, i, layer.id, m), a.bytes, copy) for i, a in enumerate(residuals)]
+
+    def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
+        graph = self.graph
+        delivers = []
+        for ref in layer.writes:
+            match ref.kind:
+                case ValueKind.TENSOR:
+                    delivers.append(Delivery(self.written_by(ref, m), graph.tensors[ref.index].readers))
+                case ValueKind.STATE:
+                    delivers.append(Delivery(self.written_by(ref, m), self._state_layers(ref.index)))
+                case ValueKind.AUX:
+                    delivers.append(Delivery(self.written_by(ref, m), (graph.loss_layer,)))
+                case _:
+                    assert ref.kind == ValueKind.LOSS, ref
+        return delivers
+
+    def _state_layers(self, k: int) -> tuple[int, ...]:
+        reading = [layer.id for layer in self.graph.layers if k in layer.reading(ValueKind.STATE)]
+        return tuple(reading or [layer.id for layer in self.graph.layers if k in layer.writing(ValueKind.STATE)])
+
+    def _cotangent(self, ref: Ref, m: int) -> Value:
+        return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
+
+    def _source(self, layer: Layer, kind: str, i: int, m: int) -> Value:
+        """What a backward finds of its forward: an input, an output or a residual."""
+        match kind:
+            case "input":
+                return self.read_by(layer, layer.reads[i], m, back=True)
+            case "output":
+                return self.written_by(layer.writes[i], m)
+            case _:
+                return Value(ValueKind.RESIDUAL, i, layer.id, m)
+
+    def _zeros(self, layer: Layer, m: int) -> Operation:
+        """Fresh accumulators for a layer."""
+        owned = layer.reading(ValueKind.PARAMETER)
+        size = {p: self.graph.parameters[p].array.bytes for p in owned}
+        writes = [Write(self.weights.gradient(p, layer.id, m), size[p]) for p in owned]
+        return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
+
+    def _ensure(self, reader: Layer, ref: Ref, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """Makes an edge again if its stage dropped it."""
+        if layout.drops(reader, ref):
+            yield from self._again(self.graph.layers[self.graph.tensors[ref.index].producer], m, layout)
+
+    def _again(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """A layer's forward once more, unless it has been; it leaves what backwards read."""
+        if (layer.id, m) in self._ran_again:
+            return
+        self._ran_again.add((layer.id, m))
+        for ref in layer.reads:
+            yield from self._ensure(layer, ref, m, layout)
+        yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=True)
+        reads = [self.read_by(layer, ref, m, back=True) for ref in layer.reads]
+        writes = [
+            Write(self.written_by(ref, m), self._bytes_of(ref), Copy.RERUN if layout.drops(layer, ref) else Copy.UNUSED)
+            for ref in layer.writes
+        ]
+        writes += self._residuals(layer, m, layout, Copy.OWN)
+        yield self.operation(Kind.R, layer.id, m, reads, writes, LayerRun(layout.number))
+
+
+def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
+    """What a step that begins with a micro-batch tells of itself: the loss, and each group of aux."""
+    return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(1 + len(graph.aux_groups))]
+
+
+def gradient_norm(graph: LayerGraph) -> Value:
+    """The metric that an update may add."""
+    return Value(ValueKind.METRIC, 1 + len(graph.aux_groups), microbatch=0)

@@ -1,0 +1,66 @@
+"""How a micro-batch runs: its plan, with the fates of what it leaves and the programs that were made for them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jvpipe.ir.fates import Fates
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import Value, ValueKind
+
+
+@dataclass(frozen=True)
+class MicrobatchLayout:
+    """How a micro-batch runs; `number` tells the layouts of one step apart, and with them each layer's programs."""
+
+    number: int
+    graph: LayerGraph
+    plan: Plan
+    fates: Fates
+    signatures: Sequence[Signature]
+
+    @staticmethod
+    def of(graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0) -> "MicrobatchLayout":
+        """Makes the layout of a plan.
+
+        Args:
+            graph: the layers.
+            plan: their stages and fates.
+            signatures: what each layer's programs, made for these fates, take and give.
+            number: which of the layouts of its step it is.
+        """
+        return MicrobatchLayout(number, graph, plan, Fates.of(graph, plan), signatures)
+
+    @cached_property
+    def stage(self) -> Mapping[int, int]:
+        """The stage of each layer."""
+        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+
+    def layers(self, stage: int) -> list[Layer]:
+        """The layers of a stage, in the order of their forwards."""
+        return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
+
+    def drops(self, layer: Layer, ref: Ref) -> bool:
+        """Whether a layer's stage drops an edge after the forward, to compute it again for the backward."""
+        return ref.kind == ValueKind.TENSOR and self.fates.edges.get((self.stage[layer.id], ref.index)) == "recompute"
+
+    def swapped(self, stage: int, m: int) -> list[Value]:
+        """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
+        reads.
+        """
+        layers = self.layers(stage)
+        values = [
+            Value(ValueKind.RESIDUAL, i, layer.id, m)
+            for layer in layers
+            for i, array in enumerate(self.signatures[layer.id].residuals)
+            if array.name in self.fates.swapped[layer.id]
+        ]
+        wanted = {
+            (layer.reads if kind == "input" else layer.writes)[i]
+            for layer in layers
+            for kind, i in self.signatures[layer.id].sources
+            if kind != "residual"
+        }
+        edges = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate == "swap")
+        return values + [Value(ValueKind.TENSOR, t, microbatch=m) for t in edges if Ref(ValueKind.TENSOR, t) in wanted]

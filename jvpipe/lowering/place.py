@@ -1,0 +1,257 @@
+"""Placing: operations become rows on places, and copies stand wherever a value is not where it is read.
+
+    F(layer 3) delivers tensor 7 to layers 4 and 9      ->  1F0[layer 3]  1SEND0[layer 3]
+    B(layer 4) reads a sum that lies where it was       ->  MOVE          1B0[layer 4]
+    U(layer 3) reads what another layer tells it        ->  SEND          U[layer 3]
+
+This is the one pass that knows places. A value is sent where a copy of it is wanted; what belongs to a layer that has
+changed places is moved when it is read there, and what it leaves behind is stale.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from jvpipe.ir.buffers import Buffer, Copy, Spot
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import PieceRun, Row, Run
+from jvpipe.ir.task import Task
+from jvpipe.ir.values import NONE, VALUES, Owner, Value, ValueKind
+from jvpipe.lowering.operation import Operation, Write
+from jvpipe.lowering.placement import Placement
+from jvpipe.programs.optimizer import OptimizerCut
+
+TOLD = (ValueKind.GRADIENT, ValueKind.WEIGHT, ValueKind.EXCHANGE)
+"""What other layers tell an update: it gets a copy; all else that it reads belongs to its layer."""
+_FOLLOWING = (Owner.PARAMETER, Owner.VERSION, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
+
+
+@dataclass
+class Block:
+    """Rows that belong together: those of a task, or of none."""
+
+    task: Task | None
+    rows: list[Row] = field(default_factory=list)
+
+
+class Placer:
+    """Places operations one after another, under the plan that holds for each.
+
+    `spots` are what the buffers are called by now; `moved` are buffers of layers that have moved, with their copies.
+    With `by_host` what moves waits on the host until all of it has left.
+    """
+
+    def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> None:
+        self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
+        self._placements: dict[int, Placement] = {}
+        self._known: dict[int, None] = {}  # the places of all plans so far
+        self.enter(plan)
+        self.blocks: list[Block] = []
+        self.buffers: list[Buffer] = []
+        self.spots: list[Spot] = []
+        self.ids: dict[Spot, int] = {}
+        self.current: dict[tuple[Value, int], int] = {}  # what is read of a value at a place
+        self.moved: list[tuple[int, int]] = []
+        self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
+        for buffer in self.where.lasting(optimizer):
+            self.buffer(buffer.value, buffer.place, buffer.bytes)
+        self.persistent = len(self.buffers)
+
+    # Plans
+
+    def enter(self, plan: Plan) -> None:
+        """What is placed from here on runs under this plan."""
+        if id(plan) not in self._placements:
+            self._placements[id(plan)] = Placement(self.graph, plan)
+        self.where = self._placements[id(plan)]
+        self._known |= dict.fromkeys(self.where.place.values())
+
+    def begin(self, task: Task | None = None) -> None:
+        """The rows from here on are those of a task, or of none."""
+        self.blocks.append(Block(task))
+
+    # Buffers and rows
+
+    def buffer(self, value: Value, place: int, size: int, copy: Copy = Copy.OWN) -> int:
+        """The id of a copy of a value at a place, made if there is none yet."""
+        spot = Spot(value, place, copy)
+        if spot not in self.ids:
+            self.ids[spot] = len(self.buffers)
+            self.buffers.append(Buffer(value, place, size, copy))
+            self.spots.append(spot)
+        if copy in (Copy.OWN, Copy.RERUN):
+            self.current[value, place] = self.ids[spot]
+        return self.ids[spot]
+
+    def row(
+        self,
+        kind: Kind,
+        place: int,
+        layer: int,
+        m: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        run: Run = None,
+    ) -> None:
+        """Appends a row; `layer` and `m` say what it concerns."""
+        stage = self.where.stage.get(layer, NONE)
+        self.blocks[-1].rows.append(Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run))
+
+    def rename(self, b: int, spot: Spot) -> None:
+        """The same buffer under another name."""
+        old = self.spots[b]
+        if self.ids.get(old) == b:
+            del self.ids[old]
+        if self.current.get((old.value, old.place)) == b:
+            del self.current[old.value, old.place]
+        self.ids[spot] = b
+        self.spots[b] = spot
+        self.buffers[b] = replace(self.buffers[b], value=spot.value, copy=spot.copy)
+        if spot.copy is Copy.OWN:
+            self.current[spot.value, spot.place] = b
+
+    def holder(self, value: Value) -> int | None:
+        """A place that holds a value."""
+        return next((place for place in self._known if (value, place) in self.current), None)
+
+    # Copies
+
+    def send(self, value: Value, source: int, target: int, layer: int, m: int) -> int:
+        """A copy of a value at another place, made once."""
+        if (value, target) not in self.current:
+            b = self.current[value, source]
+            self.row(Kind.SEND, source, layer, m, [b], [self.buffer(value, target, self.buffers[b].bytes)])
+        return self.current[value, target]
+
+    def bring(self, value: Value, target: int, layer: int, m: int = NONE) -> int:
+        """A value at a place; what still lies where its layer ran before is moved."""
+        if (value, target) in self.current:
+            return self.current[value, target]
+        source = self.holder(value)
+        assert source is not None, f"{value} lies nowhere"
+        b = self.current[value, source]
+        if VALUES[value.kind].alone:
+            self.rename(b, Spot(value, source, Copy.STALE))
+        size = self.buffers[b].bytes
+        new = self.buffer(value, target, size)
+        follows = self.buffers[b].owner in _FOLLOWING
+        if self.by_host:
+            host = self.buffer(value, target, size, Copy.HOST)
+            self.row(Kind.OUT, source, layer, m, [b], [host])
+            self.moved.append((b, host))
+            self._arriving.append((host, new))
+        else:
+            self.row(Kind.MOVE, source, layer, m, [b], [new])
+            if follows:
+                self.moved.append((b, new))
+        return new
+
+    # Operations
+
+    def perform(self, op: Operation, *, keeps: bool = False) -> None:
+        """Writes the row of an operation, after the copies that it needs and before those that it delivers.
+
+        Args:
+            op: what is computed.
+            keeps: of an update: its parameters are still read, so the new ones take buffers of their own.
+        """
+        here = self.where.of(op.layer)
+        reads = [self._read(value, op, here) for value in op.reads]
+        writes = [self._write(write, here, keeps=keeps) for write in op.writes]
+        run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
+        self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
+        for value, layers in op.delivers:
+            for target in dict.fromkeys(map(self.where.of, layers)):
+                if target != here:
+                    self.bring(value, here, op.layer, op.microbatch)
+                    self.send(value, here, target, op.layer, op.microbatch)
+        for value in op.forgets:
+            if (place := self.holder(value)) is not None:
+                self.rename(self.current[value, place], Spot(value, place, Copy.STALE))
+
+    def _read(self, value: Value, op: Operation, here: int) -> int:
+        """The buffer that an operation reads; what is not there is fed, sent or moved first."""
+        if (value, here) in self.current:
+            return self.current[value, here]
+        if VALUES[value.kind].fed:
+            graph = self.graph
+            size = graph.batch[value.index].bytes if value.kind is ValueKind.BATCH else graph.seed_bytes
+            self.row(Kind.FEED, here, op.layer, op.microbatch, [], [self.buffer(value, here, size)])
+            return self.current[value, here]
+        if op.kind == Kind.U and value.kind in TOLD:
+            return self.send(value, self.where.of(value.layer), here, value.layer, op.microbatch)
+        return self.bring(value, here, op.layer, op.microbatch)
+
+    def _write(self, write: Write, here: int, *, keeps: bool) -> int:
+        """The buffer that an operation writes; the next version of a parameter takes the place of the one before."""
+        value, size, copy = write
+        if copy is Copy.OWN and (value, here) in self.current:
+            return self.current[value, here]
+        if value.kind is ValueKind.PARAMETER and not keeps:
+            before = self.current[value._replace(version=value.version - 1), here]
+            self.rename(before, Spot(value, here))
+            return before
+        return self.buffer(value, here, size, copy)
+
+    # Changes of plan
+
+    def keep(self, spots: Collection[Spot], microbatches: int, versions: int) -> None:
+        """Forgets what belongs to layers but for these spots.
+
+        Args:
+            spots: what there is, counted from a later micro-batch and version.
+            microbatches: how many come before.
+            versions: the same of versions.
+        """
+        for spot in [spot for spot in self.ids if VALUES[spot.value.kind].owner in _FOLLOWING]:
+            if spot.copy is not Copy.STALE and spot.shifted(-microbatches, -versions) not in spots:
+                b = self.ids.pop(spot)
+                if self.current.get((spot.value, spot.place)) == b:
+                    del self.current[spot.value, spot.place]
+
+    def relocate(self, plan: Plan) -> None:
+        """Moves what lies on the devices between steps to where a plan has it; model state comes with its reader."""
+        before = self.where.plan
+        self.enter(plan)
+        for buffer in self.where.lasting(self.optimizer):
+            if buffer.value.kind is ValueKind.OPTIMIZER:
+                self.bring(buffer.value, buffer.place, buffer.value.layer)
+            elif buffer.value.kind is not ValueKind.STATE:
+                self.bring(buffer.value, buffer.place, NONE)
+        self.enter(before)
+
+    def commit(self) -> None:
+        """Once the copies are there, what they were made of is freed: up to here nothing has left its place."""
+        staying = {b for _, b in self.lasting()}
+        for old, new in self.moved:
+            if old < self.persistent:
+                self.row(Kind.FREE, self.buffers[old].place, NONE, NONE, [old, new], [])
+        for place in self._known:  # what the new plan has elsewhere, or newer
+            gone = [b for b in range(self.persistent) if b not in staying and self.buffers[b].place == place]
+            if gone:
+                self.row(Kind.DROP, place, NONE, NONE, gone, [])
+        for host, new in self._arriving:
+            self.row(Kind.IN, self.buffers[new].place, NONE, NONE, [host], [new])
+        self.moved, self._arriving = [], []
+
+    def bring_state(self) -> None:
+        """The model state as it is now, wherever the plan has it."""
+        for k in range(len(self.graph.state)):
+            for place in self.where.holding(k):
+                self.bring(self.newest_state(k), place, NONE)
+
+    def newest_state(self, k: int) -> Value:
+        """A leaf of the model state as the last micro-batch left it."""
+        made = [value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k]
+        return max(made, key=lambda value: value.microbatch)
+
+    def lasting(self) -> list[tuple[Spot, int]]:
+        """What lies on the devices between steps under the plan: its name then, and the newest buffer of it there."""
+        newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
+        for (value, place), b in self.current.items():
+            if VALUES[value.kind].lasts:
+                key, number = (value.kind, value.index, value.layer, place), max(value.version, value.microbatch)
+                newest[key] = max(newest.get(key, (number, b)), (number, b))
+        plain = [buffer.spot for buffer in self.where.lasting(self.optimizer)]
+        return [(spot, newest[spot.value.kind, spot.value.index, spot.value.layer, spot.place][1]) for spot in plain]

@@ -1,0 +1,80 @@
+"""Where layers run under a plan, and what lies on the devices between steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.programs.optimizer import OptimizerCut
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of every layer of a graph under a plan.
+
+    >>> from jvpipe.ir.layers import Layer, Ref
+    >>> layers = (Layer(0, "a", (), ()), Layer(1, "b", (), (Ref(ValueKind.LOSS, 0),)))
+    >>> where = Placement(LayerGraph(layers, (), ()), Plan.from_cuts([1, 1], devices=[2, 0]))
+    >>> where.of(0), where.of(NONE)
+    (2, 0)
+    """
+
+    graph: LayerGraph
+    plan: Plan
+
+    @cached_property
+    def stage(self) -> Mapping[int, int]:
+        """The stage of each layer."""
+        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+
+    @cached_property
+    def place(self) -> Mapping[int, int]:
+        """The place of each layer."""
+        return {layer: self.plan.stages[s].devices[0] for layer, s in self.stage.items()}
+
+    @cached_property
+    def home(self) -> int:
+        """Where what concerns all layers is computed: where the loss is."""
+        return self.place[self.graph.loss_layer]
+
+    def of(self, layer: int) -> int:
+        """Where a layer runs, or what belongs to none."""
+        return self.home if layer == NONE else self.place[layer]
+
+    def holding(self, k: int) -> tuple[int, ...]:
+        """The places that hold a leaf of the model state."""
+        layers = self.graph.layers
+        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
+        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
+        return tuple(dict.fromkeys(self.place[layer] for layer in (reading or writing or [0])))
+
+    def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
+        """What lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's state,
+        model state, constants. Optimizer state of no parameter (step counts) has a copy per layer, so that layers can
+        move.
+        """
+        graph = self.graph
+        buffers: list[Buffer] = []
+        for p, parameter in enumerate(graph.parameters):
+            value = Value(ValueKind.PARAMETER, p, version=0)
+            reading = dict.fromkeys(self.place[layer] for layer in parameter.readers)
+            buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
+        for j, layer in sorted((j, NONE if layer is None else layer) for j, layer in optimizer.holders):
+            value = Value(ValueKind.OPTIMIZER, j, layer)
+            buffers.append(Buffer(value, self.of(layer), optimizer.state[j].array.bytes))
+        written = written_state(graph)
+        for k, array in enumerate(graph.state):
+            value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
+            buffers += [Buffer(value, place, array.bytes) for place in self.holding(k)]
+        for c, array in enumerate(graph.constants):
+            using = dict.fromkeys(self.place[x.id] for x in graph.layers if c in x.reading(ValueKind.CONSTANT))
+            buffers += [Buffer(Value(ValueKind.CONSTANT, c), place, array.bytes) for place in using]
+        return tuple(buffers)
+
+
+def written_state(graph: LayerGraph) -> frozenset[int]:
+    """The leaves of the model state that some layer writes."""
+    return frozenset(k for layer in graph.layers for k in layer.writing(ValueKind.STATE))

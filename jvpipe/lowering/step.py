@@ -1,0 +1,134 @@
+"""A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
+
+order -> expand -> place -> swap -> liveness
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.liveness import live
+from jvpipe.lowering.operation import Operation
+from jvpipe.lowering.order import Waits, order, sums_from
+from jvpipe.lowering.place import Placer
+from jvpipe.lowering.swap import swap
+from jvpipe.lowering.update import Slots, update_step
+from jvpipe.programs.optimizer import OptimizerCut
+
+
+def lower_step(
+    graph: LayerGraph, layouts: Sequence[MicrobatchLayout], lists: TaskLists, optimizer: OptimizerCut
+) -> Lowered:
+    """Lowers one synchronous step: forwards, backwards and the update.
+
+    Where a micro-batch runs under another plan than the one before, what belongs to the layers that move follows:
+    their weights one micro-batch ahead, their sums of gradients and model state between two tasks.
+
+    Args:
+        graph: the layers.
+        layouts: of each micro-batch; the last one's plan is that of the step's end.
+        lists: the tasks of each stage.
+        optimizer: the update.
+    """
+    micro, plans = len(layouts), [layout.plan for layout in layouts]
+    expander = Expander(graph, OneVersion(), set())
+    placer = Placer(graph, plans[0], optimizer)
+    left: dict[Task, tuple[int, list[int]]] = {}
+    ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
+    for task in order(Waits(graph, plans), lists, waits_too=lambda task: sums_from(plans, task)):
+        m, layout = task.microbatch, layouts[task.microbatch]
+        if m in ahead:
+            placer.begin()
+            placer.relocate(ahead.pop(m))
+        placer.enter(layout.plan)
+        placer.begin(task)
+        for op in _expanded(expander, task, layout, range(micro)):
+            placer.perform(op)
+        if task.kind == Kind.F:
+            left[task] = swapped_by(placer, layout, task)
+    placer.begin()
+    placer.enter(plans[-1])
+    placer.bring_state()
+    if plans[-1] is not plans[0]:
+        placer.commit()
+    for op in update_step(expander, Slots(graph, optimizer)):
+        placer.perform(op)
+    rows = list(chain(*swap(placer.blocks, placer.buffers, lists, left.__getitem__)))
+    metrics = [value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made]
+    return _lowered(placer, rows, metrics)
+
+
+def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> Lowered:
+    """Lowers a move between two steps.
+
+    Args:
+        graph: the layers.
+        old: where everything is.
+        new: where it will be.
+        optimizer: whose state moves too.
+        by_host: all that moves leaves its place before anything arrives.
+    """
+    placer = Placer(graph, old, optimizer, by_host=by_host)
+    placer.begin()
+    placer.relocate(new)
+    placer.enter(new)
+    placer.bring_state()
+    placer.commit()
+    return _lowered(placer, placer.blocks[0].rows, ())
+
+
+def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int) -> Lowered:
+    """Lowers forwards alone, without residuals; the model state stays as it is.
+
+    Args:
+        graph: the layers.
+        plan: where they run.
+        optimizer: whose state is there meanwhile.
+        microbatches: of the batch.
+    """
+    lists = tuple(tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages)))
+    expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
+    for task in order(Waits(graph, [plan] * microbatches), lists):
+        placer.begin()
+        for i in plan.stages[task.stage].layers:
+            layer = graph.layers[i]
+            for op in chain(expander.evaluate(layer, task.microbatch), _losses(expander, layer, range(microbatches))):
+                placer.perform(op)
+    rows = [row for block in placer.blocks for row in block.rows]
+    return _lowered(placer, rows, metrics_of(graph))
+
+
+def swapped_by(placer: Placer, layout: MicrobatchLayout, task: Task) -> tuple[int, list[int]]:
+    """The first layer of a task's stage, and the buffers that its forward leaves and that are to be swapped."""
+    first, place = layout.layers(task.stage)[0].id, layout.plan.stages[task.stage].devices[0]
+    return first, [placer.current[value, place] for value in layout.swapped(task.stage, task.microbatch)]
+
+
+def _expanded(expander: Expander, task: Task, layout: MicrobatchLayout, batch: range) -> Iterable[Operation]:
+    layers = layout.layers(task.stage)
+    if task.kind == Kind.F:
+        for layer in layers:
+            yield from expander.forward(layer, task.microbatch, layout)
+            yield from _losses(expander, layer, batch)
+    else:
+        assert task.kind == Kind.B, f"a synchronous step has no {task}"
+        for layer in reversed(layers):
+            yield from expander.backward(layer, task.microbatch, layout)
+
+
+def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
+    weight = Value(ValueKind.WEIGHT, 0, expander.graph.loss_layer, version=0)
+    return expander.losses(layer, batch, weight)
+
+
+def _lowered(placer: Placer, rows: Sequence[Row], metrics: Iterable[Value]) -> Lowered:
+    told = [placer.current[value, placer.where.home] for value in metrics]
+    return live(rows, placer.buffers, placer.persistent, [b for _, b in placer.lasting()], told)

@@ -1,0 +1,99 @@
+"""Layers that change places while a stream flows: what follows them at once, and when what they left is freed.
+
+task        ... 7     8      9   10   11  ...
+moves           MOVE                            of weights that task 7 reads at the new place
+two rounds of all stages later               FREE old   DROP new, should nobody need it any more
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Task
+from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.lowering.place import Placer
+from jvpipe.lowering.stream.timeline import StreamTimeline
+from jvpipe.lowering.stream.weights import StreamWeights
+
+_WINDOW = 2  # a layer's old place is free so many tasks of each stage after it has left
+
+
+class Departures:
+    """What layers have left behind, by the number of the task that moved it."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._waiting: deque[tuple[int, int, int]] = deque()
+
+    def note(self, task: int) -> None:
+        """Takes over what a task has moved."""
+        self._waiting.extend((task, old, new) for old, new in self._placer.moved)
+        self._placer.moved = []
+
+    def free(self, task: int) -> None:
+        """Frees what was moved a few tasks ago, once it has arrived."""
+        placer, stages = self._placer, len(self._placer.where.plan.stages)
+        while self._waiting and self._waiting[0][0] + _WINDOW * stages < task:
+            _, old, new = self._waiting.popleft()
+            placer.row(Kind.FREE, placer.buffers[old].place, NONE, NONE, [old, new], [])
+            placer.row(Kind.DROP, placer.buffers[new].place, NONE, NONE, [new], [])
+
+
+def settle(placer: Placer, plan: Plan) -> None:
+    """Moves what no task would: constants, and state that all layers share."""
+    placer.enter(plan)
+    for value, place in ((buffer.value, buffer.place) for buffer in placer.where.lasting(placer.optimizer)):
+        match value.kind:
+            case ValueKind.OPTIMIZER if value.layer == NONE:
+                placer.bring(value, place, NONE)
+            case ValueKind.CONSTANT:
+                placer.bring(value, place, NONE)
+            case ValueKind.STATE if value.microbatch == NEVER:
+                placer.bring(value, place, NONE)
+            case _:
+                pass  # its layer brings it along
+
+
+def refresh(placer: Placer, newest: Sequence[int]) -> None:
+    """Every place that reads a parameter gets its newest version."""
+    for p, (parameter, version) in enumerate(zip(placer.graph.parameters, newest, strict=True)):
+        value = Value(ValueKind.PARAMETER, p, version=version)
+        here = placer.where.of(parameter.owner)
+        for there in dict.fromkeys(map(placer.where.of, parameter.readers)):
+            placer.bring(value, here, parameter.owner)
+            if there != here:
+                placer.send(value, here, there, parameter.owner, NONE)
+
+
+class LastReads:
+    """When each version of a parameter is read for the last time at a place, so that its update may overwrite it."""
+
+    def __init__(self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]) -> None:
+        self._timeline = timeline
+        self._last: dict[tuple[int, int, int], int] = {}  # parameter, place, version: number of the task
+        for number, (s, kind, m) in enumerate(tasks):
+            if kind != Kind.U:
+                layout = timeline.layout(m)
+                for layer in layout.layers(s):
+                    for p in layer.reading(ValueKind.PARAMETER):
+                        v = weights.version(p, m, back=kind == Kind.B)
+                        self._last[p, layout.plan.stages[s].devices[0], v] = number
+                        self._last[p, self._left_at(p, v, m), v] = number
+
+    def after(self, p: int, place: int, version: int, task: int) -> bool:
+        """Whether a version is read at a place after a task."""
+        return self._last.get((p, place, version), -1) > task
+
+    def _left_at(self, p: int, v: int, m: int) -> int:
+        """Where a version was made, if its owner has left that place; else -1."""
+        if len(self._timeline.spans) == 1:
+            return -1
+        owner = self._timeline.graph.parameters[p].owner
+
+        def place(micro: int) -> int:
+            layout = self._timeline.layout(micro)
+            return layout.plan.stages[layout.stage[owner]].devices[0]
+
+        made = place(max(v * self._timeline.every - 1, 0))
+        return made if made != place(m) else -1

@@ -1,0 +1,217 @@
+"""A stream lowered: the steps of an asynchronous schedule as rows, with every version of the weights a buffer.
+
+    order -> expand -> place -> swap -> period
+
+The first steps of a stream fill the pipeline; from some step on, each is the one before with all numbers moved on. So
+a stream is lowered once, up to there, and cut into its steps.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+
+from jvpipe.ir.buffers import Spot
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.ir.use import Use
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.expand import Expander, metrics_of
+from jvpipe.lowering.operation import Operation
+from jvpipe.lowering.order import order
+from jvpipe.lowering.place import Placer
+from jvpipe.lowering.step import swapped_by
+from jvpipe.lowering.stream.departures import Departures, LastReads, refresh, settle
+from jvpipe.lowering.stream.period import Step, Unrolled, dropping
+from jvpipe.lowering.stream.timeline import PlanSpan, StreamTimeline
+from jvpipe.lowering.stream.weights import StreamUpdates, StreamWeights
+from jvpipe.lowering.swap import swap
+from jvpipe.lowering.update import Slots
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StreamLowering:
+    """What a stream is lowered from.
+
+    `spans` say which layout holds from which micro-batch on; `in_flight_at_switch` gives, by the step in which a span
+    begins, the names of all that the spans before have left in flight.
+    """
+
+    graph: LayerGraph
+    spans: Sequence[PlanSpan]
+    schedule: Schedule
+    microbatches: int
+    optimizer: OptimizerCut
+    in_flight_at_switch: Mapping[int, Collection[Spot]] = field(default_factory=dict)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that differ; all later ones are like the last."""
+        S, M = max(len(span.layout.plan.stages) for span in self.spans), self.microbatches
+        switch = self.switch_step
+        fill = switch + 2 + -(-S // M)
+        unrolled = self._lower(fill + 2 + -(-2 * S // M), drained=False)
+        steps = [unrolled.step(n) for n in range(switch + 2)]
+        for n in range(switch + 2, fill + 3):
+            if (following := unrolled.step(n)) == steps[-1]:
+                return tuple(steps)
+            steps.append(following)
+        raise AssertionError("a stream comes to repeat itself")
+
+    def step(self, steps: int) -> Step:
+        """The step after so many."""
+        return self.steps[min(steps, len(self.steps) - 1)]
+
+    @property
+    def switch_step(self) -> int:
+        """The step in which the last span begins."""
+        return self.spans[-1].start // self.microbatches
+
+    def drain(self, steps: int) -> Step:
+        """What is left to do after so many steps; it ends with nothing in flight."""
+        n = min(steps, len(self.steps))
+        return dropping(self._lower(n, drained=True).step(n), self.steps[n - 1])
+
+    def _lower(self, steps: int, *, drained: bool) -> Unrolled:
+        timeline = StreamTimeline(self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained)
+        lists = timeline.parts if drained else timeline.parts[:-1]
+        return _Unrolling(self, timeline, lists).unrolled(drained=drained)
+
+
+class _Unrolling:
+    """The passes over the steps of a timeline."""
+
+    def __init__(self, asked: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]) -> None:
+        self.timeline, self.lists = timeline, lists
+        self.known = asked.in_flight_at_switch
+        made: set[Value] = set()
+        self.weights = StreamWeights(timeline, made)
+        self.expander = Expander(asked.graph, self.weights, made)
+        self.slots = Slots(asked.graph, asked.optimizer)
+        self.updates = StreamUpdates(self.weights, self.expander, self.slots)
+        self.placer = Placer(asked.graph, timeline.layout(0).plan, asked.optimizer)
+        self.ordered = self._ordered()
+        done = [task for tasks in self.ordered for task in tasks]
+        timeline.settle(done)
+        self.last_reads = LastReads(timeline, self.weights, done)
+
+    def _ordered(self) -> list[list[Task]]:
+        """The tasks of each step in the order of their dispatch."""
+        ordered: list[list[Task]] = []
+        done: list[Task] = []
+        for part in self.lists:
+            ordered.append(order(self.timeline.waits, part, done, self.timeline.versions))
+            done += ordered[-1]
+        return ordered
+
+    def unrolled(self, *, drained: bool) -> Unrolled:
+        """Expands, places and swaps; `drained`: the last step is the end of the stream."""
+        timeline, placer, M = self.timeline, self.placer, self.timeline.M
+        departures = Departures(placer)
+        starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
+        blocks, uses, spots = [0], [], [self._spots()]
+        left: dict[Task, tuple[int, list[int]]] = {}
+        number = 0
+        for n, tasks in enumerate(self.ordered):
+            if n in self.known:
+                placer.keep(self.known[n], n * M, n * M // timeline.every)
+            used: list[Use] = []
+            for task in tasks:
+                placer.begin()
+                departures.free(number)
+                if task.microbatch in starts:
+                    settle(placer, starts.pop(task.microbatch))
+                placer.enter(timeline.plans[task.microbatch])
+                placer.begin(None if task.kind == Kind.U else task)
+                used += self._task(task, number)
+                if task.kind == Kind.F:
+                    left[task] = swapped_by(placer, timeline.layout(task.microbatch), task)
+                departures.note(number)
+                number += 1
+            if drained and n == len(self.ordered) - 1:
+                placer.begin()
+                placer.enter(timeline.spans[-1].layout.plan)
+                refresh(placer, self.slots.newest)
+            uses.append(used)
+            blocks.append(len(placer.blocks))
+            spots.append(self._spots())
+        groups = list(swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__))
+        bounds = [0, *accumulate(map(len, groups))]
+        return Unrolled(
+            placer.graph,
+            [row for rows in groups for row in rows],
+            placer.buffers,
+            [bounds[block] for block in blocks],
+            spots,
+            uses,
+            [self._metrics(n) for n in range(len(self.ordered))],
+            frozenset(self._lasting()),
+            M,
+            timeline.every,
+            placer.lasting() if drained else None,
+        )
+
+    def _task(self, task: Task, number: int) -> list[Use]:
+        """Expands and places a task; what its layers have read, or made."""
+        layout, m = self.timeline.layout(task.microbatch), task.microbatch
+        layers = layout.layers(task.stage)
+        match task.kind:
+            case Kind.U:
+                return [self._update(layer.id, m, number) for layer in layers]
+            case Kind.F:
+                for layer in layers:
+                    self._place(self._forward(layer, m))
+            case Kind.B:
+                for layer in reversed(layers):
+                    self._place(self.expander.backward(layer, m, layout))
+            case _:
+                raise AssertionError(f"a stream has no {task}")
+        return [self.weights.use(task.kind, layer, m) for layer in layers]
+
+    def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
+        M, graph = self.timeline.M, self.timeline.graph
+        *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
+        yield from before
+        yield replace(forward, delivers=(*forward.delivers, *self.weights.tied_versions(layer, m)))
+        yield from self.updates.weigh(layer, m)
+        first = m // M * M
+        weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
+        yield from self.expander.losses(layer, range(first, first + M), weight)
+
+    def _update(self, layer: int, m: int, number: int) -> Use:
+        update, place = self.updates.update(layer, m), self.placer.where.of(layer)
+        keeps = update.remembers or any(self.last_reads.after(p, place, v, number) for p, v in update.before.items())
+        for operation in update.operations:
+            self.placer.perform(operation, keeps=keeps)
+        return Use(Kind.U, layer, m, update.version)
+
+    def _place(self, operations: Iterator[Operation]) -> None:
+        for operation in operations:
+            self.placer.perform(operation)
+
+    def _spots(self) -> dict[int, Spot]:
+        """What each buffer is called by now."""
+        return {b: spot for spot, b in self.placer.ids.items()}
+
+    def _lasting(self) -> set[int]:
+        """The buffers that outlive every step: the newest of each kind, and what is remembered."""
+        kinds = (ValueKind.DELTA, ValueKind.APPLIED, ValueKind.UPDATES)
+        remembered = {b for (value, _), b in self.placer.current.items() if value.kind in kinds}
+        return {b for _, b in self.placer.lasting()} | remembered
+
+    def _metrics(self, n: int) -> list[int]:
+        """What step n tells: its metrics, then the losses of its micro-batches."""
+        M, placer = self.timeline.M, self.placer
+        losses = [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(n * M, n * M + M)]
+        home = placer.where.home
+        values = [*metrics_of(placer.graph, n * M), *losses]
+        places = [(value, home if (value, home) in placer.current else placer.holder(value)) for value in values]
+        return [placer.current[value, place] for value, place in places if place is not None]
+
+
+def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
+    """Every stage's part of every step as a list of its own: swaps do not look beyond a step."""
+    return tuple(tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part)

@@ -1,0 +1,174 @@
+"""The weights of a stream: which version each task reads, what is computed of it first, what an update remembers.
+
+    PipeDream, 2BW   F, B read the version that the rule says, and the same
+    PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
+    XPipe            F reads the newest, moved ahead by the last update: SHIFT, then F; U, SETTLE
+
+A parameter that several stages read follows its first reader: its versions are those of that stage.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import Layer
+from jvpipe.ir.rows import PieceRun, SettleRun, ShiftRun, SumRun, ZeroRun
+from jvpipe.ir.use import Use
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.expand import Expander
+from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.stream.timeline import StreamTimeline
+from jvpipe.lowering.update import Slots
+
+
+class StreamWeights:
+    """The rule of a timeline's schedule; `made` are the values that there are by now."""
+
+    def __init__(self, timeline: StreamTimeline, made: set[Value]) -> None:
+        self.timeline, self.graph, self.made = timeline, timeline.graph, made
+        self.schedule = timeline.schedule
+        self.accumulates = timeline.every > 1
+
+    def is_tied(self, p: int, m: int) -> bool:
+        """Whether several stages read a parameter in a micro-batch."""
+        stage = self.timeline.layout(m).stage
+        return len({stage[reader] for reader in self.graph.parameters[p].readers}) > 1
+
+    def version(self, p: int, m: int, *, back: bool) -> int:
+        """The version of a parameter that the forward, or the backward, of a micro-batch reads."""
+        return self.timeline.version(self.graph.parameters[p].owner, m, back=back and not self.is_tied(p, m))
+
+    def tau(self, layer: int, m: int) -> int:
+        """The updates between a layer's forward of a micro-batch and its update."""
+        layout = self.timeline.layout(m)
+        return len(layout.plan.stages) - 1 - layout.stage[layer]
+
+    def ahead(self, layer: int, m: int) -> int:
+        """The updates between a layer's forward of a micro-batch and its backward."""
+        return self.timeline.version(layer, m, back=True) - self.timeline.version(layer, m, back=False)
+
+    # Reading
+
+    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+        """The version that the rule says, or what has been computed of it."""
+        shifted = self._shifted(p, m, back=back)
+        if shifted in self.made and not self.is_tied(p, m):
+            return shifted
+        return Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back))
+
+    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+        """Predicts or corrects a layer's weights along what is remembered of their updates, all at once."""
+        if not (self.schedule.decay is not None if back else self.schedule.predicts):
+            return
+        own = [p for p in layer.reading(ValueKind.PARAMETER) if not self.is_tied(p, m)]
+        by = ValueKind.DELTA if back else ValueKind.APPLIED
+        own = [p for p in own if self._shifted(p, m, back=back) not in self.made and Value(by, p) in self.made]
+        updates = -self.tau(layer.id, m) if back else self.ahead(layer.id, m)
+        if not updates or set(own).isdisjoint(wanted):
+            return
+        reads = [Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)) for p in own]
+        reads += [Value(by, p) for p in own]
+        writes = [Write(self._shifted(p, m, back=back), self._bytes(p)) for p in own]
+        self.made.update(write.value for write in writes)
+        yield Operation(Kind.SHIFT, layer.id, m, tuple(reads), tuple(writes), ShiftRun(updates))
+
+    def gradient(self, p: int, layer: int, m: int) -> Value:
+        """The sum of the update that a micro-batch belongs to."""
+        return Value(ValueKind.GRADIENT, p, layer, version=m // self.timeline.every)
+
+    def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
+        """The owner sends each version of a parameter on, with the first micro-batch that reads it."""
+        parameters = self.graph.parameters
+        owned = [p for p in layer.reading(ValueKind.PARAMETER) if parameters[p].owner == layer.id]
+        return tuple(
+            Delivery(
+                Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=False)), tuple(parameters[p].readers)
+            )
+            for p in owned
+        )
+
+    def use(self, kind: Kind, layer: Layer, m: int) -> Use:
+        """What a layer's forward or backward has read."""
+        back, parameters = kind == Kind.B, layer.reading(ValueKind.PARAMETER)
+        tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
+        shift = self.tau(layer.id, m) if back else self.ahead(layer.id, m)
+        shifted = any(self._shifted(p, m, back=back) in self.made for p in parameters)
+        version = self.timeline.version(layer.id, m, back=back)
+        return Use(kind, layer.id, m, version, tied, shift if shifted else 0)
+
+    def _shifted(self, p: int, m: int, *, back: bool) -> Value:
+        return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
+
+    def _bytes(self, p: int) -> int:
+        return self.graph.parameters[p].array.bytes
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """The update of a layer after a micro-batch; `before` are the versions that it takes, `version` the one it makes.
+
+    One that `remembers` reads the weights before it and after it.
+    """
+
+    layer: int
+    version: int
+    before: dict[int, int]
+    remembers: bool
+    operations: tuple[Operation, ...]
+
+
+class StreamUpdates:
+    """Expands the updates of a stream."""
+
+    def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
+        self.weights, self.expander, self.slots = weights, expander, slots
+        self._pieces = list(enumerate(slots.optimizer.update))
+
+    def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
+        """Once all micro-batches of an update have their weights: the sum."""
+        graph, every = self.weights.graph, self.weights.timeline.every
+        if graph.weighted and 1 in layer.writing(ValueKind.LOSS) and (m + 1) % every == 0:
+            reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in range(m + 1 - every, m + 1)]
+            total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
+            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], SumRun(every))
+
+    def update(self, layer: int, m: int) -> LayerUpdate:
+        """The update of a layer after a micro-batch."""
+        update, owned = m // self.weights.timeline.every, self.weights.graph.owned(layer)
+        before = {p: self.slots.newest[p] for p in owned}
+        schedule, tau = self.weights.schedule, self.weights.tau(layer, m)
+        remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
+        operations = []
+        for number, piece in self._pieces:
+            if piece.layer == layer:
+                reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
+                made = zip(piece.writes, piece.program.out_avals, strict=True)
+                writes = [self.slots.written(slot, aval, layer, m) for slot, aval in made]
+                operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, PieceRun(number)))
+        if remembers and owned:
+            operations += self._remembered(layer, before, m, tau)
+        elif owned:
+            operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
+        return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
+
+    def _remembered(self, layer: int, before: dict[int, int], m: int, tau: int) -> Iterator[Operation]:
+        """What PipeMare and XPipe keep of an update: the mean of the updates, or the last one."""
+        corrects = self.weights.schedule.decay is not None
+        kind = ValueKind.DELTA if corrects else ValueKind.APPLIED
+        size = {p: self.weights.graph.parameters[p].array.bytes for p in before}
+        memory = [Write(Value(kind, p), size[p]) for p in before]
+        count = [Write(Value(ValueKind.UPDATES, 0, layer), 4)] if corrects else []
+        if memory[0].value not in self.expander.made:
+            yield self.expander.operation(Kind.ZERO, layer, m, [], [*memory, *count], ZeroRun(kind))
+        old = [Value(ValueKind.PARAMETER, p, version=v) for p, v in before.items()]
+        now = [Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size[p]) for p in before]
+        reads = [*old, *(write.value for write in (*now, *memory, *count))]
+        writes = [*now, *memory, *count] if corrects else memory
+        yield self.expander.operation(Kind.SETTLE, layer, m, reads, writes, SettleRun(tau))
+
+    def _forgotten(self, layer: int, owned: Iterable[int]) -> tuple[Value, ...]:
+        """On the last stage nothing is remembered: what a layer brought there ends."""
+        values = [Value(kind, p) for kind in (ValueKind.DELTA, ValueKind.APPLIED) for p in owned]
+        gone = tuple(v for v in (Value(ValueKind.UPDATES, 0, layer), *values) if v in self.expander.made)
+        self.expander.made.difference_update(gone)
+        return gone

@@ -1,0 +1,118 @@
+"""Swapping: values that leave the device between a forward and its backward get their rows.
+
+F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that and frees it (FREE),
+`i<m>` fetches it back (IN). A stage holds at most two micro-batches of swapped values: one that is used and one that is
+on its way.
+
+    1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
+    GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
+
+A micro-batch whose backward follows its forward at once stays.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from jvpipe.ir.buffers import Buffer, Copy
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.lowering.place import Block
+
+Swapped = Callable[[Task], tuple[int, Sequence[int]]]
+"""From a task, the first layer of its stage and the buffers that its forward leaves and that are to be swapped."""
+
+
+def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> Iterator[list[Row]]:
+    """Yields the rows of each block with those of the swaps around them; copies are added to the buffers.
+
+    Args:
+        blocks: of tasks in the order of their dispatch.
+        buffers: the table.
+        lists: the tasks of each stage; nothing is swapped beyond the end of a list.
+        swapped: what a forward leaves that is to be swapped.
+    """
+    swaps = _Swaps(buffers, lists, swapped)
+    for block in blocks:
+        if block.task is None:
+            yield block.rows
+        else:
+            yield [*swaps.before(block.task), *map(swaps.redirected, block.rows), *swaps.after(block.task)]
+
+
+class _Swaps:
+    """The swapped values of all stages while their rows are written."""
+
+    def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
+        self._buffers, self._swapped = buffers, swapped
+        self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
+        stages = {task.stage for tasks in lists for task in tasks}
+        self._out: dict[tuple[int, int], tuple[int, dict[int, int]]] = {}  # first layer; buffers, their copies
+        self._leaving: dict[int, list[int]] = {s: [] for s in stages}  # micro-batches on their way out
+        self._back: dict[int, set[int]] = {s: set() for s in stages}  # those that came back
+        self._copies: dict[tuple[int, Copy], int] = {}
+        self._fetched: dict[int, int] = {}  # a buffer and what has come back of it
+
+    def before(self, task: Task) -> Iterator[Row]:
+        """What must happen before a task: its own values come back, the next one's start to, room is made."""
+        s, kind, m = task
+        if kind == Kind.B:
+            yield from self._fetch(s, m)
+        following = self._next.get(task)
+        if following is not None and following.kind == Kind.B and (s, following.microbatch) in self._out:
+            yield from self._fetch(s, following.microbatch)
+        elif kind == Kind.F and self._leaving[s] and self._rests(task):
+            while len(self._leaving[s]) + len(self._back[s]) > 1 and self._leaving[s]:
+                yield from self._free(s)
+
+    def after(self, task: Task) -> Iterator[Row]:
+        """What happens after a task: what a forward left goes out."""
+        s, kind, m = task
+        if kind == Kind.B:
+            self._back[s].discard(m)
+            return
+        if not self._rests(task):
+            return
+        layer, ids = self._swapped(task)
+        if not ids:
+            return
+        copies = {b: self._copy(b, Copy.HOST) for b in ids}
+        self._out[s, m] = layer, copies
+        self._leaving[s].append(m)
+        for b, host in copies.items():
+            yield self._row(Kind.OUT, s, m, b, [b], [host])
+
+    def redirected(self, row: Row) -> Row:
+        """A row that reads what has come back, where it reads what went out."""
+        if row.kind not in (Kind.B, Kind.R) or self._fetched.keys().isdisjoint(row.reads):
+            return row
+        return replace(row, reads=tuple(self._fetched.get(b, b) for b in row.reads))
+
+    def _rests(self, task: Task) -> bool:
+        return self._next.get(task) != Task(task.stage, Kind.B, task.microbatch)
+
+    def _free(self, s: int) -> Iterator[Row]:
+        m = self._leaving[s].pop(0)
+        for b, host in self._out[s, m][1].items():
+            yield self._row(Kind.FREE, s, m, b, [b, host], [])
+
+    def _fetch(self, s: int, m: int) -> Iterator[Row]:
+        if (s, m) not in self._out or m in self._back[s]:
+            return
+        while self._leaving[s]:
+            yield from self._free(s)
+        self._back[s].add(m)
+        for b, host in self._out[s, m][1].items():
+            back = self._fetched[b] = self._copy(b, Copy.FETCHED)
+            yield self._row(Kind.IN, s, m, b, [host], [back])
+
+    def _copy(self, b: int, copy: Copy) -> int:
+        """A copy of a buffer; stages on one device share those of what they both swap."""
+        if (b, copy) not in self._copies:
+            self._copies[b, copy] = len(self._buffers)
+            self._buffers.append(replace(self._buffers[b], copy=copy))
+        return self._copies[b, copy]
+
+    def _row(self, kind: Kind, s: int, m: int, b: int, reads: Sequence[int], writes: Sequence[int]) -> Row:
+        return Row(kind, self._buffers[b].place, s, self._out[s, m][0], m, tuple(reads), tuple(writes))

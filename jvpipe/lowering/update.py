@@ -1,0 +1,87 @@
+"""The update: the pieces of the optimizer as operations, and the values that their slots stand for.
+
+U(layer 0) ...  what each layer tells of its gradients (partial)
+U(none)         the global program, where the loss is (a norm, a flag)
+U(layer 0) ...  each layer's parameters and optimizer state, from what the global program tells all
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, assert_never
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.rows import PieceRun
+from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.lowering.expand import Expander, gradient_norm
+from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Slot
+
+
+class Slots:
+    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of the parameters."""
+
+    def __init__(self, graph: LayerGraph, optimizer: OptimizerCut) -> None:
+        self.graph, self.optimizer = graph, optimizer
+        self.newest = [0] * len(graph.parameters)
+        pieces = [*optimizer.update, *optimizer.init]
+        slots = dict.fromkeys(slot for piece in pieces for slot in (*piece.reads, *piece.writes))
+        self._numbers = {slot: i for i, slot in enumerate(slots)}
+
+    def value(self, slot: Slot, layer: int, update: int = 0, m: int = NEVER) -> Value:
+        """Names what a piece reads.
+
+        Args:
+            slot: of the piece.
+            layer: the piece's; NONE for the global program.
+            update: whose gradients it takes.
+            m: the micro-batch after which it runs, in a stream.
+        """
+        match slot.kind:
+            case "gradient":
+                reader = self.graph.parameters[slot.index].readers[slot.source]
+                return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
+            case "weight":
+                return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
+            case "parameter":
+                return Value(ValueKind.PARAMETER, slot.index, version=self.newest[slot.index])
+            case "state":
+                return Value(ValueKind.OPTIMIZER, slot.index, layer)
+            case "partial" | "kept":
+                return Value(ValueKind.EXCHANGE, self._numbers[slot], slot.source, m)
+            case "global":
+                return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
+            case "grad_norm":
+                return gradient_norm(self.graph)
+            case _:
+                assert_never(slot.kind)
+
+    def written(self, slot: Slot, aval: Any, layer: int, m: int = NEVER) -> Write:
+        """Names what a piece writes: of a parameter, the next version.
+
+        Args:
+            slot: of the piece.
+            aval: its shape and type.
+            layer: the piece's.
+            m: the micro-batch after which it runs, in a stream.
+        """
+        if slot.kind == "parameter":
+            self.newest[slot.index] += 1
+        return Write(self.value(slot, layer, 0, m), math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
+    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its readers."""
+    for number, piece in enumerate(slots.optimizer.update):
+        layer = NONE if piece.layer is None else piece.layer
+        reads = [slots.value(slot, layer) for slot in piece.reads]
+        writes = [
+            slots.written(slot, aval, layer) for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
+        ]
+        delivers = [
+            Delivery(write.value, slots.graph.parameters[write.value.index].readers)
+            for write in writes
+            if write.value.kind is ValueKind.PARAMETER
+        ]
+        yield expander.operation(Kind.U, layer, NONE, reads, writes, PieceRun(number), delivers)

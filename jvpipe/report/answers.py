@@ -1,0 +1,146 @@
+"""What planners answer, in words and as JSON."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from jvpipe.ir.sizes import format_bytes
+from jvpipe.planners.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.infeasible import Infeasible
+from jvpipe.planners.memory import Evaluation
+from jvpipe.planners.problem import Decision, Problem
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a planner says; without a decision, why there is none."""
+
+    planner: str
+    planning_s: float
+    decision: Decision | None = None
+    evaluation: Evaluation | None = None
+    infeasible: Infeasible | None = None
+    splits: tuple[int, ...] = ()
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether there is a plan, and it keeps the limit."""
+        limit = problem.memory_limit_bytes
+        return self.evaluation is not None and (limit is None or self.evaluation.peak_bytes <= limit)
+
+
+def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
+    """The answers that fit, from the fastest step to the slowest; then plans over the limit, then those without one."""
+
+    def rank(answer: Answer) -> tuple[bool, float]:
+        if answer.evaluation is None:
+            return True, math.inf
+        return not answer.fits(problem), simulated_step_s(problem, answer.evaluation.stages)
+
+    return sorted(answers, key=rank)
+
+
+def as_json(problem: Problem, found: Answer, bound_s: float) -> dict[str, Any]:
+    """An answer in the form of `--json`; no plan that keeps the limit is below `bound_s`."""
+    head = {"planner": found.planner, "schedule": problem.schedule.name}
+    if found.decision is None or found.evaluation is None:
+        assert found.infeasible is not None
+        return head | {
+            "feasible": False,
+            "reason": str(found.infeasible),
+            "smallest_limit_bytes": found.infeasible.smallest_limit_bytes,
+            "stages": [],
+            "planning_s": found.planning_s,
+        }
+    costs = problem.costs
+    ids = costs.ids or tuple(range(len(costs.layers)))
+    plan = found.decision.plan(costs, problem.schedule.name, found.planner)
+    stages = [
+        {
+            "layers": list(ids[i:j]),
+            "devices": list(stage.devices),
+            **{k: v for k, v in asdict(cost).items() if k not in ("link_s", "host_bytes")},
+            "fates": dict(stage.fates),
+        }
+        for (i, j), stage, cost in zip(
+            pairwise(found.decision.bounds), plan.stages, found.evaluation.stages, strict=True
+        )
+    ]
+    return head | {
+        "feasible": found.fits(problem),
+        "stages": stages,
+        "bottleneck_s": found.evaluation.bottleneck_s,
+        "step_s": simulated_step_s(problem, found.evaluation.stages),
+        "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
+        "bubble_fraction": bubble_fraction(problem, found.evaluation.stages),
+        "planning_s": found.planning_s,
+        "splits": list(found.splits),
+    }
+
+
+def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
+    """A row for each stage."""
+    table = Table("stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms", "in flight", "peak", "host")
+    ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
+    for s, ((i, j), cost) in enumerate(zip(pairwise(decision.bounds), evaluation.stages, strict=True)):
+        seconds = (cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s)
+        table.add_row(
+            str(s),
+            f"{ids[i]} to {ids[j - 1]} ({j - i})",
+            *(f"{1e3 * x:.2f}" for x in seconds),
+            str(cost.in_flight),
+            format_bytes(cost.peak_bytes),
+            format_bytes(cost.host_bytes),
+        )
+    return table
+
+
+def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
+    """Why none of the answers fits, and what would."""
+    nearest = [found.infeasible for found in answers if found.infeasible is not None]
+    if nearest:
+        return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
+    first, limit = answers[0], problem.memory_limit_bytes
+    assert first.evaluation is not None, "there is a plan, or a reason why there is none"
+    peaks = [stage.peak_bytes for stage in first.evaluation.stages]
+    return (
+        f"{first.planner} looks at no limit: its plan takes {max(peaks)} bytes on stage {peaks.index(max(peaks))}, and "
+        f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
+    )
+
+
+def summary(problem: Problem, found: Answer, bound_s: float) -> str:
+    """A plan's step, its slowest stage and how idle it is, in words."""
+    assert found.evaluation is not None
+    stages = found.evaluation.stages
+    bound = f"no plan is under {1e3 * bound_s:.2f}" if math.isfinite(bound_s) else "no plan keeps the limit"
+    return (
+        f"planner {found.planner}, schedule {problem.schedule.name}, {problem.microbatches} micro-batches: step "
+        f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated ({bound}), "
+        f"slowest stage {1e3 * found.evaluation.bottleneck_s:.2f} ms, "
+        f"{bubble_fraction(problem, stages):.1%} idle, planned in {found.planning_s:.2f} s"
+        + (f"; {len(found.splits)} layers are cut in two" if found.splits else "")
+    )
+
+
+def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
+    """A row for each planner."""
+    table = Table("planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s")
+    for found in answers:
+        if found.decision is None or found.evaluation is None:
+            table.add_row(found.planner, "no plan fits", "", "", "", "", f"{found.planning_s:.2f}")
+            continue
+        stages = found.evaluation.stages
+        table.add_row(
+            found.planner,
+            " ".join(str(j - i) for i, j in pairwise(found.decision.bounds)),
+            f"{1e3 * found.evaluation.bottleneck_s:.2f}",
+            f"{1e3 * simulated_step_s(problem, stages):.2f}",
+            f"{bubble_fraction(problem, stages):.1%}",
+            format_bytes(found.evaluation.peak_bytes) + ("" if found.fits(problem) else " (over the limit)"),
+            f"{found.planning_s:.2f}",
+        )
+    return table

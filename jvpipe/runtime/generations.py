@@ -1,0 +1,119 @@
+"""Generations: the content of a folder, replaced whole, with a digest of every file.
+
+A new one is written beside the one there is, under another name, and forced to the disk; renaming it makes it the
+newest, and only then is the older one deleted. So whenever a process dies, the newest generation is whole. What else
+lies in the folder is somebody else's, and left alone.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_DIGESTS = "digests.json"
+_PREFIX = "generation-"
+_NAME = re.compile(_PREFIX + r"\d{6,}")
+_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # also drafts and what is being deleted
+
+
+class DamageError(ValueError):
+    """A file is not what was saved."""
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest generation in a folder; None if there is none."""
+    if not folder.is_dir():
+        return None
+    return max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_number, default=None)
+
+
+@contextmanager
+def draft(folder: Path) -> Iterator[Path]:
+    """A path for the next generation of a folder, which it becomes when the block ends without an error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = newest(folder)
+    _sweep(folder, before)
+    made = folder / f"{_PREFIX}{_number(before) + 1 if before else 1:06d}"
+    drafted = made.with_name(made.name + ".draft")
+    try:
+        yield drafted
+        _seal(drafted)
+        drafted.rename(made)
+    except Exception:
+        _sweep(folder, before)
+        raise
+    _sync(folder)
+    _sweep(folder, made)
+
+
+def check(generation: Path, names: Collection[str] = ()) -> None:
+    """Compares files of a generation with their digests: those named, or all.
+
+    Raises:
+        DamageError: a file is gone or another one.
+    """
+    try:
+        digests = dict(json.loads((generation / _DIGESTS).read_bytes()))
+    except (OSError, ValueError, TypeError) as problem:
+        raise DamageError(f"{generation.parent} is damaged: {_DIGESTS}: {problem}") from problem
+    for name, digest in digests.items():
+        path = generation / name
+        if (not names or name in names) and not (path.is_file() and digest_of(path) == digest):
+            told = "is not what was saved" if path.exists() else "is gone"
+            raise DamageError(f"{generation.parent} is damaged: {path.relative_to(generation.parent)} {told}")
+
+
+def delete(folder: Path) -> None:
+    """Deletes all generations of a folder, and the folder if nothing else was in it."""
+    if not any(map(_is_ours, folder.iterdir())):
+        return
+    last = newest(folder)
+    _sweep(folder, last)
+    if last:
+        last.rename(last.with_name(last.name + ".deleted"))  # half a generation is none
+    _sweep(folder, None)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _number(generation: Path) -> int:
+    return int(generation.name.removeprefix(_PREFIX))
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and _OURS.fullmatch(path.name) is not None
+
+
+def _sweep(folder: Path, kept: Path | None) -> None:
+    """Deletes the older generations and what killed processes left of others."""
+    for path in sorted(folder.iterdir()):
+        if path != kept and _is_ours(path):
+            shutil.rmtree(path)
+
+
+def _seal(folder: Path) -> None:
+    """Adds the digests of all files, and forces everything to the disk."""
+    paths = sorted(folder.rglob("*"))
+    digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in paths if path.is_file()}
+    (folder / _DIGESTS).write_text(json.dumps(digests, indent=1))
+    for path in (*paths, folder / _DIGESTS, folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""The leaves of a user's pytrees: their paths, and the shapes and types that they have on a device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+
+Tree = Any
+Role = Literal["parameter", "batch leaf", "leaf of the model state", "leaf of aux"]
+
+_CURES: dict[Role, str] = {
+    "parameter": "keep it out of the parameters and let the loss capture it, as `params, static = eqx.partition(model, "
+    "eqx.is_array)` and `eqx.combine(params, static)` do for a module",
+    "batch leaf": "keep it out of the batch and let the loss capture it",
+    "leaf of the model state": "keep it out of the model state and let the loss capture it",
+    "leaf of aux": "return arrays and numbers alone",
+}
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
+
+    >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
+    ['a/0', 'a/1']
+    """
+    return "/".join(_keys(path))
+
+
+def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
+    """The key paths of a tree as texts that differ: where two read alike, what is in their keys is escaped in all.
+
+    Escapes are those of JSON pointers: ~1 is a separator inside a key, ~0 is ~.
+
+    >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
+    >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
+    ('a/b~1c', 'a~1b/c')
+    """
+    names = tuple(separator.join(_keys(path)) for path in paths)
+    if len(set(names)) == len(names):
+        return names
+    escaped = [[key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths]
+    return tuple(map(separator.join, escaped))
+
+
+def canonical(dtype: Any) -> Any:
+    """The type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
+
+    One that no device has stays as it is.
+
+    >>> str(canonical(np.dtype("int64")))
+    'int32'
+    """
+    try:
+        return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    except TypeError:
+        return dtype
+
+
+def abstract(tree: Tree, role: Role = "parameter") -> Tree:
+    """Gives the shapes of a tree of arrays, and the types that they have on a device.
+
+    Raises:
+        ValueError: a leaf is none that a device can hold; it is named by its `role` and path.
+
+    >>> abstract({"x": np.zeros(3)}, "batch leaf")
+    {'x': ShapeDtypeStruct(shape=(3,), dtype=float32)}
+    """
+
+    def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, _jax.Tracer):
+            raise ValueError(f"{_named(path, role)} is being traced: use jvpipe outside of jax.jit and its like")
+        aval = _type_of(path, leaf, role)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    return jax.tree_util.tree_map_with_path(shape, tree)
+
+
+def check(tree: Tree, role: Role) -> None:
+    """Raises ValueError if a leaf is none that a device can hold; arrays may be traced."""
+    jax.tree_util.tree_map_with_path(lambda path, leaf: _type_of(path, leaf, role), tree)
+
+
+def is_initialiser(params: Any) -> bool:
+    """Whether parameters are given as a function that makes them; a module that can be called is a tree of arrays."""
+    return callable(params) and jax.tree_util.all_leaves([params])
+
+
+def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
+    """The shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
+
+    def made(rng: jax.Array) -> Tree:
+        params = initialiser(rng)
+        check(params, "parameter")
+        return params
+
+    return jax.eval_shape(made, rng)
+
+
+def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
+    try:
+        return jax.typeof(leaf)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{_named(path, role)} {_complaint(leaf, role)}") from error
+
+
+def _keys(path: Sequence[Any]) -> list[str]:
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def _named(path: Sequence[Any], role: Role) -> str:
+    return f"{role} '{path_name(path)}'" if path else f"the only {role}"
+
+
+def _complaint(leaf: Any, role: Role) -> str:
+    kind = type(leaf).__name__
+    if isinstance(leaf, np.ndarray):
+        return f"is of type {kind} {leaf.dtype}, which no device has: give an np.ndarray of plain numbers"
+    return f"is of type {kind}, no array: {_CURES[role]}"

@@ -1,0 +1,77 @@
+"""Tasks become operations over values, as drawn by hand for three layers."""
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
+from jvpipe.lowering.layout import MicrobatchLayout
+from tests.lowering.toy import GRAPH, drawn, layout
+
+WEIGHT = Value(ValueKind.WEIGHT, 0, 2, version=0)
+
+
+def step(how: MicrobatchLayout, micro: int = 1) -> list[str]:
+    expander = Expander(GRAPH, OneVersion(), set())
+    lines = []
+    for m in range(micro):
+        for layer in GRAPH.layers:
+            lines += map(drawn, expander.forward(layer, m, how))
+            lines += map(drawn, expander.losses(layer, range(micro), WEIGHT))
+        for layer in reversed(GRAPH.layers):
+            lines += map(drawn, expander.backward(layer, m, how))
+    return lines
+
+
+def test_a_step_with_everything_kept() -> None:
+    assert step(layout([3])) == [
+        "F0: parameter 0 version 0, batch 0 micro-batch 0 -> tensor 0 micro-batch 0, residual 0 layer 0 micro-batch 0",
+        "F1: parameter 1 version 0, tensor 0 micro-batch 0 -> tensor 1 micro-batch 0, residual 0 layer 1 micro-batch 0",
+        "F2: parameter 0 version 0, tensor 1 micro-batch 0 -> loss 0 micro-batch 0, residual 0 layer 2 micro-batch 0",
+        "LOSS2: loss 0 micro-batch 0 -> metric 0 micro-batch 0",
+        "ZERO2:  -> gradient 0 layer 2 version 0",
+        "B2: parameter 0 version 0, tensor 1 micro-batch 0, residual 0 layer 2 micro-batch 0, gradient 0 layer 2 "
+        "version 0 -> gradient 0 layer 2 version 0, cotangent 1 micro-batch 0",
+        "ZERO1:  -> gradient 1 layer 1 version 0",
+        "B1: parameter 1 version 0, tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, cotangent 1 "
+        "micro-batch 0, gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0, cotangent 0 micro-batch 0",
+        "ZERO0:  -> gradient 0 layer 0 version 0",
+        "B0: batch 0 micro-batch 0, residual 0 layer 0 micro-batch 0, cotangent 0 micro-batch 0, gradient 0 layer 0 "
+        "version 0 -> gradient 0 layer 0 version 0",
+    ]
+
+
+def test_sums_are_made_once_and_the_loss_is_summed_when_all_of_it_is_there() -> None:
+    kinds = [line.split(":")[0] for line in step(layout([3]), micro=2)]
+    assert [kinds.count(kind) for kind in ("ZERO0", "ZERO1", "ZERO2", "LOSS2")] == [1, 1, 1, 1]
+    assert kinds.index("LOSS2") > kinds.index("B0"), "after the second forward"
+
+
+def test_a_dropped_edge_is_made_again_before_the_first_backward_that_reads_it() -> None:
+    lines = step(layout([3], fates={"t0": "recompute"}))
+    again = next(line for line in lines if line.startswith("R0"))
+    assert again.endswith("-> tensor 0 micro-batch 0 rerun, residual 0 layer 0 micro-batch 0")
+    assert "residual 0 layer 0 micro-batch 0 unused" in lines[0], "what its forward left nobody reads"
+    kinds = [line.split(":")[0] for line in lines]
+    assert kinds.index("B2") < kinds.index("R0") < kinds.index("B1")
+    assert kinds.count("R0") == 1
+
+
+def test_an_evaluation_leaves_nothing() -> None:
+    expander = Expander(GRAPH, OneVersion(), set())
+    operations = [op for layer in GRAPH.layers for op in expander.evaluate(layer, 0)]
+    assert {op.kind for op in operations} == {Kind.E}
+    assert not [w for op in operations for w in op.writes if w.value.kind is ValueKind.RESIDUAL]
+
+
+def test_what_is_made_goes_to_its_readers() -> None:
+    expander, how = Expander(GRAPH, OneVersion(), set()), layout([3])
+    (forward,) = expander.forward(GRAPH.layers[0], 0, how)
+    assert [(str(d.value), d.layers) for d in forward.delivers] == [("tensor 0 micro-batch 0", (1,))]
+    for layer in GRAPH.layers[1:]:
+        assert list(expander.forward(layer, 0, how))
+    *_, backward = expander.backward(GRAPH.layers[2], 0, how)
+    assert [(str(d.value), d.layers) for d in backward.delivers] == [("cotangent 1 micro-batch 0", (1,))]
+
+
+def test_metrics_have_numbers_of_their_own() -> None:
+    values = [*metrics_of(GRAPH), gradient_norm(GRAPH)]
+    assert len(set(values)) == len(values)
