@@ -39,7 +39,7 @@ def shaped_modules() -> list[str]:
 
 
 # What users give is checked by these themselves, and tests give what no annotation allows.
-CHECKING = ("jvpipe.pipeline", "jvpipe.views", "jvpipe.arguments", "jvpipe.ir.plan")
+CHECKING = ("jvpipe.pipeline", "jvpipe.views", "jvpipe.session.arguments", "jvpipe.ir.plan")
 beartype_package("jvpipe", conf=BeartypeConf(claw_is_pep526=False, claw_skip_package_names=CHECKING))
 install_import_hook(shaped_modules(), "beartype.beartype")
 

@@ -4,9 +4,9 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
 from jvpipe.pipeline import Pipeline
 from jvpipe.replay import replay
-from jvpipe.runtime.checkpoint import checkpoint_extra
+from jvpipe.runtime.checkpoints.checkpoint import checkpoint_extra
+from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.controller import StageError
-from jvpipe.runtime.saving import checkpoint_plan
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 

@@ -12,8 +12,26 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
-from jvpipe.adapt import Adapter
-from jvpipe.arguments import (
+from jvpipe.ir.buffers import Peak
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.use import synchronous_uses
+from jvpipe.ir.values import ValueKind
+from jvpipe.planners import find_planner
+from jvpipe.programs.store import shared_store
+from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
+from jvpipe.runtime.checkpoints.flight import names_of, restore_in_flight, with_leaves
+from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
+from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.controller import Controller, Moment, StageError
+from jvpipe.runtime.losses import Losses, LossWatch
+from jvpipe.runtime.model_change import ModelChange
+from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
+from jvpipe.runtime.tensors import Ledger, Limits
+from jvpipe.runtime.versions import VersionLedger
+from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.session.adapt import Adapter
+from jvpipe.session.arguments import (
     check_arrays,
     check_key,
     check_loss,
@@ -26,29 +44,11 @@ from jvpipe.arguments import (
     reported_limit,
     whole_number,
 )
-from jvpipe.builds import Builds, Settings
-from jvpipe.interpreter import beside_training
-from jvpipe.ir.buffers import Peak
-from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import parse_bytes
-from jvpipe.ir.use import synchronous_uses
-from jvpipe.ir.values import ValueKind
-from jvpipe.known_models import KnownModels
-from jvpipe.moves import Moves
-from jvpipe.planners import find_planner
-from jvpipe.programs.store import shared_store
-from jvpipe.runtime.build import Build
-from jvpipe.runtime.change import ModelChange
-from jvpipe.runtime.checkpoint import load_checkpoint
-from jvpipe.runtime.controller import Controller, Moment, StageError
-from jvpipe.runtime.flight import names_of, restore_in_flight, with_leaves
-from jvpipe.runtime.losses import Losses, LossWatch
-from jvpipe.runtime.saving import Saving, saved_inputs, saved_words
-from jvpipe.runtime.state import Leaf, Name, State, given_leaves, made_leaves
-from jvpipe.runtime.tensors import Ledger, Limits
-from jvpipe.runtime.trigger import Rule
-from jvpipe.runtime.versions import VersionLedger
-from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.session.background import beside_training
+from jvpipe.session.compiled_plans import Builds, Settings
+from jvpipe.session.known_models import KnownModels
+from jvpipe.session.migrations import Moves
+from jvpipe.session.trigger import Rule
 from jvpipe.trace.leaves import is_initialiser, made_shapes
 from jvpipe.trace.loss import key_words
 from jvpipe.views import Views

@@ -7,23 +7,23 @@ import numpy as np
 import optax
 
 from jvpipe._jax import Device
-from jvpipe.arguments import feeds_of, leaves_like
-from jvpipe.builds import Builds, Settings
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
-from jvpipe.moves import Moves
-from jvpipe.planning import Planned
 from jvpipe.report.explain import explain
 from jvpipe.report.reasons import cut_reasons
-from jvpipe.runtime.build import Build, shape
-from jvpipe.runtime.checkpoint import to_host
+from jvpipe.runtime.checkpoints.checkpoint import to_host
+from jvpipe.runtime.checkpoints.flight import names_of, plain_arrays, with_leaves
+from jvpipe.runtime.compiled_plan import Build, shape
 from jvpipe.runtime.controller import Controller, Feeds, Moment
-from jvpipe.runtime.flight import names_of, plain_arrays, with_leaves
 from jvpipe.runtime.migrate import Change
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Placing, State
 from jvpipe.runtime.tensors import Ledger, Limits
+from jvpipe.session.arguments import feeds_of, leaves_like
+from jvpipe.session.compiled_plans import Builds, Settings
+from jvpipe.session.migrations import Moves
+from jvpipe.session.planning import Planned
 from jvpipe.trace.stacks import Stacks
 
 Tree = Any

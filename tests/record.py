@@ -30,7 +30,7 @@ import numpy as np
 import optax
 
 import jvpipe
-from jvpipe import plan as plan_command
+from jvpipe.cli import plan as plan_command
 from jvpipe.ir.buffers import Lowered
 from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
 from tests.zoo import CASES, Case, in_bfloat16

@@ -292,7 +292,7 @@ def test_a_second_run_of_the_same_shapes_keeps_the_plan_and_compiles_nothing(mon
     state = pipe.init(PARAMS, batch(), None)
     trained(pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([5, 1])), 1)
     monkeypatch.setattr("jvpipe.programs.store.ProgramStore._compiled_for", None)
-    monkeypatch.setattr("jvpipe.builds.decide", None)
+    monkeypatch.setattr("jvpipe.session.compiled_plans.decide", None)
     _, losses = trained(pipe, pipe.init(PARAMS, batch(), None), 1)
     assert pipe.plan.cuts == (5, 1)
     monkeypatch.undo()

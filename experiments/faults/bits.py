@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from experiments.faults.runs import LIMIT_S, Run, page
-from jvpipe import train
+from jvpipe.cli import train
 
 STEPS = 6
 OPTIONS = ("--schedule", "pipedream", "--planner", "even", "--steps", str(STEPS), "--checkpoint-every", "2")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jvpipe.rundir import RunDir
-from jvpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.cli.rundir import RunDir
+from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 
 EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"})
 OLD, NEW = 1, 2

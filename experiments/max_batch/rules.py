@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
-from jvpipe.planners.dawnpiper import attempt as dawnpiper
-from jvpipe.planners.gpipe import gpipe
-from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.pipedream import pipedream
-from jvpipe.planners.problem import Decision, Problem
-from jvpipe.planners.smallest_limit import thrifty
-from jvpipe.planners.solution import pricing_of
-from jvpipe.planners.vpipe import attempt as vpipe
+from jvpipe.planners.joint.smallest_limit import thrifty
+from jvpipe.planners.joint.surrogate import pricing_of
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.published.dawnpiper import attempt as dawnpiper
+from jvpipe.planners.published.gpipe import gpipe
+from jvpipe.planners.published.pipedream import pipedream
+from jvpipe.planners.published.vpipe import attempt as vpipe
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 """Planners whose papers tell what they believe a stage to hold."""

@@ -25,11 +25,11 @@ from experiments.awake import awake
 from experiments.nas import paced, streams, variants
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
+from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolved_transformer import default_architecture
 from jvpipe.models.workload import Workload
-from jvpipe.planners.by_hand import checkpointed
-from jvpipe.search import ArchitectureSearch
+from jvpipe.planners.user_fates import checkpointed
 
 WARM, TIMED, TRIES = 2, 3, 2
 """A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median counts; again if another

@@ -18,14 +18,14 @@ from experiments.nas import streams, variants
 from experiments.nas.paced import traced
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
-from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
+from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.models.architecture import Architecture
 from jvpipe.models.workload import Workload
 from jvpipe.planners import find_planner
-from jvpipe.planners.forecast import simulated_step_s
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.problem import RERUN, RERUN_ON, Decision, Problem
-from jvpipe.planners.segments import Segments
-from jvpipe.planners.selection import Moves, Selection
-from jvpipe.planners.vpipe import swap_recompute
+from jvpipe.planners.model.problem import RERUN, RERUN_ON, Decision, Problem
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.vpipe import swap_recompute
 
 NAMES = ("static, first", "static", "swap/recompute", "full", "ideal")
 

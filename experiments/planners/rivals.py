@@ -17,17 +17,17 @@ from pathlib import Path
 import tyro
 
 from experiments.planners.tables import PROFILES
-from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.cli.plan import Options, model_costs, on_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.cost.graph_file import read_graph
+from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import Link
-from jvpipe.plan import Options, model_costs, on_cluster
 from jvpipe.planners import PLANNERS
-from jvpipe.planners.forecast import simulated_step_s
-from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.lower_bound import lower_bound
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
 
 MB = 10**6

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.jvpipe import jvpipe
-from jvpipe.planners.memory import stage_cost
-from jvpipe.planners.problem import Problem
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import stage_cost
 from jvpipe.schedules import find_schedule
 
 SIZES = ((200, 16), (1_300, 8), (2_500, 16), (5_000, 64), (10_000, 64), (10_000, 256))

@@ -7,8 +7,8 @@ import sys
 import time
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.simulate import simulate_lists
-from jvpipe.schedules.stage_work import StageLoad
+from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.stages import StageLoad
 
 STAGES = 64
 PER_MICRO_BATCH = 7 * STAGES - 4  # F, R, B, OUT, IN, two sends; the last stage swaps nothing, the ends send once

@@ -6,10 +6,10 @@ M = 2 S micro-batches. Nothing runs, the estimates are the roofline's.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jvpipe.cost.cluster_file import find_cluster
-from jvpipe.plan import Options, answer, model_costs, on_cluster, with_splits
-from jvpipe.planners.forecast import simulated_step_s
-from jvpipe.planners.problem import Problem
+from jvpipe.cli.plan import Options, answer, model_costs, on_cluster, with_splits
+from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.problem import Problem
 from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.cli.plan import Options, answer, model_costs, on_cluster
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.graph_file import read_graph
-from jvpipe.cost.graph_split import expert_split, split_loads_s
-from jvpipe.plan import Options, answer, model_costs, on_cluster
+from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.files.graph_file import read_graph
+from jvpipe.cost.files.graph_split import expert_split, split_loads_s
 from jvpipe.planners import PLANNERS
-from jvpipe.planners.forecast import simulated_step_s
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.problem import Problem
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
 

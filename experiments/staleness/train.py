@@ -10,8 +10,8 @@ import jax
 import jvpipe
 from experiments.staleness.subjects import MICRO_BATCHES, Batch, Subject
 from jvpipe.schedules import PipeMare, Schedule, find_schedule
-from jvpipe.schedules.simulate import simulate_lists
-from jvpipe.schedules.stage_work import StageLoad
+from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.stages import StageLoad
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0  # of the whole model on one device, per micro-batch
 

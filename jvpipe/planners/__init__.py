@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from jvpipe.ir.names import did_you_mean
-from jvpipe.planners.adapipe import adapipe
-from jvpipe.planners.dapple import dapple
-from jvpipe.planners.dawnpiper import dawnpiper
-from jvpipe.planners.even import even
-from jvpipe.planners.gpipe import gpipe
-from jvpipe.planners.jvpipe import jvpipe
-from jvpipe.planners.pipedream import pipedream
-from jvpipe.planners.problem import Decision, Problem
-from jvpipe.planners.torchgpipe import torchgpipe, torchgpipe_size
-from jvpipe.planners.vpipe import vpipe
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.published.adapipe import adapipe
+from jvpipe.planners.published.dapple import dapple
+from jvpipe.planners.published.dawnpiper import dawnpiper
+from jvpipe.planners.published.even import even
+from jvpipe.planners.published.gpipe import gpipe
+from jvpipe.planners.published.pipedream import pipedream
+from jvpipe.planners.published.torchgpipe import torchgpipe, torchgpipe_size
+from jvpipe.planners.published.vpipe import vpipe
 
 PLANNERS: dict[str, Callable[[Problem], Decision]] = {
     "even": even,

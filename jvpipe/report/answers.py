@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.planners.forecast import bubble_fraction, simulated_step_s
-from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.memory import Evaluation
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import Evaluation
 
 
 @dataclass(frozen=True)

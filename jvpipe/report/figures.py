@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.span import Span
 from jvpipe.report.timeline import COMPUTE, in_order
-from jvpipe.schedules.timeline import Curve, Timeline
+from jvpipe.simulate.timeline import Curve, Timeline
 
 COLOURS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", "#7fb2e5"),

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.planners.memory import StageCost, stage_cost
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import StageCost, stage_cost
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:

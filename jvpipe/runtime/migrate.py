@@ -21,8 +21,8 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.splice import spliced
 from jvpipe.lowering.step import lower_move, lower_step
-from jvpipe.runtime.build import Build
-from jvpipe.runtime.checkpoint import to_host
+from jvpipe.runtime.checkpoints.checkpoint import to_host
+from jvpipe.runtime.compiled_plan import Build
 from jvpipe.runtime.controller import Bound
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded

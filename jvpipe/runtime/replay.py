@@ -21,7 +21,7 @@ from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import forward_program
 from jvpipe.programs.pieces import Slot
 from jvpipe.programs.store import Program
-from jvpipe.runtime.build import Build
+from jvpipe.runtime.compiled_plan import Build
 from jvpipe.runtime.state import piece_program
 
 

@@ -20,11 +20,11 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
-from jvpipe.planners.memory import evaluate, stage_cost
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.build import Build
+from jvpipe.runtime.compiled_plan import Build
 from jvpipe.schedules import find_schedule
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 

@@ -8,10 +8,11 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe import builds, planning
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
-from jvpipe.planners.problem import Problem
+from jvpipe.planners.model.problem import Problem
+from jvpipe.session import compiled_plans as builds
+from jvpipe.session import planning
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.zoo import dropped, quick_key
 

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
-from jvpipe.runtime.checkpoint import load_checkpoint
-from jvpipe.train import parse
+from jvpipe.cli.train import parse
+from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 
 LIMIT_S = 240
 
@@ -236,7 +236,8 @@ def test_a_stream_under_a_given_plan_is_resumed_under_it(text: Path, whole: Path
 DIVERGES = """
 import dataclasses, sys
 import jax.numpy as jnp, optax
-from jvpipe import models, train
+from jvpipe import models
+from jvpipe.cli import train
 load = models.load
 def diverging(*args, **options):
     rates = lambda n: jnp.where(n < 3, -1e-3, jnp.nan)

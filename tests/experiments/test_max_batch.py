@@ -13,8 +13,8 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.estimate import estimate
 from jvpipe.models import load
 from jvpipe.planners import find_planner
-from jvpipe.planners.memory import evaluate
-from jvpipe.planners.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import Traced

@@ -11,7 +11,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
-from jvpipe.planners.by_hand import with_fates
+from jvpipe.planners.user_fates import with_fates
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import shared_store

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.planners.infeasible import Infeasible
-from jvpipe.planners.memory import StageCost, evaluate, stage_cost
-from jvpipe.planners.problem import RERUN, Decision, Problem
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import RERUN, Decision, Problem
+from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
 from jvpipe.schedules import find_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream", "2bw")

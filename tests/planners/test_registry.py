@@ -4,8 +4,8 @@ import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners import PLANNERS, find_planner
-from jvpipe.planners.memory import check
-from jvpipe.planners.problem import Problem
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import check
 from jvpipe.schedules import SCHEDULES, find_schedule
 
 SECONDS = [3.0, 1.0, 2.0, 2.0, 1.0, 4.0, 1.0, 2.0]

@@ -8,8 +8,8 @@ import pytest
 from jvpipe.ir.span import Span
 from jvpipe.report.figures import timeline_figure
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.simulate import simulate_lists
-from jvpipe.schedules.stage_work import StageLoad
+from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.stages import StageLoad
 
 
 def words(path: Path) -> str:

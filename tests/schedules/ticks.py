@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import TaskLists
-from jvpipe.schedules.stage_work import StageLoad
+from jvpipe.simulate.stages import StageLoad
 
 Name = tuple[int, str, int]
 

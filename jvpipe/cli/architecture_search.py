@@ -1,0 +1,84 @@
+"""Architecture search inside one pipeline: a stream of models, each trained for a few steps."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe.models.architecture import Architecture, Supernet
+from jvpipe.models.evolution import RegularizedEvolution
+from jvpipe.pipeline import Metrics, Pipeline
+from jvpipe.runtime.state import State
+from jvpipe.session.background import beside_training
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An architecture with its loss and its fresh parameters, on the host."""
+
+    architecture: Architecture
+    loss_fn: Callable[..., Any]
+    params: Tree
+
+
+class ArchitectureSearch:
+    """Regularised evolution whose members share the parameters of the blocks that they share.
+
+    The fitness of an architecture is the mean loss of its steps. Each is drawn while the one before it trains, and
+    made ready in the background meanwhile; so it knows of the reports up to the last but one. The stream follows from
+    the seed and the losses alone.
+
+    Args:
+        supernet: what there is to choose.
+        seed: of the stream and of the parameters.
+        steps: for how many each architecture is trained at a time.
+        evolution: gives architectures and is told their losses; a new one of the seed unless given.
+    """
+
+    def __init__(
+        self, supernet: Supernet, seed: int, steps: int = 5, evolution: RegularizedEvolution | None = None
+    ) -> None:
+        self.steps, self._supernet = steps, supernet
+        self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
+        self._key = jax.random.key(seed)
+        self._loss_of = cache(supernet.loss_of)  # the same object, so that a pipeline knows it again
+        self.first = self._candidate(next(self.evolution))
+
+    def run(
+        self, pipe: Pipeline, state: State, batches: Iterable[Tree], num_steps: int
+    ) -> Iterator[tuple[State, Metrics, Architecture]]:
+        """Trains architectures for so many steps in all; the state is that of `first`, as `Pipeline.init` made it."""
+        batches, candidate = iter(batches), self.first
+        with ThreadPoolExecutor(1) as background:
+            for done in range(0, num_steps, self.steps):
+                count, ahead, losses = min(self.steps, num_steps - done), None, []
+                if done + count < num_steps:
+                    ahead = background.submit(self._prepared, pipe, next(self.evolution))
+                for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest is given on
+                    losses.append(metrics["loss"])
+                    yield state, metrics, candidate.architecture
+                self.evolution.report(candidate.architecture, float(np.mean(losses)))
+                if ahead is not None:
+                    candidate, state = self._next(pipe, state, ahead)
+
+    @staticmethod
+    def _next(pipe: Pipeline, state: State, ahead: "Future[Candidate]") -> tuple[Candidate, State]:
+        candidate = ahead.result()
+        return candidate, pipe.update_model(state, candidate.loss_fn, candidate.params)
+
+    def _prepared(self, pipe: Pipeline, architecture: Architecture) -> Candidate:
+        with beside_training():
+            candidate = self._candidate(architecture)
+            pipe.precompile(candidate.loss_fn, candidate.params)
+            return candidate
+
+    def _candidate(self, architecture: Architecture) -> Candidate:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            params = jax.tree.map(np.asarray, self._supernet.params_of(architecture, self._key))
+        return Candidate(architecture, self._loss_of(architecture), params)

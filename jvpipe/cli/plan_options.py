@@ -1,0 +1,107 @@
+"""What `python -m jvpipe.plan` is given, and what of it no planner need be asked."""
+
+from dataclasses import dataclass
+
+from jvpipe.cli.outputs import check_outputs
+from jvpipe.ir.sizes import MOST_BYTES, parse_bytes
+from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.planners.model.problem import Problem
+from jvpipe.report.figures import check_format
+from jvpipe.schedules import find_schedule
+
+MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9}
+"""Of what is counted: each micro-batch on each stage is simulated."""
+MOST_S = 1e12
+"""More than anything takes."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Plans a model, or a graph file, over the devices of a cluster."""
+
+    model: str | None = None
+    """Which model of jvpipe.models; its parameters are never made."""
+    size: str | None = None
+    """Which of its sizes; the smallest one if left out."""
+    dtype: str | None = None
+    """The type that the model computes in; float32 if left out."""
+    graph: str | None = None
+    """In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning."""
+    stages: int = 4
+    """Over how many devices."""
+    hardware: str | None = None
+    """A cluster by name (a100-40gb, v100-a, ...) or a TOML file; a100-40gb for a model, infinite links for a graph."""
+    memory_limit: str | None = None
+    """What each device may hold, such as 16GiB; for a model, what the hardware has."""
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, pipedream, pipedream-vertical-sync, 2bw."""
+    planner: str = "jvpipe"
+    """Which planner."""
+    compare: str | None = None
+    """Several planners side by side: `all`, or names with commas between."""
+    microbatches: int = 8
+    """Into how many parts a batch is split."""
+    batch_size: int | None = None
+    """Examples per step; the model's own if left out."""
+    json: str | None = None
+    """Writes the plan to this file; of several planners all plans, the best first."""
+    timeline: str | None = None
+    """Writes the simulated timeline to this file, for Perfetto; of several planners that of the best."""
+    figure: str | None = None
+    """Draws that timeline, with memory under it, to this file (png, svg or pdf)."""
+
+
+def check(options: Options) -> list[str]:
+    """The planners to be asked. Raises ValueError for what can be seen to be wrong before any work."""
+    if (options.model is None) == (options.graph is None):
+        raise ValueError("give one of --model and --graph")
+    for name, value in [("--size", options.size), ("--dtype", options.dtype), ("--batch-size", options.batch_size)]:
+        if options.graph is not None and value is not None:
+            raise ValueError(f"{name} {value} is of a --model, a --graph has its own: leave it out")
+    counts = {"--stages": options.stages, "--microbatches": options.microbatches, "--batch-size": options.batch_size}
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= MOST[name]:
+            raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")
+    find_schedule(options.schedule).check(options.stages, options.microbatches)
+    names = [options.planner]
+    if options.compare is not None:
+        names = list(PLANNERS) if options.compare == "all" else options.compare.split(",")
+    for name in names:
+        find_planner(name)
+    parse_bytes(options.memory_limit)
+    outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
+    check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})
+    if options.figure is not None:
+        check_format(options.figure)
+    return names
+
+
+def check_sums(problem: Problem) -> None:
+    """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
+    layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
+    sums = {
+        "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
+        "links between stages are busy": 2 * m * sum(problem.peer.seconds(edge.bytes) for edge in edges),
+        "links to the host are busy": 2 * m * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
+    }
+    for what, seconds in sums.items():
+        if not seconds <= MOST_S:
+            raise ValueError(
+                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
+                "correct the times of the layers, or what the links carry and how fast"
+            )
+    in_flight = max(problem.schedule.in_flight(problem.stages, m))
+    versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
+    held = sum(
+        versions * layer.parameter_bytes
+        + layer.gradient_bytes
+        + layer.optimizer_bytes
+        + layer.temporary_bytes
+        + in_flight * (layer.input_bytes + layer.options[0].kept_bytes)
+        for layer in layers
+    ) + in_flight * sum(edge.bytes for edge in edges)
+    if held > MOST_BYTES:
+        raise ValueError(
+            f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
+            "planned: correct the sizes, or use smaller micro-batches"
+        )

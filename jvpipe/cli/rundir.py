@@ -1,0 +1,205 @@
+"""The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to go on."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from jvpipe.cli import sealed
+from jvpipe.ir.plan import Plan
+from jvpipe.report.metrics import replace_bytes
+from jvpipe.runtime.checkpoints.checkpoint import check_checkpoint, delete_checkpoint, is_checkpoint
+from jvpipe.runtime.checkpoints.generations import DamageError, digest_of
+
+KEPT_CHECKPOINTS = 2
+
+
+class HeldError(ValueError):
+    """Another process is in a folder."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names the files of a run. Checkpoints are folders named by their step; only a whole one bears such a name."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """What the run was asked to do, and on which data."""
+        return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, as `jvpipe.Plan.load` reads it."""
+        return self.path / "plan.json"
+
+    @property
+    def explanation(self) -> Path:
+        """Why the plan is what it is, in words."""
+        return self.path / "plan.txt"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """A Chrome trace of the last measured step."""
+        return self.path / "timeline.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step belongs."""
+        return self.path / "checkpoints" / f"{step:08d}"
+
+    def checkpoints(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
+        return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
+
+    def prune(self) -> None:
+        """Deletes all but the last checkpoints, and what a killed process left of others; nothing else."""
+        kept = self.checkpoints()[-KEPT_CHECKPOINTS:]
+        for path in self._folders(r"\d{8,}"):
+            if path not in kept:
+                delete_checkpoint(path)
+        for path in self._folders(r"\d{8,}\.(deleted|orbax-checkpoint-tmp.*)"):  # as they were once written
+            shutil.rmtree(path)
+
+    def _folders(self, pattern: str) -> list[Path]:
+        """The folders of checkpoints whose name is of a pattern."""
+        folder = self.path / "checkpoints"
+        names = folder.iterdir() if folder.is_dir() else ()
+        return sorted(p for p in names if re.fullmatch(pattern, p.name) and p.is_dir())
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration of the run in this folder.
+
+        Raises:
+            ValueError: there is no run here.
+        """
+        try:
+            return sealed.read(self.config)
+        except OSError as problem:
+            raise ValueError(f"{self.path} holds no run to resume: {self.config.name}: {problem}") from problem
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the configuration, whole or not at all."""
+        sealed.write(self.config, config)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Writes the plan, whole or not at all."""
+        sealed.write(self.plan, plan.to_json())
+
+    def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Writes files that belong to the run, each whole or not at all; returns their digests."""
+        for name, content in files.items():
+            replace_bytes(self.path / name, content)
+        return {name: digest_of(self.path / name) for name in files}
+
+    def check_files(self, digests: Mapping[str, str]) -> None:
+        """Compares what belongs to the run with the digests that `adopt` gave; what is gone is not missed.
+
+        Raises:
+            DamageError: a file is another one.
+        """
+        for name, digest in digests.items():
+            path = self.path / name
+            if path.exists() and digest_of(path) != digest:
+                raise DamageError(
+                    f"{path} is not what the run began with: put it back, or delete it and it is made again of the data"
+                )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes out of the folder, which is made if need be; if it stays empty it goes again.
+
+        The lock goes with the process, however that ends.
+
+        Raises:
+            HeldError: another process is in the folder.
+        """
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise HeldError(f"another run is at work in {self.path}: stop it, or name another --run-dir") from None
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # where something is in it
+                    for path in made:
+                        path.rmdir()
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """To the damage of the newest checkpoint adds what to do: which older one is whole."""
+        try:
+            yield
+        except DamageError as damage:
+            *older, newest = self.checkpoints()
+            told = "no older checkpoint is whole"
+            if whole := [path for path in older if _is_whole(path)]:
+                told = f"{whole[-1]} is whole: move {newest} out of the way, and --resume goes on from that one"
+            raise DamageError(f"{damage}; {told}") from damage
+
+    def refuse_if_used(self) -> None:
+        """Keeps a new run from overwriting another.
+
+        Raises:
+            ValueError: there is a checkpoint in the folder.
+        """
+        if self.checkpoints():
+            raise ValueError(f"{self.path} holds a run already: continue it with --resume, or name another --run-dir")
+
+    def check(self, wanted: Mapping[str, Any]) -> None:
+        """Checks that the run in this folder agrees with what is wanted, field by field.
+
+        Raises:
+            ValueError: they differ; the message names the fields, and of fields within fields the first.
+        """
+        there, here = self.read_config(), json.loads(json.dumps(wanted))
+        if differing := list(_differences({key: there.get(key) for key in here}, here)):
+            told = "; ".join(f"{key} is {old} there, {new} here" for key, old, new in differing)
+            raise ValueError(f"{self.path} holds another run: {told}")
+
+
+def hold_new(held: ExitStack, name: str) -> RunDir:
+    """A new folder of that name, or with a number behind it, that no other process is in."""
+    for number in count(1):
+        run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
+        with suppress(HeldError):
+            if not run.path.exists():
+                held.enter_context(run.held())
+                return run
+    raise AssertionError("numbers do not end")
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        check_checkpoint(checkpoint)
+    except DamageError:
+        return False
+    return True
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The entries that differ: name, value there, value here; of an entry that is a mapping itself the first."""
+    for key in dict.fromkeys([*here, *there]):
+        old, new = there.get(key, "missing"), here.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from ((f"{key}: {name}", a, b) for name, a, b in islice(_differences(old, new), 1))
+        elif old != new:
+            yield key, old, new

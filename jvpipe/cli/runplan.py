@@ -1,0 +1,49 @@
+"""Which plan a run of the command line follows: one from a file, the one it had, or one that is yet to be made."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jvpipe.cli import sealed
+from jvpipe.ir.plan import Plan
+
+DECIDES = ("stages", "microbatches", "schedule", "planner", "memory_limit", "host_memory_limit", "checkpoint", "plan")
+"""The options that a plan follows from: a run that is resumed with others is planned anew."""
+
+
+def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+    """The plan of --plan; None if there is none, or if it was given to a run before that is resumed.
+
+    Args:
+        options: of this run.
+        before: those of the run that is resumed, else the defaults.
+
+    Raises:
+        ValueError: it is no plan, or --stages or --schedule contradict it.
+    """
+    path = options["plan"]
+    if path is None or path == before.get("plan"):
+        return None
+    plan = Plan.load(path)
+    for name, own in (("stages", len(plan.stages)), ("schedule", plan.schedule)):
+        if options[name] not in (own, before[name]):
+            raise ValueError(f"--{name} {options[name]} contradicts --plan {path}: there it is {own}")
+    return plan
+
+
+def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+    """The plan that a resumed run left at `path`, if it is asked for nothing that the plan does not follow from."""
+    if options["remeasure"] or not path.exists() or any(options[name] != before.get(name) for name in DECIDES):
+        return None
+    sealed.read(path)  # whether it is what the run wrote
+    plan = Plan.load(path)
+    return plan if (len(plan.stages), plan.schedule) == (options["stages"], options["schedule"]) else None
+
+
+def devices_of(plan: Plan) -> int:
+    """How many devices a plan needs.
+
+    >>> devices_of(Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]))
+    2
+    """
+    return 1 + max(device for stage in plan.stages for device in stage.devices)

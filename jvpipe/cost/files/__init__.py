@@ -1,0 +1,1 @@
+"""Profiles and operator graphs read from files."""

@@ -1,0 +1,1 @@
+"""jvpipe's own planner: cuts and fates chosen together."""

@@ -1,0 +1,219 @@
+"""The best cuts and fates for the surrogate of `memory.py`, jointly, and a bound that no plan is below.
+
+Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it; M micro-batches.
+
+    asynchronous   M max(t, comm)
+    1f1b           sum(t + comm) + (M - 1) max(t, comm)
+    gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
+
+All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
+on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
+the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from jvpipe.planners.joint.chain_dp import Matrix, least_max, least_sum, sums_through
+from jvpipe.planners.joint.segment_table import Path, Table, cells
+from jvpipe.planners.model.problem import Problem
+
+Caps = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Paths through a table, the best first, and what the best takes; nothing in the table takes less than `bound_s`.
+
+    No path whose slowest stage is above `cap_s` can be better.
+    """
+
+    paths: tuple[Path, ...]
+    step_s: float
+    bound_s: float
+    cap_s: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is summed over stages, and what is waited for: in each phase, the slowest."""
+
+    problem: Problem
+    table: Table
+
+    @property
+    def gpipe(self) -> bool:
+        """Whether there are two phases."""
+        return self.problem.schedule.name == "gpipe"
+
+    @property
+    def waits(self) -> int:
+        """How often a step waits for the slowest stage."""
+        return self.problem.microbatches - self.problem.schedule.synchronous
+
+    def sums(self, seconds: list[Matrix]) -> list[Matrix]:
+        """Seconds of stages and of the links before them."""
+        return [t + stage.block.comm_s for t, stage in zip(seconds, self.table.stages, strict=True)]
+
+    def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
+        """Of each phase, how long the other stages wait for one."""
+        blocks = [stage.block for stage in self.table.stages]
+        if not self.gpipe:
+            return [self.slowest(seconds)]
+        forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
+        backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)]
+        return [forward, backward]
+
+    def slowest(self, seconds: list[Matrix]) -> list[Matrix]:
+        """How far apart micro-batches are on a stage or on the link before it."""
+        return [np.maximum(t, stage.block.comm_s) for t, stage in zip(seconds, self.table.stages, strict=True)]
+
+    def maxima(self, path: Path) -> Caps:
+        """What a path's stages wait for in each phase."""
+        found = []
+        for t, forward_s, comm_s in map(self.table.parts_s, cells(path)):
+            phases = (max(forward_s, comm_s / 2), max(t - forward_s, comm_s / 2))
+            found.append(phases if self.gpipe else (max(t, comm_s),))
+        return tuple(max(phase) for phase in zip(*found, strict=True))
+
+    def step_s(self, path: Path) -> float:
+        """What a path takes."""
+        total_s = sum(t + comm_s for t, _, comm_s in map(self.table.parts_s, cells(path)))
+        return total_s * self.problem.schedule.synchronous + self.waits * sum(self.maxima(path))
+
+    def bound_s(self, seconds: list[Matrix]) -> float:
+        """What any path takes at least."""
+        total_s = least_sum(self.sums(seconds))[0] if self.problem.schedule.synchronous else 0.0
+        return total_s + self.waits * sum(least_max(phase) for phase in self.phases(seconds))
+
+
+def search(problem: Problem, table: Table) -> Found:
+    """The best paths through a table; none if nothing fits."""
+    objective = Objective(problem, table)
+    if not problem.schedule.synchronous:
+        found = _fastest_stream(objective)
+    else:  # begin where the slowest stage is fastest: the best step is not far
+        found = _Boxes(objective).search(_fastest_stream(objective).paths)
+    if table.proven:
+        return found
+    bound_s = objective.bound_s([table.lower_s(stage) for stage in table.stages])
+    return replace(found, bound_s=min(found.step_s, max(found.bound_s, bound_s)))
+
+
+def _fastest_stream(objective: Objective) -> Found:
+    """The cuts whose slowest stage is fastest; among them, those of the least sum."""
+    table, m, bound_s = objective.table, objective.waits, 0.0
+    known: dict[Path, float] = {}
+    while True:
+        phase = objective.slowest(table.seconds)
+        slowest = least_max(phase)
+        bound_s = slowest * m if table.proven else bound_s
+        _, path = table.shortest(_under(objective.sums(table.seconds), [phase], (slowest,)))
+        if path is None:
+            return Found((), np.inf, bound_s, np.inf)
+        if found := table.open(path):
+            table.look(found, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest)
+        if not table.open(path) and np.isfinite(step_s := objective.step_s(path)):
+            known[path] = step_s
+        if known and (not found or table.exhausted):
+            best = min(known, key=lambda path: known[path])
+            return Found((best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1))
+
+
+@dataclass
+class _Boxes:
+    """The boxes of caps that are left, by their bounds; and the paths that were met, with what they take."""
+
+    objective: Objective
+    heap: list[tuple[float, int, Caps, Caps]] = field(default_factory=list)
+    paths: dict[Path, float] = field(default_factory=dict)
+    best_s: float = np.inf
+    least_sum_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.table, self.waits = self.objective.table, self.objective.waits
+        self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
+
+    def search(self, begin: Sequence[Path]) -> Found:
+        """The best paths; `begin` are paths of settled cells."""
+        for path in begin:
+            self._meet(path)
+        table, tick, bound_s = self.table, count(), 0.0
+        heappush(self.heap, (0.0, next(tick), self.low, (np.inf,) * len(self.low)))
+        while self.heap and self.heap[0][0] < self.best_s * (1 - table.effort.tolerance):
+            if table.exhausted and self.paths:
+                break
+            expected_s, _, low, high = heappop(self.heap)
+            bound_s = max(bound_s, expected_s) if table.proven else bound_s
+            total_s, path = self._shortest(high)
+            if path is None:
+                continue
+            if found := table.open(path):
+                table.look(found)
+                heappush(self.heap, (max(total_s + self.waits * sum(low), expected_s), next(tick), low, high))
+                if not table.open(path):
+                    self._meet(path)
+                continue
+            self._meet(path)
+            for below, above in _rest(low, high, self.objective.maxima(path)):
+                heappush(self.heap, (total_s + self.waits * sum(below), next(tick), below, above))
+        if table.proven:
+            bound_s = self.heap[0][0] if self.heap else self.best_s
+        paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
+        return Found(paths, self.best_s, min(bound_s, self.best_s), self._cap_s())
+
+    def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
+        seconds = self.table.seconds
+        return self.table.shortest(_under(self.objective.sums(seconds), self.objective.phases(seconds), caps))
+
+    def _meet(self, path: Path) -> None:
+        """A path whose cells are all settled."""
+        step_s = self.objective.step_s(path)
+        if np.isfinite(step_s):
+            self.paths[path] = step_s
+        if step_s < self.best_s:
+            self.best_s = step_s
+            self._narrow()
+
+    def _narrow(self) -> None:
+        """Forgets the cuts through which no path can be better than the best."""
+        seconds = [self.table.lower_s(stage) for stage in self.table.stages]
+        sums, phases = self.objective.sums(seconds), self.objective.phases(seconds)
+        low = [least_max(phase) for phase in phases]
+        self.least_sum_s = max(self.least_sum_s, least_sum(sums)[0])
+        caps = tuple(self._cap_s() - sum(low) + own for own in low)
+        through = sums_through(_under(sums, phases, caps))
+        kept = [np.flatnonzero(x + self.waits * sum(low) <= self.best_s * (1 + 1e-12)) for x in through]
+        if all(len(places) for places in kept):
+            self.table.narrow(kept)
+
+    def _cap_s(self) -> float:
+        """What the maxima of a better path are at most, together."""
+        return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
+
+
+def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> list[Matrix]:
+    """Matrices, infinite where a phase exceeds its cap."""
+    found = matrices
+    for phase, cap in zip(phases, caps, strict=True):
+        if np.isfinite(cap):
+            found = [np.where(x <= cap, total, np.inf) for x, total in zip(phase, found, strict=True)]
+    return found
+
+
+def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
+    """What is left of a box whose least sum is that of a path with these maxima: boxes below them, each halved."""
+    boxes = []
+    for phase, most in enumerate(maxima):
+        above = (*high[:phase], float(np.nextafter(most, 0)), *high[phase + 1 :])
+        if above[phase] >= low[phase]:
+            middle = (low[phase] + above[phase]) / 2
+            boxes.append((low, (*above[:phase], middle, *above[phase + 1 :])))
+            if middle < above[phase]:
+                boxes.append(((*low[:phase], middle, *low[phase + 1 :]), above))
+        low = (*low[:phase], most, *low[phase + 1 :])
+    return boxes

@@ -1,0 +1,108 @@
+"""Every layer's choices as arrays: rows are layers, columns its options, then `RERUN_ON`, then `RERUN`: -2 and -1.
+
+Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
+and needs `working_bytes` while it runs. In a run of layers computed again (one `RERUN`, then `RERUN_ON`s) the working
+bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
+`again_bytes` in the place of its residuals. What a layer adds to a run is at least `run_bytes`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jvpipe.planners.model.problem import RERUN, RERUN_ON, Problem, again_bytes
+
+PerChoice = Float[np.ndarray, "N C"]
+PerLayer = Float[np.ndarray, "N"]
+Columns = Int[np.ndarray, "_"]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """All layers' choices; `allowed` says which columns a layer has."""
+
+    allowed: Bool[np.ndarray, "N C"]
+    kept_bytes: PerChoice
+    swapped_bytes: PerChoice
+    extra_s: PerChoice
+    working_bytes: PerChoice  # of RERUN and RERUN_ON: at least, of this layer alone
+    residual_bytes: PerLayer
+    again_bytes: PerLayer
+    input_bytes: PerLayer
+    temporary_bytes: PerLayer
+
+    @staticmethod
+    def of(problem: Problem, swaps: bool = True) -> "Choices":
+        """The choices of a problem's layers; without `swaps`, those that swap nothing."""
+        layers = problem.costs.layers
+        n, options = len(layers), max(len(layer.options) for layer in layers)
+        # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
+        allowed = np.zeros((n, options + 2), dtype=bool, order="F")
+        kept, swapped, extra, working = (np.zeros((n, options + 2), order="F") for _ in range(4))
+        for row, layer in enumerate(layers):
+            for c, option in enumerate(layer.options):
+                given = layer.input_bytes
+                kept[row, c] = option.kept_bytes + (0 if option.swaps_input else given)
+                swapped[row, c] = option.swapped_bytes + (given if option.swaps_input else 0)
+                extra[row, c] = option.extra_s
+                working[row, c] = option.extra_bytes + layer.temporary_bytes
+                allowed[row, c] = swaps or swapped[row, c] == 0
+        given = np.array([float(layer.input_bytes) for layer in layers])
+        residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
+        kept[:, RERUN] = given
+        allowed[:, -2:] = True
+        extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
+        again = np.array([float(again_bytes(layer)) for layer in layers])
+        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
+        working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
+        return Choices(allowed, kept, swapped, extra, working, residual, again, given, temporary)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+        return self.allowed.shape[1]
+
+    @cached_property
+    def left_bytes(self) -> PerChoice:
+        """What choices hold of one micro-batch while the layers after theirs run."""
+        return self.kept_bytes + self.swapped_bytes
+
+    @cached_property
+    def run_bytes(self) -> PerLayer:
+        """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
+        return np.minimum(self.residual_bytes, self.again_bytes) + self.input_bytes
+
+    @lru_cache(maxsize=64)  # noqa: B019 - as many as there are problems at hand
+    def thrifty(self, k: int) -> tuple[Columns, ...]:
+        """Of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
+        every = slice(0, len(self.input_bytes))
+        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[..., :RERUN_ON]
+        found = []
+        for row, there in enumerate(self.allowed[:, :RERUN_ON]):
+            columns = np.flatnonzero(there)
+            own = numbers[:, row, columns]
+            no_worse = (own[:, None, :] <= own[:, :, None]).all(0)  # [a, b]: column b is never worse than a
+            same = no_worse & no_worse.T
+            beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
+            found.append(np.append(columns[~beaten], [self.columns + RERUN_ON, self.columns + RERUN]))
+        return tuple(found)
+
+    @cached_property
+    def least_working_bytes(self) -> PerLayer:
+        """The least that a layer needs while it runs."""
+        return np.where(self.allowed, self.working_bytes, np.inf).min(1)
+
+    def held_bytes(self, k: int, layers: slice) -> PerChoice:
+        """What choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
+        return k * self.kept_bytes[layers] + min(k, 2) * self.swapped_bytes[layers]
+
+    def swapped(self, chosen: Sequence[int]) -> PerLayer:
+        """The bytes per micro-batch that layers' choices swap."""
+        return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
+
+    def choice(self, column: int) -> int:
+        """What a decision calls a column."""
+        return column if column < self.columns + RERUN_ON else column - self.columns

@@ -1,0 +1,188 @@
+"""Lower bounds of what segments take, from prices of bytes and of seconds on the link (Lagrangian duality).
+
+Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that of the link, mu the
+price of a byte in seconds. For any prices
+
+    seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
+
+and, with bytes bounded by sums (`tiers.py`), the least right side is a sum over layers, each at its own least: for all
+segments at once, a difference of two sums over the first layers. The prices that bound one segment best bound its
+neighbours well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.working_tiers import Tier
+from jvpipe.planners.model.problem import RERUN_ON
+from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
+
+UNLIMITED = 2.0**52
+"""Bytes that nothing takes, and that floats still count one by one."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers [i, j) on stage s, in a tier."""
+
+    s: int
+    i: int
+    j: int
+    tier: Tier
+    room_bytes: float  # for what is priced
+    compute_s: float
+    traffic_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Pricing:
+    """What prices are put on: all choices of all layers, under a limit."""
+
+    segments: Segments
+    choices: Choices
+    tiers: tuple[Tier, ...]
+    limit_bytes: float
+
+    def table(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Extra seconds, link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
+
+        By the tier's low, the bytes held for all micro-batches in flight but one.
+        """
+        return *self.seconds(tier, layers), self.held_bytes(s, tier, layers)
+
+    def seconds(self, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Extra seconds and link seconds of layers' choices, whatever the stage."""
+        choices = self.choices
+        there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
+        extra_s = np.where(there, choices.extra_s[layers], np.inf)
+        return extra_s, 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
+
+    def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:
+        """Held bytes of layers' choices on a stage."""
+        choices, k = self.choices, self.segments.k[s]
+        held = choices.held_bytes(k, layers)
+        if tier.by_low:
+            held = held - choices.left_bytes[layers]
+        held[:, RERUN_ON] = (k - tier.by_low) * tier.in_run_bytes[layers]
+        return held
+
+    def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
+        """What layers' choices work with, where that counts if they are a segment's last."""
+        return self.choices.working_bytes[layers] * (not tier.by_low)
+
+    def room_bytes(self, block: Block, least: Grid, tier: Tier) -> Grid:
+        """What the limit leaves for what is priced, where layers work with `least` bytes; none if that is not in the
+        tier.
+        """
+        left = self.limit_bytes - block.fixed_bytes
+        if tier.by_low:
+            left = left + block.shared_bytes - np.maximum(least, tier.low)
+        return np.where(least <= tier.high, left, -np.inf)
+
+    def least_bytes(self, block: Block, least: Grid) -> Grid:
+        """A lower bound of the peak bytes of a block's segments."""
+        layers = slice(block.starts[0], block.ends[-1])
+        found = np.full(block.inside.shape, np.inf)
+        for tier in self.tiers:
+            over = np.full(block.inside.shape, -np.inf)
+            for view in tier.views:
+                extra_s, _, held = self.table(block.s, view, layers)
+                held = self._over(np.where(np.isfinite(extra_s), held, np.inf), self.last_bytes(view, layers), block)
+                over = np.maximum(over, held - self.room_bytes(block, least, view))
+            found = np.minimum(found, self.limit_bytes + over)
+        return found
+
+    def bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
+        """A lower bound of the seconds of a block's segments in a tier, at these prices."""
+        return np.maximum.reduce([self._bound_s(block, least, view, alpha, mu) for view in tier.views])
+
+    def _bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
+        layers = slice(block.starts[0], block.ends[-1])
+        extra_s, link_s, held = self.table(block.s, tier, layers)
+        there = np.isfinite(extra_s)
+        cost = np.where(there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf)
+        paid = self._over(cost, mu * self.last_bytes(tier, layers), block)
+        free = mu * self.room_bytes(block, least, tier) if mu else 0.0
+        return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
+
+    def _over(self, cost: np.ndarray, last: np.ndarray, block: Block) -> Grid:
+        """Sums over segments of each layer's least, the last one's with `last`.
+
+        A layer without a choice in the tier adds nothing: there is no room.
+        """
+        first, there = block.starts[0], np.isfinite(cost.min(1))
+        per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
+        total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
+        ends = np.maximum(block.ends - first, 0)
+        return between(total, block.starts - first, ends) + more[ends]
+
+
+class Auction:
+    """Segments side by side: their layers' choices in one table, each segment with prices of its own."""
+
+    ALPHAS, HALVINGS, MEETINGS, SPREAD = 10, 7, 5, 1e4
+
+    def __init__(self, pricing: Pricing, found: Sequence[Segment]) -> None:
+        tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in found]
+        for (_, _, held), x in zip(tables, found, strict=True):
+            held[-1] += pricing.last_bytes(x.tier, slice(x.j - 1, x.j))[0]
+        self.extra_s, self.link_s, self.held = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        self.there = np.isfinite(self.extra_s)
+        self.extra_s = np.where(self.there, self.extra_s, 0.0)
+        sizes = [x.j - x.i for x in found]
+        self.of = np.repeat(np.arange(len(found)), sizes)
+        self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        self.room = np.array([x.room_bytes for x in found])
+        self.compute_s = np.array([x.compute_s for x in found])
+        self.traffic_s = np.array([x.traffic_s for x in found])
+        most = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
+        self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(most, 1.0)
+        self.best = np.full(len(found), -np.inf)
+        self.prices = np.zeros((len(found), 2))
+
+    def settle(self) -> list[tuple[float, float]]:
+        """The best prices."""
+        alpha = np.ones(len(self.room))
+        compute_over_link = self._bisect_mu(alpha)
+        if (compute_over_link < 0).any():
+            low, high = np.zeros_like(alpha), np.ones_like(alpha)
+            for _ in range(self.ALPHAS):
+                alpha = np.where(compute_over_link < 0, (low + high) / 2, 1.0)
+                sign = self._bisect_mu(alpha)
+                low, high = np.where(sign > 0, alpha, low), np.where(sign > 0, high, alpha)
+        return [(float(a), float(m)) for a, m in self.prices]
+
+    def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
+        """Finds the best mu for an alpha, nearly; by how much compute then exceeds the link."""
+        free = self._bid(alpha, np.zeros_like(alpha))
+        bids = [(mu, *self._bid(alpha, mu)) for mu in (self.scale / self.SPREAD, self.scale * self.SPREAD)]
+        for step in range(self.HALVINGS + self.MEETINGS):
+            (low, low_dual, low_over, _), (high, high_dual, high_over, _) = bids
+            mu = np.sqrt(low * high)
+            if step >= self.HALVINGS:  # the dual is the lower of two lines: the best mu is where they meet, or near
+                slope = np.maximum(low_over - high_over, 1e-300)
+                mu = np.clip((high_dual - high_over * high - low_dual + low_over * low) / slope, low, high)
+            bid = mu, *self._bid(alpha, mu)
+            over = bid[2] > 0
+            bids = [_either(over, bid, bids[0]), _either(over, bids[1], bid)]
+        return np.where(free[1] > 0, bids[1][3], free[2])
+
+    def _bid(self, alpha: np.ndarray, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
+        a, m = alpha[self.of][:, None], mu[self.of][:, None]
+        cost = np.where(self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf)
+        chosen = np.arange(len(cost)), cost.argmin(1)
+        held, extra_s, link_s = (np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s))
+        compute_s, link_s, over = self.compute_s + extra_s, self.traffic_s + link_s, held - self.room
+        dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
+        better = dual > self.best
+        self.best = np.where(better, dual, self.best)
+        self.prices[better] = np.stack([alpha, mu], 1)[better]
+        return dual, over, compute_s - link_s
+
+
+def _either(first: np.ndarray, a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    return tuple(np.where(first, x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,74 @@
+"""What no plan is below: simulated seconds per step, from what each stage and the links before it take at least."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jvpipe.cost.hardware import INFINITE
+from jvpipe.planners.joint.chain_dp import Matrix, least_max, least_sum
+from jvpipe.planners.joint.surrogate import pricing_of, solve
+from jvpipe.planners.joint.trips import NEAR, Trips
+from jvpipe.planners.model.forecast import trips_counted
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.segments import Block, Segments
+
+Stages = list[tuple[Matrix, Block]]
+"""For each stage the fewest seconds of its segments, fates included, and what they take besides."""
+
+
+def lower_bound(problem: Problem) -> float:
+    """Simulated seconds per step that no plan is below; infinite if nothing fits.
+
+    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
+    is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
+    and what crosses the links between them. All forwards of GPipe come before its backwards. In a stream round trips
+    (`trips.py`) count too.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 5)
+    >>> lower_bound(Problem(costs, 2, find_schedule("1f1b"), microbatches=8))  # 8 * 9: three layers on the first stage
+    72.0
+    """
+    # Fates are chosen as if transfers were hidden; what these take at least is counted after.
+    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
+    stream = replace(problem.schedule, synchronous=False) if problem.schedule.synchronous else problem.schedule
+    solution = solve(replace(alone, schedule=stream), pricing_of(alone))
+    if not solution.feasible:
+        return np.inf
+    table, segments, m = solution.table, Segments(problem), problem.microbatches
+    stages = [(table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends)) for x in table.stages]
+    work_s, longest_s = float(segments.compute_s[-1]), float(np.diff(segments.compute_s).max())
+    if not problem.schedule.synchronous:
+        return min(max(_of_stream(problem, stages), solution.found.bound_s), m * solution.cap_s)
+    if problem.schedule.name == "gpipe":  # of all plans, and of those whose slowest stage is above the cap
+        every_s = work_s + (m - 1) * max(work_s / problem.stages, longest_s)
+        return max(every_s, min(_of_gpipe(problem, stages), work_s + (m - 1) * solution.cap_s))
+    # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
+    every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
+    return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
+
+
+def _of_stream(problem: Problem, stages: Stages) -> float:
+    """Round trips of stages beside each other, as many as end while the simulator times a stream."""
+    links = [x.comm_s for _, x in stages], [x.traffic_s for _, x in stages]
+    period_s = (1 - NEAR) * Trips([t for t, _ in stages], *links).least_cap_s()
+    return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
+
+
+def _of_gpipe(problem: Problem, stages: Stages) -> float:
+    """The fill and the drain of each phase, and M - 1 times the slowest stage or link of it."""
+    forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
+    backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
+    slowest_s = least_max(forward) + least_max(backward)
+    return least_sum([t + x.comm_s for t, x in stages])[0] + (problem.microbatches - 1) * slowest_s
+
+
+def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
+    """M micro-batches of a stage, and the work and the transfers before it."""
+    m, crossed_s, every = problem.microbatches, np.zeros(1), []  # the least that transfers up to a cut take
+    for t, x in stages:
+        there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
+        every.append(np.maximum(m * t + segments.compute_s[x.starts][:, None] + there_s, m * x.traffic_s))
+        crossed_s = there_s.min(0)
+    return least_max(every)

@@ -1,0 +1,68 @@
+"""The fewest bytes that a segment's layers can hold and work with: dominance over what they take (`states.py`)."""
+
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from jvpipe.planners.joint.dominance import BEYOND, EXTRA, HELD, SWAPPED, Growth, Step, front
+from jvpipe.planners.joint.dual_bounds import Pricing
+
+NARROW, WIDE = 16, 2000
+"""How many states stay beside each other at first, and where it is to be exact."""
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The fewest bytes that were found, and choices that take them; what was not looked at takes `dropped` or more."""
+
+    bytes: float
+    choices: tuple[int, ...] = ()
+    dropped: float = np.inf
+
+
+class Thrift:
+    """Layers [i, j) of stage s, whatever their seconds."""
+
+    def __init__(self, pricing: Pricing, s: int, i: int, j: int) -> None:
+        self.pricing, self.cell, self.n = pricing, (s, i, j), j - i
+
+    def fewest(self, exact: bool, below: float = np.inf) -> tuple[float, tuple[int, ...]]:
+        """The fewest bytes beside those that no choice changes, and choices that take them; none if that is not below
+        a number.
+
+        In every tier few states are looked at; where that left out what may be better, and it is to be exact, many.
+        """
+        best, unsure = Fewest(below), list[tuple[float, Growth]]()
+        for tier in self.pricing.tiers:
+            growth = Growth(self.pricing, *self.cell, tier, thrifty=True)
+            found = self._fewest(growth, NARROW, best.bytes)
+            unsure.append((found.dropped, growth))
+            best = min(best, found, key=attrgetter("bytes"))
+        for dropped, growth in unsure:
+            if exact and dropped < best.bytes:
+                best = min(best, self._fewest(growth, WIDE, best.bytes), key=attrgetter("bytes"))
+        return best.bytes, best.choices
+
+    def _fewest(self, growth: Growth, width: int, below: float) -> Fewest:
+        """With so many states beside each other, of those that may lead below a number."""
+        states, steps, dropped = growth.begin(), list[Step](), np.inf
+        if growth.least_bytes(states, 0)[0] >= below:
+            return Fewest(np.inf)
+        for at in range(self.n):
+            states = growth.grown(states, at)
+            states[[EXTRA, SWAPPED]] = 0.0
+            bound = growth.least_bytes(states, at + 1)
+            alive = np.flatnonzero(bound < below)
+            if len(alive) > 2 * width:
+                order = np.argpartition(bound[alive], width)
+                dropped = min(dropped, float(bound[alive[order[width:]]].min()))
+                alive = np.sort(alive[order[:width]])
+            alive = alive[front(states[:, alive])]
+            if not len(alive):
+                return Fewest(np.inf, (), dropped)
+            states = states[:, alive]
+            steps.append(growth.step(alive, at))
+        taken = states[HELD] + states[BEYOND]
+        best = int(taken.argmin())
+        return Fewest(float(taken[best]), growth.path(steps, best), dropped)

@@ -1,0 +1,159 @@
+"""jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory limit.
+
+The surrogate of `memory.py` is solved first (`solution.py`, `search.py`): given the least seconds t of each segment,
+the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
+synchronous schedule is not the step: the best paths, the cuts of other planners and their neighbours are simulated
+(`climb.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from jvpipe.cost.hardware import Link
+from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.local_search import Climb
+from jvpipe.planners.joint.segment_table import cells
+from jvpipe.planners.joint.smallest_limit import nothing_fits
+from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.keep_all import least_kept_bytes
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import check, evaluate
+from jvpipe.planners.published.adapipe import adapipe
+from jvpipe.planners.published.dapple import dapple
+from jvpipe.planners.published.dawnpiper import dawnpiper
+from jvpipe.planners.published.even import even
+from jvpipe.planners.published.pipedream import pipedream
+from jvpipe.planners.published.torchgpipe import torchgpipe
+from jvpipe.planners.published.vpipe import vpipe
+
+OTHERS: dict[Callable[[Problem], Decision], int] = {
+    even: 100_000,
+    torchgpipe: 1_000,
+    pipedream: 512,
+    dapple: 256,
+    adapipe: 128,
+}
+"""Planners whose plans are simulated too, for models of so many layers at most; for few layers, with our fates too."""
+CHOOSING: dict[Callable[[Problem], Decision], int] = {vpipe: 2_000, dawnpiper: 2_000}
+"""The same, where a limit asks for fates."""
+FEW = 128
+MANY = 256
+"""Models of more layers are planned in haste."""
+PATHS, STEPS, TASKS = 6, 240, 30_000
+"""The surrogate's best paths that are simulated; how many steps are simulated in all, and of how many tasks."""
+LINKED = 0.02
+"""Where links take more than this share of the work's seconds, round trips are looked at."""
+SLOW, MORE = 0.25, 4
+"""Where links take more than this share of the work's seconds, so many times more is simulated."""
+WORTH = 1.01
+"""How many times longer than its even share of the work the slowest stage takes where it is worth to look for more."""
+CROWDED = 3.0
+"""How many times slower the link to the host is taken to be. A link that is never idle keeps others waiting: what the
+surrogate takes for hidden costs up to half of a step, simulated."""
+
+
+def jvpipe(problem: Problem, refine: bool = True) -> Decision:
+    """The plan of the least simulated step seconds that the search finds; without `refine`, the surrogate's optimum.
+
+    Raises:
+        Infeasible: nothing fits; with the smallest limit that would do.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> keep, again = Option(kept_bytes=100), Option(kept_bytes=0, extra_s=1.0, extra_bytes=100)
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (keep, again)),) * 4)
+    >>> problem = Problem(costs, 2, find_schedule("1f1b"), microbatches=8, memory_limit_bytes=350)
+    >>> jvpipe(problem)
+    Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0), replicas=())
+    """
+    best = _kept_best(problem, refine) or (_simulated_best(problem) if refine else _surrogate_best(problem))
+    check(problem, best)
+    return best
+
+
+def _kept_best(problem: Problem, refine: bool) -> Decision | None:
+    """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
+    if problem.memory_limit_bytes is None or not _may_keep_all(problem):
+        return None
+    best = jvpipe(replace(problem, memory_limit_bytes=None, host_limit_bytes=None), refine)
+    return best if evaluate(problem, best).peak_bytes <= problem.memory_limit_bytes else None
+
+
+def _may_keep_all(problem: Problem) -> bool:
+    """Whether everything may be kept under the limit; of many layers, whether even cuts allow it."""
+    limit = problem.memory_limit_bytes
+    if limit is None or len(problem.costs.layers) <= MANY:
+        return limit is None or least_kept_bytes(problem) <= limit
+    return evaluate(problem, even(problem)).peak_bytes <= limit
+
+
+def _surrogate_best(problem: Problem) -> Decision:
+    pricing = pricing_of(problem)
+    solution = within_host_limit(problem, solve(problem, pricing))
+    if solution.feasible:
+        return solution.decision()
+    raise nothing_fits(pricing if problem.host_limit_bytes is None else pricing_of(problem, swaps=False))
+
+
+def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
+    """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
+    if problem.memory_limit_bytes is None or not Choices.of(problem).swapped_bytes.any():
+        return False
+    if len(problem.costs.layers) <= MANY or not plain.feasible:
+        return True
+    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.found.paths[0]))
+    return slowest_s * problem.stages > WORTH * float(plain.table.pricing.segments.compute_s[-1])
+
+
+def _simulated_best(problem: Problem) -> Decision:
+    """Of the surrogate's best paths, other planners' plans and cuts, and their neighbours, the fastest simulated one.
+
+    Fates are chosen without swaps, and with swaps as if the link to the host were slow.
+    """
+    n, plain = len(problem.costs.layers), pricing_of(problem, swaps=False)
+    solutions = [solve(problem, plain)]
+    pricings = [plain]
+    if _swaps_may_help(problem, solutions[0]):
+        host = Link(problem.host.bytes_per_s / CROWDED, problem.host.latency_s)
+        crowded = replace(problem, host=host)
+        pricings.append(pricing_of(crowded))
+        solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
+    begin = [x.decision(path) for x in solutions if x.feasible for path in x.found.paths[:PATHS]]
+    if not begin:
+        raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
+    linked = _link_share(problem, begin[0])
+    steps = min(STEPS, TASKS // (problem.stages * problem.microbatches)) * (MORE if linked > SLOW else 1)
+    if steps < len(begin):  # a step has too many tasks
+        return begin[0]
+    if linked > LINKED:
+        begin += trips(problem, plain, PATHS)
+    effort = solutions[0].table.effort
+    climb = Climb(
+        problem,
+        tuple(pricings),
+        tuple(x.table.best_prices() for x in solutions),
+        replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
+        layers=2 * n if n <= MANY else n // 2,
+        steps=steps,
+    )
+    for other in _others(problem):
+        begin += [other, *(climb.with_best_fates(other.bounds) if n <= FEW else ())]
+    return climb.top(begin)
+
+
+def _link_share(problem: Problem, decision: Decision) -> float:
+    """How long all that a micro-batch sends over links takes, in seconds of its work."""
+    stages = evaluate(problem, decision).stages
+    return sum(stage.comm_s for stage in stages) / max(sum(stage.compute_s for stage in stages), 1e-300)
+
+
+def _others(problem: Problem) -> Iterator[Decision]:
+    """Other planners' plans, of those that are quick enough."""
+    n = len(problem.costs.layers)
+    choosing = problem.memory_limit_bytes is not None or n <= MANY
+    for planner, most in (OTHERS | CHOOSING if choosing else OTHERS).items():
+        if n <= most:
+            with suppress(Infeasible):
+                yield planner(problem)

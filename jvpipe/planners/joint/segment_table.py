@@ -1,0 +1,293 @@
+"""The seconds of all segments between given cuts: lower bounds first, and the truth where a search asks for it.
+
+Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known that take its
+seconds; else its seconds are a lower bound, the least of those of its tiers (`tiers.py`). A path is the cuts 0 to n.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.planners.joint.chain_dp import Matrix, least_sum
+from jvpipe.planners.joint.dual_bounds import Auction, Pricing, Segment
+from jvpipe.planners.joint.min_bytes import Thrift
+from jvpipe.planners.joint.stage_fates import Asked, Fates, StageFates
+from jvpipe.planners.joint.working_tiers import Tier, spread_max
+from jvpipe.planners.model.segments import Block, Cuts, between, sums
+
+Cell = tuple[int, int, int]
+Hints = dict[tuple[int, int], tuple[float, float]]
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to look.
+
+    So many states stay beside each other at first (`quick`), and where that was not enough (`thorough`); `tolerance` is
+    how near is near enough, relatively. In `haste` the first choices that fit settle a cell, and the others of its
+    stage are taken to be above their bounds by as much. A search ends when `layers` layers have been chosen for.
+    """
+
+    quick: int = 16
+    thorough: int = 2000
+    tolerance: float = 1e-9
+    haste: bool = False
+    layers: int = 1_000_000
+
+
+class StageTable:
+    """The cells of one stage."""
+
+    def __init__(self, pricing: Pricing, block: Block) -> None:
+        self.pricing, self.block = pricing, block
+        limit = pricing.limit_bytes
+        self.least_s = np.maximum(block.compute_s, block.traffic_s)
+        self.least_working_bytes = spread_max(pricing.choices.least_working_bytes, block)
+        keeps = block.inside & (self._keeping_bytes() <= limit)
+        fits = block.inside & (keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit))
+        there = [self.least_working_bytes <= tier.high for tier in pricing.tiers]
+        self.bounds_s = [np.where(fits & (keeps | x), self.least_s, np.inf) for x in there]
+        self.settled = keeps | ~fits
+        self.known_s = np.where(keeps, self.least_s, np.inf)  # of settled cells
+        self.ratios: list[float] = []  # of what choices take to their bounds
+        self.refresh()
+
+    def refresh(self) -> None:
+        """What cells take: known, or their bounds, by as much higher as it is usual on this stage."""
+        ratio = float(np.median(self.ratios)) if self.ratios else 1.0
+        self.seconds: Matrix = np.where(self.settled, self.known_s, np.minimum.reduce(self.bounds_s) * ratio)
+
+    def _keeping_bytes(self) -> Matrix:
+        """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
+        block, choices, k = self.block, self.pricing.choices, self.pricing.segments.k[self.block.s]
+        layers = slice(block.starts[0], block.ends[-1])
+        extra_s = choices.extra_s[layers]
+        if (choices.swapped_bytes[layers, 0] > 0).any() or (extra_s < extra_s[:, :1]).any():
+            return np.full(block.inside.shape, np.inf)
+        left = choices.left_bytes[:, 0]
+        others = between(sums((k - 1) * left), block.starts, block.ends)
+        at_work = self.pricing.segments.most_at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
+        return block.fixed_bytes - block.shared_bytes + others + at_work
+
+    def place(self, i: int, j: int) -> tuple[int, int]:
+        """A segment's row and column."""
+        return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
+
+    def price(self, tier: int, alpha: float, mu: float) -> None:
+        """Raises the bounds of a tier to what these prices prove."""
+        pricing = self.pricing
+        bound_s = pricing.bound_s(self.block, self.least_working_bytes, pricing.tiers[tier], alpha, mu)
+        self.bounds_s[tier] = np.maximum(self.bounds_s[tier], bound_s)
+        self.refresh()
+
+    def best_tier(self, at: tuple[int, int]) -> int:
+        """The tier of a cell's least bound."""
+        return int(np.argmin([bound_s[at] for bound_s in self.bounds_s]))
+
+    def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Keeps some starts and ends."""
+        at = np.ix_(rows, columns)
+        self.block = self.block.at(rows, columns)
+        self.least_s, self.least_working_bytes = self.least_s[at], self.least_working_bytes[at]
+        self.bounds_s = [bound_s[at] for bound_s in self.bounds_s]
+        self.seconds, self.settled, self.known_s = self.seconds[at], self.settled[at], self.known_s[at]
+
+
+class Table:
+    """All stages' cells, refined along the paths that are handed in."""
+
+    def __init__(
+        self,
+        pricing: Pricing,
+        cuts: Sequence[Cuts],
+        effort: Effort,
+        most_swapped_bytes: Sequence[float] = (),
+        first: int = 0,
+        hints: Hints | None = None,
+    ) -> None:
+        """Between the cuts of bounds from that of stage `first` on; `hints` are prices for the tiers of stages."""
+        self.pricing, self.effort, self.first, self.hints = pricing, effort, first, hints or {}
+        self.cuts = list(cuts)
+        blocks = [pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
+        self.stages = [StageTable(pricing, block) for block in blocks]
+        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
+        self.fates: dict[Cell, Fates] = {}
+        self.prices: dict[tuple[Cell, int], tuple[float, float]] = {}
+        self.unproven: dict[Cell, float] = {}  # bounds of cells that may take less than is known
+        self.layers = 0  # that have been looked at
+        for (s, tier), prices in self.hints.items():
+            if first <= s < first + len(blocks):
+                self.stages[s - first].price(tier, *prices)
+
+    def stage(self, cell: Cell) -> StageTable:
+        """The stage of a cell."""
+        return self.stages[cell[0] - self.first]
+
+    def best_prices(self) -> Hints:
+        """The last prices found for each stage's tiers."""
+        return {(cell[0], tier): prices for (cell, tier), prices in self.prices.items()}
+
+    @property
+    def seconds(self) -> list[Matrix]:
+        """What all stages' cells take, as far as is known."""
+        return [stage.seconds for stage in self.stages]
+
+    @property
+    def proven(self) -> bool:
+        """Whether no cell's seconds are above what they might be."""
+        return not self.unproven and not any(stage.ratios for stage in self.stages)
+
+    def lower_s(self, stage: StageTable) -> Matrix:
+        """What the cells of a stage take at least, proven."""
+        found = np.where(stage.settled, stage.known_s, np.minimum.reduce(stage.bounds_s))
+        for (s, i, j), bound_s in self.unproven.items():
+            a, b = stage.place(i, j)
+            if s == stage.block.s and i in stage.block.starts and j in stage.block.ends:
+                found[a, b] = bound_s
+        return found
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the search should come to an end."""
+        return self.layers > self.effort.layers
+
+    def narrow(self, places: Sequence[np.ndarray]) -> None:
+        """Keeps some of each bound's cuts."""
+        self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
+        for s, stage in enumerate(self.stages):
+            stage.narrow(places[s], places[s + 1])
+
+    def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
+        """The path of the least sum of these matrices of cells, and its sum."""
+        total, places = least_sum(matrices)
+        return total, self.path(places) if places else None
+
+    def path(self, places: Sequence[int] | np.ndarray) -> Path:
+        """The cuts at these places."""
+        return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
+
+    def open(self, path: Path) -> list[Cell]:
+        """The cells of a path that are not settled."""
+        return [cell for cell in cells(path) if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]]
+
+    def look(self, found: Sequence[Cell], enough_s: float = -np.inf) -> None:
+        """Refines these cells: by prices, or if those have been found before, by choices of their layers.
+
+        Choices that take at most `enough_s` seconds are good enough.
+        """
+        asked = [(cell, self._tier(cell)) for cell in found]
+        if new := [x for x in asked if x not in self.prices and (x[0][0], x[1]) not in self.hints]:
+            self._price(new)
+            return
+        for cell, tier in asked:
+            self._choose(cell, tier, enough_s)
+        for cell in found:
+            self.stage(cell).refresh()
+
+    def _tier(self, cell: Cell) -> int:
+        stage = self.stage(cell)
+        return stage.best_tier(stage.place(*cell[1:]))
+
+    def _price(self, found: Sequence[tuple[Cell, int]]) -> None:
+        """Puts the best prices of some cells on all cells of their stages."""
+        views = [(key, view) for key in found for view in self.pricing.tiers[key[1]].views]
+        auction = Auction(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
+        best = dict.fromkeys(found, (-np.inf, (1.0, 0.0)))
+        for (key, _), prices, bound_s in zip(views, auction.settle(), auction.best.tolist(), strict=True):
+            best[key] = max(best[key], (bound_s, prices))
+        for (cell, tier), (bound_s, prices) in best.items():
+            self.prices[cell, tier] = prices
+            stage = self.stage(cell)
+            if bound_s > stage.bounds_s[tier][stage.place(*cell[1:])] * (1 + self.effort.tolerance):
+                stage.price(tier, *prices)
+
+    def _segment(self, cell: Cell, tier: Tier) -> Segment:
+        asked, stage = self.asked(cell), self.stage(cell)
+        one = np.array([stage.place(*cell[1:])]).T
+        block, least = stage.block.at(*one), stage.least_working_bytes[np.ix_(*one)]
+        room = float(self.pricing.room_bytes(block, least, tier)[0, 0])
+        return Segment(*cell, tier, room, asked.compute_s, asked.traffic_s)
+
+    def _choose(self, cell: Cell, tier: int, enough_s: float) -> None:
+        """Looks for a cell's best choices in a tier, and settles it unless another tier may have better ones."""
+        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
+        before_s = float(stage.bounds_s[tier][at])
+        least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
+        tolerance = 1 + self.effort.tolerance
+        enough_s = max(enough_s, before_s * tolerance)
+        known = self.fates.get(cell)
+        known_s = known.seconds if known else np.inf
+        prices = self.prices.get((cell, tier)) or self.hints[cell[0], tier]
+        self.layers += cell[2] - cell[1]
+        asked_for = StageFates(self.pricing, self.asked(cell), self.pricing.tiers[tier], *prices)
+        fates = asked_for.least_seconds(self.effort.quick, known_s)
+        if fates.seconds > enough_s and not fates.proven and self.effort.thorough > self.effort.quick:
+            better = asked_for.least_seconds(self.effort.thorough, min(fates.seconds, known_s))
+            fates = better if better.choices else replace(fates, bound_s=min(fates.seconds, better.bound_s))
+        if fates.seconds < known_s:
+            self.fates[cell], known_s = fates, fates.seconds
+        if self.effort.haste and np.isfinite(fates.seconds):
+            stage.ratios.append(fates.seconds / before_s)
+        if not fates.proven and fates.seconds > enough_s:  # the tier is not looked at again, but it is no bound
+            self.unproven.setdefault(cell, least_s)
+        stage.bounds_s[tier][at] = fates.seconds
+        least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
+        if np.isinf(min(least_s, known_s)) and cell in self.unproven:
+            self.fates[cell] = thrifty = self._thrifty(cell)
+            known_s = thrifty.seconds
+        done = known_s <= max(enough_s, least_s * tolerance) or np.isinf(least_s)
+        if done or (self.effort.haste and np.isfinite(known_s)):
+            if not done:
+                self.unproven.setdefault(cell, least_s)
+            stage.settled[at], stage.known_s[at] = True, known_s
+
+    def asked(self, cell: Cell) -> Asked:
+        """A cell as the choice of fates is asked for it."""
+        block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
+        room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
+        return Asked(
+            *cell, float(block.compute_s[at]), float(block.traffic_s[at]), room, self.most_swapped_bytes[cell[0]]
+        )
+
+    def _thrifty(self, cell: Cell) -> Fates:
+        """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
+        asked, choices = self.asked(cell), self.pricing.choices
+        held, found = Thrift(self.pricing, *cell).fewest(exact=False)
+        layers = np.arange(asked.i, asked.j)
+        swapped = float(choices.swapped_bytes[layers, found].sum())
+        if held > asked.room_bytes or swapped > asked.most_swapped_bytes:
+            return Fates((), np.inf, np.inf, np.inf)
+        link_s = asked.traffic_s + 2 * self.pricing.segments.problem.host.seconds(swapped)
+        compute_s = asked.compute_s + float(choices.extra_s[layers, found].sum())
+        return Fates(found, max(compute_s, link_s), held, 0.0)
+
+    def parts_s(self, cell: Cell) -> tuple[float, float, float]:
+        """A cell's seconds, those of its forward, and those of the link before it."""
+        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
+        return float(stage.seconds[at]), float(stage.block.forward_s[at]), float(stage.block.comm_s[at])
+
+    def settle(self, cell: Cell) -> None:
+        """Looks at a cell until it is settled."""
+        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
+        while not stage.settled[at]:
+            self.look([cell])
+
+    def fits(self, cell: Cell) -> bool:
+        """Whether a settled cell has choices that fit."""
+        return bool(np.isfinite(self.parts_s(cell)[0]))
+
+    def choices(self, path: Path) -> tuple[int, ...]:
+        """The choices of a settled path that fits."""
+        return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
+
+    def cell_choices(self, cell: Cell) -> tuple[int, ...]:
+        """The choices of a settled cell that fits: all kept, unless others were looked for."""
+        return self.fates[cell].choices if cell in self.fates else (0,) * (cell[2] - cell[1])
+
+
+def cells(path: Path) -> list[Cell]:
+    """The cells of a path."""
+    return [(s, i, j) for s, (i, j) in enumerate(pairwise(path))]

@@ -1,0 +1,177 @@
+"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.planners.joint.chain_dp import least_max, least_sum
+from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
+from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.min_bytes import Thrift
+from jvpipe.planners.joint.working_tiers import spread_max, tiers
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.segments import Block, Cuts, Grid
+
+EXACT = 128
+"""For models of more layers the limit is one that would do, near the smallest."""
+ROUNDS, PATIENCE = 3, 60
+"""After so many rounds the best of such a model is taken, and after so many none is looked for."""
+STEP = 1e-3
+FEW_CELLS = 1_000_000
+"""Up to so many, the cells of all cuts are looked at."""
+FINE = 10
+"""How many tiers there are for runs of layers computed again."""
+
+
+@dataclass(frozen=True)
+class Thriftiest:
+    """Bounds and choices whose fullest stage is as empty as can be."""
+
+    bounds: tuple[int, ...]
+    choices: tuple[int, ...]
+    stage: int
+    peak_bytes: int
+
+
+def thriftiest(pricing: Pricing) -> Thriftiest:
+    """The plan of the smallest limit, whatever its seconds."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
+    segments = pricing.segments
+    cuts = all_cuts(segments)
+    if area(cuts) <= FEW_CELLS:
+        found = _thriftiest(pricing, cuts)
+        assert found is not None, "without a limit there is a plan"
+        return found
+    low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.k) + 1)
+    while high - low > STEP * high:  # the least limit under which the end can be reached
+        middle = (low + high) / 2
+        reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
+        low, high = (low, middle) if reach.left(np.inf)[-1] == segments.n else (middle, high)
+    found = None
+    for slack in (1.02, 1.2, 3.0):
+        reach = Reach(replace(pricing, limit_bytes=high * slack), ((),) * segments.problem.stages)
+        found = _thriftiest(pricing, bounded(reach.windows(np.inf)))
+        if found and found.peak_bytes <= high * slack:
+            break
+    assert found is not None
+    return found
+
+
+def thrifty(pricing: Pricing, enough_bytes: int) -> Thriftiest | None:
+    """A plan whose fullest stage takes at most so many bytes, sooner than the thriftiest; None if there is none."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
+    cuts = all_cuts(pricing.segments)
+    if area(cuts) <= FEW_CELLS:
+        return _thriftiest(pricing, cuts, enough_bytes)
+    found = thriftiest(pricing)
+    return found if found.peak_bytes <= enough_bytes else None
+
+
+class Peaks:
+    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those that are settled."""
+
+    def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
+        segments = pricing.segments
+        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT
+        self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
+        least = [spread_max(pricing.choices.least_working_bytes, block) for block in self.blocks]
+        bounds = (pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True))
+        self.bytes = [np.where(b.inside, x, np.inf) for b, x in zip(self.blocks, bounds, strict=True)]
+        self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    def settle(self, s: int, a: int, b: int, below: float) -> float:
+        """A segment's peak; of what is not below a number, that number or more."""
+        if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
+            fixed = float(self.blocks[s].fixed_bytes[a, b])
+            thrift = Thrift(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
+            held, self.choices[s, a, b] = thrift.fewest(self.exact, below - fixed)
+            longer = self.bytes[s][: a + 1, b:]
+            np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)
+            self.bytes[s][a, b] = fixed + held
+        return float(self.bytes[s][a, b])
+
+    def plan(self, places: Sequence[int]) -> Thriftiest:
+        """The plan of settled segments, given the places of its cuts."""
+        cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
+        taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
+        bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
+        choices = tuple(choice for cell in cells for choice in self.choices[cell])
+        return Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
+
+    def farthest(self, limit: float) -> Thriftiest | None:
+        """The plan in which every stage takes as many layers as a limit allows; None if they do not get to the end."""
+        places = [0]
+        for s in range(len(self.blocks)):
+            a, ends = places[-1], range(len(self.cuts[s + 1]))
+
+            def too_much(b: int, s: int = s, a: int = a) -> bool:
+                there = bool(self.blocks[s].inside[a, b])  # what is empty is no segment yet
+                return there and self.settle(s, a, b, limit + 1) > limit
+
+            found = bisect_left(ends, True, key=too_much) - 1
+            if found < 0 or not self.blocks[s].inside[a, found]:
+                return None
+            places.append(found)
+        return self.plan(places) if places[-1] == len(self.cuts[-1]) - 1 else None
+
+
+def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> Thriftiest | None:
+    """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
+
+    The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
+    """
+    limit, enough = (np.inf, -np.inf) if enough_bytes is None else (float(enough_bytes),) * 2
+    peaks = Peaks(pricing, cuts)
+    rounds, best = 0, peaks.farthest(limit) if enough_bytes is not None else None
+    while best is None or best.peak_bytes > enough:
+        most, rounds = least_max(peaks.bytes), rounds + 1
+        if most > limit:
+            return None
+        _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks.bytes])
+        assert places is not None, "there are as many cuts as stages need"
+        below = min(float(best.peak_bytes) if best else np.inf, limit + 1)
+        taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
+        if taken <= limit and (best is None or taken < best.peak_bytes):
+            best = peaks.plan(places)
+        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + STEP):
+            return best
+        if rounds > (ROUNDS if best else PATIENCE) and not peaks.exact:
+            return best
+    return best
+
+
+def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
+    """A lower bound of the peak bytes of segments with all layers of one that holds so many beside what is fixed.
+
+    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
+    input of that one is kept and not of one before it. Or it ends at its last layer. And shared values that come after
+    need no room beside it.
+    """
+    choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
+    inputs = choices.input_bytes[starts[0] : starts[a] + 1]
+    least = np.minimum.accumulate(inputs[::-1])[::-1][starts - starts[0]]  # of a segment's first layer and those before
+    begun = pricing.segments.k[block.s] * (inputs[-1] - least)
+    ended = np.full(len(block.ends) - b, max(0.0, choices.again_bytes[last] - choices.residual_bytes[last]))
+    ended[0] = 0.0
+    shared = block.shared_bytes[: a + 1, b:]
+    return block.fixed_bytes[: a + 1, b:] + held - begun[:, None] - ended - (shared - shared[:, :1])
+
+
+def nothing_fits(pricing: Pricing) -> Infeasible:
+    """What to say: where the thriftiest plan is over the limit, and by how much."""
+    found, limit = thriftiest(pricing), int(pricing.limit_bytes)
+    i, j = found.bounds[found.stage], found.bounds[found.stage + 1]
+    over = found.peak_bytes - limit
+    return Infeasible(
+        f"no plan keeps the limit of {limit} bytes per device: at best, stage {found.stage} (layers {i} to {j - 1}) "
+        f"takes {over} bytes more. The smallest limit that would do is {found.peak_bytes} bytes; raise the limit, add "
+        "stages, or use smaller micro-batches",
+        stage=found.stage,
+        excess_bytes=over,
+        smallest_limit_bytes=found.peak_bytes,
+        decision=Decision(found.bounds, found.choices),
+    )

@@ -1,0 +1,143 @@
+"""The surrogate's best cuts and fates: between all cuts, or between those that matter.
+
+A model of few layers is searched to the end; one of more, until the best is near enough, or enough has been looked at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.planners.joint.cap_search import Found, search
+from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
+from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
+from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
+from jvpipe.planners.joint.trips import Trips
+from jvpipe.planners.joint.unqueued import Load, least_steps_s
+from jvpipe.planners.joint.working_tiers import tiers
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Cuts, Segments
+
+SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
+"""By how much the slowest stage may be above the least that is possible: the first that leaves few enough cells."""
+ALL_CELLS, FEW_CELLS = 700_000, 120_000
+"""The most cells of all cuts for these to be looked at, and of those that matter else."""
+
+TRIP_CELLS = 300_000
+"""The most cells between cuts of which round trips are counted."""
+CROWDS = (1.0, 1.5)
+"""How many times longer a transfer is taken to be, for it waits for others."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the search found, the best first, and the table that it found it in.
+
+    No plan of the table is below `found.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
+    """
+
+    found: Found
+    table: Table
+    beyond_s: float = np.inf
+    cap_s: float = np.inf
+
+    @property
+    def bound_s(self) -> float:
+        """What no plan is below."""
+        return min(self.found.bound_s, self.beyond_s)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether anything fits."""
+        return bool(self.found.paths)
+
+    def decision(self, path: Path | None = None) -> Decision:
+        """A path as a decision; the best path if none is given."""
+        path = path or self.found.paths[0]
+        return Decision(path, self.table.choices(path))
+
+
+def effort(layers: int) -> Effort:
+    """How hard to look at a model of so many layers."""
+    if layers <= 40:
+        return Effort(16, 4000, 1e-9, layers=2_000 * layers)
+    if layers <= 120:
+        return Effort(16, 500, 1e-3, layers=15 * layers)
+    if layers <= 256:
+        return Effort(16, 64, 1e-3, layers=3 * layers)
+    return Effort(8, 8, 1e-3, haste=True, layers=2 * layers)
+
+
+def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
+    """A problem's choices, with or without those that swap, under its limit."""
+    limit = UNLIMITED if problem.memory_limit_bytes is None else float(problem.memory_limit_bytes)
+    choices = Choices.of(problem, swaps)
+    return Pricing(Segments(problem), choices, tiers(choices, limit), limit)
+
+
+def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
+    """The surrogate's best paths; each stage may swap so many bytes per micro-batch."""
+    everything = all_cuts(pricing.segments)
+
+    def between(cuts: Sequence[Cuts]) -> Solution:
+        table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
+        return Solution(search(problem, table), table)
+
+    if area(everything) <= ALL_CELLS:
+        return between(everything)
+    reach = Reach.of(pricing)
+    least_s = reach.least_cap_s()
+    for slack in (next((x for x in SLACKS if area(reach.windows(least_s * (1 + x))) <= FEW_CELLS), 0.0), 0.4, 3.0):
+        cap_s = least_s * (1 + slack)
+        solution = between(bounded(reach.windows(cap_s)))
+        if solution.feasible:
+            return replace(solution, beyond_s=_beyond_s(problem, pricing, cap_s), cap_s=cap_s)
+    return between(bounded(everything))
+
+
+def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
+    """The most promising plans that keep round trips short, so many at most, best first; see `trips.py`."""
+    table = Table(pricing, spread(pricing.segments, TRIP_CELLS), effort(pricing.segments.n))
+    stages = table.stages
+    comm_s = [stage.block.comm_s for stage in stages]
+    link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
+    known = dict.fromkeys(places for crowd in CROWDS for places in Trips(link_s, [crowd * c for c in comm_s]).paths())
+    if not known:
+        return []
+    every = np.array(list(known))
+    loads = [Load.of(stage, every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
+    ranked = least_steps_s(problem, loads).argsort(kind="stable")
+    found = []
+    for at in ranked[:paths]:
+        path = table.path(every[at])
+        while opened := table.open(path):
+            table.look(opened)
+        if all(table.fits(cell) for cell in cells(path)):
+            found.append(Decision(path, table.choices(path)))
+    return found
+
+
+def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
+    """What a plan takes at least whose slowest stage is above a cap."""
+    if not problem.schedule.synchronous:
+        return problem.microbatches * cap_s
+    return float(pricing.segments.compute_s[-1]) + (problem.microbatches - 1) * cap_s
+
+
+def within_host_limit(problem: Problem, solution: Solution) -> Solution:
+    """The solution, or if it swaps more than the host can hold, another that does not."""
+    limit = problem.host_limit_bytes
+    if limit is None or not solution.feasible:
+        return solution
+    k = solution.table.pricing.segments.k
+    decision = solution.decision()
+    swapped = solution.table.pricing.choices.swapped(decision.choices)
+    wanted = [k[s] * float(swapped[i:j].sum()) for s, (i, j) in enumerate(pairwise(decision.bounds))]
+    if sum(wanted) <= limit:
+        return solution
+    # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
+    parts = [limit * want / sum(wanted) // kept for want, kept in zip(wanted, k, strict=True)]
+    found = [solve(problem, solution.table.pricing, parts), solve(problem, pricing_of(problem, swaps=False))]
+    return min(found, key=lambda x: x.found.step_s)

@@ -1,0 +1,84 @@
+"""Cuts for slow links: no group of stages beside each other waits longer for its round trips than a cap allows.
+
+Legend: t is a stage's seconds, c the seconds of the link before it, both ways; T is the cap, seconds per micro-batch.
+A micro-batch that stage a has sent on comes back from stage r, r - a + 1 micro-batches later, after
+
+    t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r          which may take (r - a + 1) T at most, for all a <= r
+
+as stage a holds only r - a more in flight than stage r. The most that groups that end with stage r exceed this by is
+u_r = t_r - T + max(0, u_(r-1) + c_r): a sum along the path of cuts, so the cuts of the least u are a shortest path. It
+must not be above 0. Without other traffic on the links the least T is a stream's step; in a step with a flush few
+micro-batches come in such turns, and what all stages take in sum counts too: so there are paths for several caps, each
+of a least sum of t + c + share x u.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jvpipe.planners.joint.chain_dp import Matrix
+
+CAPS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
+"""Over the least cap; the last ones are for steps of few micro-batches."""
+SHARES = (0.0, 0.5, 2.0)
+"""What a second that a group could still take is worth, in seconds of the sum."""
+NEAR = 1e-3
+"""How near the least cap is found."""
+
+
+@dataclass(frozen=True)
+class Trips:
+    """Stages between given cuts: `seconds` of each, `comm_s` of the link before it, and no `busy_s` above a cap."""
+
+    seconds: Sequence[Matrix]
+    comm_s: Sequence[Matrix]
+    busy_s: Sequence[Matrix] = ()
+
+    def paths(self) -> Iterator[tuple[int, ...]]:
+        """Yields the places of cuts worth a look; each path once."""
+        least_s = self.least_cap_s()
+        known = set()
+        for cap in CAPS if np.isfinite(least_s) else ():
+            for share in SHARES:
+                places = self.path(cap * least_s, share)
+                if places and places not in known:
+                    known.add(places)
+                    yield places
+
+    def least_cap_s(self) -> float:
+        """The least cap under which there are cuts, nearly; infinite if there are none."""
+        every = [self.seconds, self.comm_s, self.busy_s]
+        most = [max((x[np.isfinite(x)].max(initial=0.0) for x in matrices), default=0.0) for matrices in every]
+        low, high = 0.0, sum(most) + 1e-300
+        if self.path(high) is None:
+            return np.inf
+        while high - low > NEAR * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.path(middle) is not None else (middle, high)
+        return high
+
+    def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
+        """The places of the cuts of the least sum, `share` times u included, under a cap; None if none are found.
+
+        Without a share it is the path of the least u: if that is too long, all are.
+        """
+        over, total, came = np.zeros(1), np.zeros(1), list[np.ndarray]()
+        for s, (t, c) in enumerate(zip(self.seconds, self.comm_s, strict=True)):
+            grown = t - cap_s + (np.maximum(0.0, over[:, None] + c) if s else 0.0)
+            there = (grown <= 0) & (c <= 2 * cap_s) & np.isfinite(total)[:, None]
+            if self.busy_s:
+                there &= self.busy_s[s] <= cap_s
+            summed = total[:, None] + t + c
+            spare = np.where(there, np.maximum(grown, -cap_s), 0.0)
+            wanted = grown if np.isinf(share) else summed + share * spare
+            best = np.where(there, wanted, np.inf).argmin(0)
+            at = best, np.arange(len(best))
+            over, total = grown[at], np.where(there[at], summed[at], np.inf)
+            came.append(best)
+        if not np.isfinite(total[0]):
+            return None
+        places = [0]
+        for begins in reversed(came):
+            places.append(int(begins[places[-1]]))
+        return tuple(reversed(places))

@@ -1,0 +1,158 @@
+"""What the simulator says of a problem's stages: seconds per step, as often as a planner likes to ask.
+
+The order of tasks depends on the schedule, the stages and the micro-batches alone: it is made once, then only run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
+from jvpipe.schedules.gpipe import GPIPE
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.simulate.rows import simulate_lists
+from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.timeline import Timeline
+
+
+def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+    """Seconds per step: of one step, if the schedule is synchronous; of M micro-batches of a stream, if not.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.planners.model.stage_cost import evaluate
+    >>> from jvpipe.planners.model.problem import Decision
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs((LayerCost("a", 1.0, 2.0, (Option(0),)),) * 4)
+    >>> problem = Problem(costs, stages=4, schedule=find_schedule("1f1b"), microbatches=8)
+    >>> stages = evaluate(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
+    >>> simulated_step_s(problem, stages)  # (8 + 4 - 1) (1 + 2)
+    33.0
+    """
+    parts_s = [load.parts_s for load in _loads(stages)]
+    found = _work_of(problem, len(stages), parts_s)
+    seconds = found.seconds(parts_s)
+    starts = found.work.starts_s(seconds)
+    return float(_steps_s(problem, found, np.add(starts, seconds)[:, None])[0])
+
+
+def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]]) -> list[float]:
+    """`simulated_step_s` of many candidates; all at once if no tasks queue for a link."""
+    every = [[load.parts_s for load in _loads(stages)] for stages in candidates]
+    if not every:
+        return []
+    found = _work_of(problem, len(every[0]), [parts_s for stages in every for parts_s in stages])
+    if not found.work.fixed:
+        return [simulated_step_s(problem, stages) for stages in candidates]
+    seconds = np.array(every).reshape(len(every), -1)[:, found.slots].T
+    return [float(s) for s in _steps_s(problem, found, found.work.many_starts_s(seconds) + seconds)]
+
+
+def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]) -> Float[np.ndarray, " runs"]:
+    """Computes for many candidates at once what `simulated_step_s` is not below: as if no transfer waited for another.
+
+    Args:
+        problem: whose schedule and micro-batches count.
+        loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
+    """
+    stages = loads_s.shape[1]
+    found = _stream(problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False))
+    by_task = loads_s.reshape(len(loads_s), -1).T[found.slots]
+    return _steps_s(problem, found, found.work.many_starts_s(by_task) + by_task)
+
+
+def bubble_fraction(problem: Problem, stages: Sequence[StageCost]) -> float:
+    """The idle share of the devices in a simulated step."""
+    step_s = simulated_step_s(problem, stages)
+    busy_s = problem.microbatches * sum(c.compute_s for c in stages)
+    return 1.0 - busy_s / (len(stages) * step_s) if step_s else 0.0
+
+
+def forecast(problem: Problem, decision: Decision) -> Timeline:
+    """The decision's timeline, with bytes: one step, if the schedule is synchronous; a stream of two, if not.
+
+    Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while they run, what is
+    in transit) are counted all the time.
+    """
+    stages = evaluate(problem, decision).stages
+    loads = []
+    for s, (load, (i, j)) in enumerate(zip(_loads(stages), pairwise(decision.bounds), strict=True)):
+        static, kept, swapped = _held_bytes(problem, s, i, j, decision.choices)
+        loads.append(replace(load, static_bytes=static, kept_bytes=kept, swapped_bytes=swapped))
+    count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
+    lists = problem.schedule.lists(len(stages), count)
+    return simulate_lists(lists, loads, shared_link=problem.peer_uses_host)
+
+
+def _held_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> tuple[int, int, int]:
+    """A stage's bytes: static, and, per micro-batch in flight, kept and swapped.
+
+    `stage_cost` is asked for 1, 2 and 3 micro-batches in flight, as GPipe has them: between 2 and 3 lie the kept
+    bytes, between 1 and 2 the swapped ones too. All else that the stage takes is static.
+    """
+    cost, probe = stage_cost(problem, s, i, j, choices), replace(GPIPE, versions=problem.schedule.versions)
+    one, two, three = (
+        stage_cost(replace(problem, schedule=probe, microbatches=k), s, i, j, choices).peak_bytes for k in (1, 2, 3)
+    )
+    kept, k = three - two, cost.in_flight
+    swapped = two - one - kept
+    return cost.peak_bytes - k * kept - min(k, 2) * swapped, kept, swapped
+
+
+def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) -> StageWork:
+    features = Features.of(parts_s, shared=problem.peer_uses_host)
+    return _stream(problem.schedule, stages, problem.microbatches, features)
+
+
+@lru_cache(maxsize=32)
+def _stream(schedule: Schedule, stages: int, microbatches: int, features: Features) -> StageWork:
+    """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks at."""
+    count = microbatches if schedule.synchronous else sum(stream_window(stages, microbatches)) + stages + 1
+    return stage_work(schedule.lists(stages, count), features)
+
+
+def trips_counted(stages: int, microbatches: int) -> float:
+    """Of the round trips of any number of stages, the share that ends while a stream is timed, at least."""
+    _, timed = stream_window(stages, microbatches)
+    return min(timed // length * length for length in range(1, stages + 1)) / timed
+
+
+def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
+    """How many micro-batches of a stream pass before its steady state is timed, and how many then.
+
+    Stages take turns in waiting for each other, over as many micro-batches as there are stages or a part of them.
+    """
+    return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
+
+
+def _steps_s(problem: Problem, found: StageWork, ends_s: Float[np.ndarray, "tasks runs"]) -> Float[np.ndarray, " runs"]:
+    """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
+    if problem.schedule.synchronous:
+        return ends_s.max(axis=0)
+    before, timed = stream_window(found.stages, problem.microbatches)
+    first, last = ([found.ids[Task(s, Kind.B, m)] for s in range(found.stages)] for m in (before, before + timed))
+    return (ends_s[last] - ends_s[first]).max(axis=0) * (problem.microbatches / timed)
+
+
+def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
+    """The stages' seconds; of what a stage receives and sends back, its neighbour sends one half."""
+    send_s = [*(c.comm_s / 2 for c in stages[1:]), 0.0]
+    return [
+        StageLoad(
+            forward_s=c.forward_s,
+            backward_s=c.backward_s,
+            recompute_s=c.recompute_s,
+            out_s=c.swap_s / 2,
+            in_s=c.swap_s / 2,
+            send_s=sent_s,
+            return_s=c.comm_s / 2,
+        )
+        for c, sent_s in zip(stages, send_s, strict=True)
+    ]

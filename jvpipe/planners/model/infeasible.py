@@ -1,0 +1,24 @@
+"""The answer when nothing fits."""
+
+from jvpipe.planners.model.problem import Decision
+
+
+class Infeasible(ValueError):  # noqa: N818 - it is an answer, too
+    """No plan keeps the memory limit.
+
+    The plan that comes nearest is over it by `excess_bytes` at `stage`; it would do under `smallest_limit_bytes`. Where
+    that plan is known it is the `decision`.
+
+    >>> raise Infeasible("no plan fits", stage=1, excess_bytes=24, smallest_limit_bytes=1024)
+    Traceback (most recent call last):
+    jvpipe.planners.model.infeasible.Infeasible: no plan fits
+    """
+
+    def __init__(
+        self, message: str, stage: int, excess_bytes: int, smallest_limit_bytes: int, decision: Decision | None = None
+    ) -> None:
+        super().__init__(message)
+        self.decision = decision
+        self.stage = stage
+        self.excess_bytes = excess_bytes
+        self.smallest_limit_bytes = smallest_limit_bytes

@@ -1,0 +1,117 @@
+"""What every stage takes if each residual is kept, for planners that do not choose fates.
+
+Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may be cut (`cuts`);
+where there is no layer between them it is infinite.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.paths import best_path
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
+
+
+class Kept:
+    """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.segments = Segments(problem)
+        self.cuts = self.segments.cuts
+
+    @cached_property
+    def forward_s(self) -> Grid:
+        """Seconds of the forward."""
+        return self._inside(self._block.forward_s)
+
+    @cached_property
+    def compute_s(self) -> Grid:
+        """Seconds of the forward and the backward."""
+        extra_s = sums(layer.options[0].extra_s for layer in self.problem.costs.layers)
+        return self._inside(self._block.compute_s + between(extra_s, self.cuts, self.cuts))
+
+    @cached_property
+    def seconds(self) -> Grid:
+        """How far apart micro-batches are: of the work and of what takes the stage's own link, the longer."""
+        return np.maximum(self.compute_s, self._block.traffic_s)
+
+    @cached_property
+    def comm_s(self) -> Grid:
+        """Seconds of what comes from earlier stages, and of its cotangents."""
+        return self._inside(self._block.comm_s)
+
+    def peak_bytes(self, s: int) -> Grid:
+        """Bytes on the device of stage s."""
+        segments, cuts = self.segments, self.cuts
+        waiting = between((segments.k[s] - 1) * sums(self._left_bytes), cuts, cuts)
+        fixed = segments.fixed_bytes(s, cuts, cuts) - self._block.shared_bytes
+        return self._inside(fixed + waiting + self._at_work)
+
+    def where_it_fits(self, s: int, grid: Grid) -> Grid:
+        """The grid, infinite where stage s would be over the limit."""
+        limit = self.problem.memory_limit_bytes
+        return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
+
+    def decision(self, places: Sequence[int], replicas: Sequence[int] = ()) -> Decision:
+        """Cuts at these places."""
+        return Decision.keeping_all([int(self.cuts[place]) for place in places], replicas)
+
+    @cached_property
+    def _block(self) -> Block:
+        """All segments; only bytes depend on the stage."""
+        return self.segments.block(0, self.cuts, self.cuts)
+
+    @cached_property
+    def _left_bytes(self) -> np.ndarray:
+        layers = self.problem.costs.layers
+        return np.array([layer.options[0].kept_bytes + layer.input_bytes for layer in layers], dtype=np.float64)
+
+    @cached_property
+    def _at_work(self) -> Grid:
+        """The most that the micro-batch at work takes, with the layer that runs."""
+        layers = self.problem.costs.layers
+        working = np.array([layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers], dtype=np.float64)
+        return self.segments.most_at_work(self.cuts, self.cuts, self._left_bytes, working)
+
+    def _inside(self, grid: Grid) -> Grid:
+        return np.where(self._block.inside, grid, np.inf)
+
+
+def least_kept_bytes(problem: Problem) -> float:
+    """The fewest bytes of the fullest device, over all cuts, if everything is kept.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs(tuple(LayerCost("layer", 1.0, 2.0, (Option(kept),)) for kept in (10, 20, 40)))
+    >>> least_kept_bytes(Problem(costs, 2, find_schedule("gpipe"), 4))
+    160.0
+    """
+    kept = Kept(problem)
+    peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
+    places = best_path(peaks, np.maximum)
+    assert places is not None, "there are as many places as stages need"
+    return max(float(peaks[s][a, b]) for s, (a, b) in enumerate(pairwise(places)))
+
+
+def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
+    """The error for a limit that no cuts keep, given the bytes of the stages of those that need least.
+
+    >>> nothing_fits("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
+    124
+    """
+    assert limit is not None, "without a limit everything fits"
+    stage = int(np.argmax(peaks))
+    smallest = int(peaks[stage])
+    return Infeasible(
+        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: stage {stage} of the "
+        f"smallest plan takes {smallest - limit} bytes more. The smallest limit that would do is {smallest} bytes; "
+        f"or use smaller micro-batches, or a planner that swaps and recomputes",
+        stage=stage,
+        excess_bytes=smallest - limit,
+        smallest_limit_bytes=smallest,
+    )

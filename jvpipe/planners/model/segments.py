@@ -1,0 +1,260 @@
+"""What segments of layers take whatever is kept, swapped or recomputed: all segments between two sets of cuts at once.
+
+Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `Block` holds one number for each i of
+`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing. `memory.py` defines what is
+counted.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.problem import Problem
+
+Grid = Float[np.ndarray, "_ _"]
+OverJ = Float[np.ndarray, "J"]
+Cuts = Int[np.ndarray, "_"]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Segments of stage s: seconds without fates, and bytes that no fate changes."""
+
+    s: int
+    starts: Cuts
+    ends: Cuts
+    inside: np.ndarray  # bool: j > i
+    forward_s: Grid
+    compute_s: Grid  # forward and backward
+    comm_s: Grid
+    traffic_s: Grid  # on the stage's own link to the host
+    fixed_bytes: Grid
+    shared_bytes: Grid  # of these, what each micro-batch in flight holds
+
+    def at(self, rows: Cuts, columns: Cuts) -> "Block":
+        """The segments of some starts and ends, given by their places."""
+        grids = {
+            name: x[np.ix_(rows, columns)] for name, x in vars(self).items() if name not in ("s", "starts", "ends")
+        }
+        return Block(self.s, self.starts[rows], self.ends[columns], **grids)
+
+
+class Spans:
+    """Weights w at pairs of layers (a, b), a < b, that count for a segment with a < i <= b < j.
+
+    So does a value that layer a made (or read) and that layer b is the next to read: the segment receives it.
+    """
+
+    def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
+        there = np.flatnonzero((w != 0) & (a < b))
+        order = there[np.argsort(b[there], kind="stable")]
+        self.a, self.b, self.w = a[order], b[order], w[order].astype(np.float64)
+
+    def over(self, starts: Cuts, ends: Cuts) -> Grid:
+        """The weights that count, summed for every segment."""
+        near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
+        a, b, w = self.a[near], self.b[near], self.w[near]
+        rows, columns = np.searchsorted(starts, a, "right"), np.searchsorted(ends, b, "right")
+        there = (rows < len(starts)) & (columns < len(ends))
+        flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
+        total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
+        passed = np.concatenate([[0.0], np.cumsum(w)])[np.searchsorted(b, starts)]  # b < i: the segment begins later
+        return total - passed[:, None]
+
+    def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
+        """The weights that a segment counts that begins at i, for each of n layers b."""
+        there = (self.a < i) & (i <= self.b)
+        return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Hops:
+    """The ways of values from their producers to their first readers, and from reader to reader: from a to b."""
+
+    producer: Cuts
+    a: Cuts
+    b: Cuts
+    bytes: Cuts
+
+    @staticmethod
+    def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
+        """The hops of values, each given as its producer, its readers and its bytes."""
+        found = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
+        return Hops(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+
+    @property
+    def longest(self) -> int:
+        """How many layers a hop passes at most."""
+        return int((self.b - self.a).max(initial=0))
+
+    @property
+    def reach(self) -> int:
+        """How many layers a reader is behind its producer at most."""
+        return int((self.b - self.producer).max(initial=0))
+
+    def at(self, there: np.ndarray) -> "Hops":
+        """Some of the hops, by a mask."""
+        return Hops(self.producer[there], self.a[there], self.b[there], self.bytes[there])
+
+    def spans(self) -> Spans:
+        """As weights at pairs of layers."""
+        return Spans(self.a, self.b, self.bytes)
+
+
+class Segments:
+    """A problem's segments, from sums over its layers."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.n = len(problem.costs.layers)
+        self.k = problem.schedule.in_flight(problem.stages, problem.microbatches)
+        self.v = tuple(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
+        layers = problem.costs.layers
+        self.forward_s = sums(layer.forward_s for layer in layers)
+        self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
+        self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
+        self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+        edges, shared = problem.costs.edges, problem.costs.shared
+        self._values = Hops.of((e.producer, e.readers, e.bytes) for e in edges)
+        self._cotangents = Hops.of((e.producer, e.readers, e.bytes) for e in edges if e.differentiable)
+        self._received, self._returned = self._values.spans(), self._cotangents.spans()
+        sent = Hops.of((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in edges)
+        self._sent = Spans(self._mirrored(sent.b), self._mirrored(sent.a), sent.bytes)
+        self._tensors = Hops.of((-1, x.layers, x.bytes) for x in shared if not x.per_version).spans()
+        self._copies = Hops.of((-1, x.layers, x.bytes) for x in shared if x.per_version).spans()
+        self._rows: dict[tuple[int, int], Block] = {}
+        self._early_known: dict[tuple[int, ...], Spans] = {}
+        self._late_known: dict[int, Spans] = {}
+
+    def _mirrored(self, layers: Cuts) -> Cuts:
+        """What a segment sends is what it would receive if the layers ran the other way."""
+        return self.n - 1 - layers
+
+    def _early(self, s: int) -> Spans:
+        """Values that arrive early: once for every micro-batch more in flight on the stage that makes them.
+
+        That stage is at least d stages before this one if the value is made at least d layers before the segment.
+        """
+        hops = self._values
+        more = tuple(self.k[s - d] - self.k[s - d + 1] for d in range(1, min(s, hops.reach) + 1))
+        if more not in self._early_known:  # the same for most stages of a model without long edges
+            parts = []
+            for d, times in enumerate(more, 1):
+                far = hops.at(hops.b - hops.producer >= d)
+                parts.append((np.maximum(far.a, far.producer + d - 1), far.b, times * far.bytes))
+            self._early_known[more] = _spans(parts)
+        return self._early_known[more]
+
+    def _late(self, s: int) -> Spans:
+        """Cotangents that wait (mirrored): once for every stage up to that of the next reader, at most d further."""
+        hops = self._cotangents
+        most = min(self.problem.stages - 1 - s, hops.longest)
+        if most not in self._late_known:
+            fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, most + 1)]
+            parts = [(self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars]
+            self._late_known[most] = _spans(parts)
+        return self._late_known[most]
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where a stage may begin or end; ValueError if `together` leaves too few places for the stages."""
+        together, stages = self.problem.costs.together, self.problem.stages
+        forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
+        cuts = np.array([b for b in range(self.n + 1) if b not in forbidden])
+        if len(cuts) <= stages:
+            most = len(cuts) - 1
+            raise ValueError(
+                f"{stages} stages: layers that must share a stage leave {most} pieces, use at most {most} stages"
+            )
+        return cuts
+
+    def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
+        """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
+        return self.v[s] * self.parameter_bytes[bounds] + self.state_bytes[bounds]
+
+    def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+        """Values that arrive early and cotangents that wait, at most."""
+        return self._early(s).over(starts, ends) + self._backwards(self._late(s), starts, ends)
+
+    def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+        """Parameters, gradients, optimizer, shared values and what waits."""
+        shared = self.k[s] * self._tensors.over(starts, ends) + self.v[s] * self._copies.over(starts, ends)
+        return between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
+
+    def given(self, i: int) -> Float[np.ndarray, "N"]:
+        """Per layer, the shared values that a segment beginning at i holds from that layer on, per micro-batch."""
+        return self._tensors.at(i, self.n)
+
+    def most_at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
+        """The most of one micro-batch: what layers from the first to any one leave, and what that one works with.
+
+        `left` and `working` are bytes per layer.
+        """
+        every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+        built = between(sums(left), starts, every) + self._tensors.over(starts, every)
+        at_work = np.where(every > starts[:, None], built + working[every - 1], 0.0)
+        return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - every[0], 0)]
+
+    def block(self, s: int, starts: Cuts, ends: Cuts) -> Block:
+        """The segments of stage s between these cuts."""
+        received, returned = self._received.over(starts, ends), self._returned.over(starts, ends)
+        transit = received + returned + self._backwards(self._sent, starts, ends)
+        peer = self.problem.peer
+        return Block(
+            s,
+            starts,
+            ends,
+            inside=ends > starts[:, None],
+            forward_s=between(self.forward_s, starts, ends),
+            compute_s=between(self.compute_s, starts, ends),
+            comm_s=seconds(peer, received) + seconds(peer, returned),
+            traffic_s=seconds(peer, transit) if self.problem.peer_uses_host else np.zeros_like(transit),
+            fixed_bytes=self.fixed_bytes(s, starts, ends),
+            shared_bytes=self._tensors.over(starts, ends),
+        )
+
+    def row(self, s: int, i: int) -> Block:
+        """The segments of stage s that begin at i, for any end: columns are j."""
+        if (s, i) not in self._rows:
+            self._rows[s, i] = self.block(s, np.array([i]), np.arange(self.n + 1))
+        return self._rows[s, i]
+
+    @cached_property
+    def crossing_bytes(self) -> OverJ:
+        """Bytes of values and cotangents that cross a cut at j."""
+        return self._backwards(self._sent, np.array([0]), np.arange(self.n + 1))[0]
+
+    def _backwards(self, spans: Spans, starts: Cuts, ends: Cuts) -> Grid:
+        return spans.over(self.n - ends[::-1], self.n - starts[::-1])[::-1, ::-1].T
+
+
+def sums(values: Iterable[float]) -> OverJ:
+    """Sums over the first j layers, j from 0."""
+    every = values if isinstance(values, np.ndarray) else np.array(list(values), dtype=np.float64)
+    return np.concatenate([[0.0], np.cumsum(every, dtype=np.float64)])
+
+
+def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "J"]) -> Grid:
+    """Sums over each segment, from sums over the first layers."""
+    return total[ends] - total[starts][:, None]
+
+
+def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
+    """How long so many bytes take, each on its own."""
+    return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
+
+
+def _hops(producer: int, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """A value's way from its producer to its first reader and from reader to reader."""
+    return pairwise([producer, *sorted(readers)])
+
+
+def _spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
+    """All these pairs and weights."""
+    nothing = np.empty(0, dtype=np.int64)
+    return Spans(*(np.concatenate(x) for x in zip((nothing,) * 3, *parts, strict=True)))

@@ -1,0 +1,206 @@
+"""What a stage takes, in seconds and bytes: the one definition that every planner is judged by.
+
+Legend: stage s of S holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
+Traffic is what crosses the stage's bounds, both ways, per micro-batch.
+
+    seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
+    bytes     v parameters + gradients + optimizer state
+              + (k - 1) kept + (min(k, 2) - 1) swapped    micro-batches that wait for their backward
+              + max over layers l of (what layers i to l keep and swap + what l needs while it runs)
+              + values that arrive early, and cotangents that wait
+
+One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
+l runs, nothing of the layers after it is there. An early value is of a micro-batch that the stage which makes it has
+in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this one.
+Which stages these are depends on other cuts: the most that is possible is counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from jvpipe.cost.costs import LayerCost
+from jvpipe.planners.model.problem import RERUN_ON, Decision, Problem, again_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """A stage's seconds per micro-batch, and its bytes."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    swap_s: float  # of swapped residuals on the link to the host, out and in
+    comm_s: float  # of values from and cotangents to earlier stages
+    link_s: float  # how long the stage's own link to the host is busy
+    peak_bytes: int
+    host_bytes: int
+    in_flight: int
+
+    @property
+    def compute_s(self) -> float:
+        """What the device itself works."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+    @property
+    def seconds(self) -> float:
+        """How far apart micro-batches are on this stage: of its work and its link, the slower."""
+        return max(self.compute_s, self.link_s)
+
+
+def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
+    """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back."""
+    found = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
+    return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
+
+
+def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
+    """Bytes that layers [i, j) make for later stages, and of cotangents that come back."""
+    found = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
+    return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
+
+
+def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
+    """The most bytes of values that reach stage `s` early, and of cotangents that wait there."""
+    k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
+    for edge in problem.costs.edges_at(i, j):
+        here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
+        if here and edge.producer < i:
+            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
+        if here and edge.differentiable and max(edge.readers) >= j:
+            reader = min(reader for reader in edge.readers if reader >= j)
+            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
+    return total
+
+
+class _Left(NamedTuple):
+    """What a layer leaves for its backward, by its choice, and what it needs while it runs."""
+
+    kept: int
+    swapped: int
+    extra_s: float
+    working: int
+
+
+def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left]:
+    """A run of layers computed again has all their residuals at once; those of its last its backward makes itself."""
+    run = 0
+    for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
+        if choice >= 0:
+            option = layer.options[choice]
+            kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
+            working = option.extra_bytes + layer.temporary_bytes
+            yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
+        else:
+            run, kept = (run + layer.input_bytes, 0) if choice == RERUN_ON else (0, layer.input_bytes)
+            residual = layer.options[0].kept_bytes
+            own = residual if following == RERUN_ON else again_bytes(layer)
+            yield _Left(kept, 0, layer.forward_s, run + own + layer.temporary_bytes)
+            run += residual
+
+
+def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:
+    """What stage `s` takes with layers [i, j); `choices` are those of all layers."""
+    k = problem.schedule.in_flight(problem.stages, problem.microbatches)[s]
+    v = problem.schedule.versions(s, problem.stages)
+    layers = problem.costs.layers[i:j]
+    left = list(_left(layers, choices[i:j]))
+    parameters, given = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
+    for shared in problem.costs.shared_at(i, j):
+        here = [layer for layer in shared.layers if i <= layer < j]
+        if here and shared.per_version:
+            parameters += shared.bytes
+        elif here:  # until the backward of the first layer that holds it
+            given[min(here) - i] += shared.bytes
+    kept, swapped = sum(x.kept for x in left) + sum(given), sum(x.swapped for x in left)
+    built = accumulate(x.kept + x.swapped + more for x, more in zip(left, given, strict=True))
+    received, returned = received_bytes(problem, i, j)
+    transit = received + returned + sum(sent_bytes(problem, i, j))
+    swap_s = 2 * problem.host.seconds(swapped)
+    peak = (
+        v * parameters
+        + sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+        + (k - 1) * kept
+        + (min(k, 2) - 1) * swapped
+        + max(before + x.working for before, x in zip(built, left, strict=True))
+        + waiting_bytes(problem, s, i, j)
+    )
+    return StageCost(
+        forward_s=sum(layer.forward_s for layer in layers),
+        backward_s=sum(layer.backward_s for layer in layers),
+        recompute_s=sum(x.extra_s for x in left),
+        swap_s=swap_s,
+        comm_s=problem.peer.seconds(received) + problem.peer.seconds(returned),
+        link_s=swap_s + (problem.peer.seconds(transit) if problem.peer_uses_host else 0.0),
+        peak_bytes=int(peak),
+        host_bytes=int(k * swapped),
+        in_flight=k,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A decision's stages and its surrogate seconds per step.
+
+    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B), or that of each
+    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do.
+    """
+
+    stages: tuple[StageCost, ...]
+    step_s: float
+    bottleneck_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on any device."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+
+def evaluate(problem: Problem, decision: Decision) -> Evaluation:
+    """What a decision takes, by the stated surrogate."""
+    check(problem, decision)
+    stages = tuple(stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(decision.bounds)))
+    return Evaluation(stages, surrogate(problem, stages), max(max(c.seconds, c.comm_s) for c in stages))
+
+
+def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
+    """Seconds per step as planners count them; the simulator counts exactly."""
+    m = problem.microbatches
+    slowest = max(max(c.seconds, c.comm_s) for c in stages)
+    if not problem.schedule.synchronous:
+        return m * slowest
+    transfers = sum(c.comm_s for c in stages)
+    if problem.schedule.name == "gpipe":
+        forward = [c.forward_s for c in stages]
+        backward = [c.seconds - c.forward_s for c in stages]
+        links = [c.comm_s / 2 for c in stages]
+        most = max(*forward, *links) + max(*backward, *links)
+        return sum(forward) + sum(backward) + transfers + (m - 1) * most
+    return sum(c.seconds for c in stages) + transfers + (m - 1) * slowest
+
+
+def check(problem: Problem, decision: Decision) -> None:
+    """Raises ValueError unless a decision is complete, contiguous, and its choices exist. The one validator."""
+    layers = problem.costs.layers
+    bounds = decision.bounds
+    if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(f"bounds {bounds} must rise from 0 to the number of layers, {len(layers)}")
+    if len(bounds) != problem.stages + 1 and not decision.replicas:
+        raise ValueError(f"{len(bounds) - 1} stages were planned, {problem.stages} were asked for")
+    if len(decision.choices) != len(layers):
+        raise ValueError(f"{len(decision.choices)} choices for {len(layers)} layers")
+    for layer, choice in enumerate(decision.choices):
+        if not RERUN_ON <= choice < len(layers[layer].options):
+            raise ValueError(f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen")
+        if choice == RERUN_ON and (layer in bounds or decision.choices[layer - 1] >= 0):
+            raise ValueError(f"layer {layer} is run again without its input, but the layer before it is not run again")
+    for group in problem.costs.together:
+        if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):
+            raise ValueError(f"layers {group} must share a stage, the bounds are {bounds}")
+
+
+def excess_bytes(problem: Problem, evaluation: Evaluation) -> int:
+    """By how many bytes the fullest device is over the limit; not above 0 if every stage fits."""
+    limit = problem.memory_limit_bytes
+    return evaluation.peak_bytes - limit if limit is not None else -1

@@ -1,0 +1,156 @@
+"""DawnPiper's binary partition (Peng et al., 2025, algorithm 1), with Capuchin's memory optimisation on each stage.
+
+Legend: cb, mb are the compute-balanced and the memory-balanced bound between two groups of stages; phi is how many
+bounds lie between them. By theorem 4.1 the best bound of two stages is one of these, if seconds and bytes grow with
+the layers, transfers take less than stages, and what can be saved is spread evenly over the model. The halves are
+divided in the same way; any number of stages will do. That takes phi^log2(S) steps; here segments are looked up.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from jvpipe.planners.model.limits import plan_or_raise
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.published.capuchin import optimise
+from jvpipe.planners.published.selection import Moves, Selection
+
+WIDEST = 50
+"""The most bounds that are tried between two groups; of more, those that fewest bytes cross (appendix B.2)."""
+
+
+def dawnpiper(problem: Problem) -> Decision:
+    """The decision of DawnPiper's planner: it minimises the slowest stage's seconds, whatever the schedule.
+
+    Raises `Infeasible` where none of the cuts that the theorem leaves fits.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> keep, recompute = Option(kept_bytes=4), Option(kept_bytes=0, extra_s=1.0)
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (keep, recompute)),) * 6)
+    >>> dawnpiper(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=16))
+    Decision(bounds=(0, 3, 6), choices=(1, 0, 0, 0, 0, 0), replicas=())
+    """
+    return plan_or_raise(problem, "dawnpiper", attempt)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some consecutive stages: the slowest one's seconds, and where each ends."""
+
+    seconds: float
+    ends: tuple[int, ...]
+
+
+class BinaryPartition:
+    """The best parts of segments between bounds, by segment and stages; `least` balances the bytes of least memory."""
+
+    def __init__(self, segments: Segments, least: bool = False) -> None:
+        self.segments = segments
+        self.bounds: list[int] = segments.cuts.tolist()
+        self.crossing = segments.crossing_bytes
+        self.moves = {k: Moves(segments.problem, k) for k in set(segments.k)}
+        self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
+        self.need = [self._need(s, least) for s in range(segments.problem.stages)]
+        self._parts: dict[tuple[int, int, int, int], Part | None] = {}
+
+    def _need(self, s: int, least: bool) -> list[float]:
+        """Running bytes of layers on stage s, at each bound."""
+        k, v = self.segments.k[s], self.segments.v[s]
+        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in self.moves[k].layers]
+        total = np.concatenate([[0], np.cumsum(held)])
+        total = total + v * self.segments.parameter_bytes + self.segments.state_bytes
+        return [float(total[b]) for b in self.bounds]
+
+    def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
+        """Which bound, of those from p to q, divides the seconds best between so many stages on its two sides."""
+        share = self.seconds[p] + (self.seconds[q] - self.seconds[p]) * left / (left + right)
+        near = bisect_left(self.seconds, share, p, q)
+        return self._clip(min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right)), p, q, left, right)
+
+    def floor_s(self, p: int, b: int, q: int, left: int, right: int) -> float:
+        """What the slowest stage takes at least, if b is the bound between so many stages."""
+        return max((self.seconds[b] - self.seconds[p]) / left, (self.seconds[q] - self.seconds[b]) / right)
+
+    def memory_balanced(self, p: int, q: int, first: int, middle: int, last: int) -> int:
+        """Which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
+
+        Algorithm 2, for any numbers of micro-batches in flight and of versions: the smallest level that is enough.
+        """
+
+        def fill(level: float) -> tuple[int, int]:
+            at = bound = p
+            for s in range(first, last):
+                bound = at if s == middle else bound
+                at = max(at, bisect_right(self.need[s], self.need[s][at] + level, at, q + 1) - 1)
+            return bound, at
+
+        below, enough = 0.0, max(self.need[s][q] - self.need[s][p] for s in range(first, last))
+        while enough - below > 1e-3 * enough + 1:
+            level = (below + enough) / 2
+            below, enough = (below, level) if fill(level)[1] == q else (level, enough)
+        return self._clip(fill(enough)[0], p, q, middle - first, last - middle)
+
+    @staticmethod
+    def _clip(b: int, p: int, q: int, left: int, right: int) -> int:
+        return max(p + left, min(q - right, b))
+
+    def between(self, p: int, q: int, first: int, middle: int, last: int) -> Sequence[int]:
+        """The bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one."""
+        cb = self.compute_balanced(p, q, middle - first, last - middle)
+        mb = self.memory_balanced(p, q, first, middle, last)
+        found = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
+        if len(found) <= WIDEST:
+            return found
+        narrow = sorted(found[1:-1], key=lambda b: self.crossing[self.bounds[b]])[: WIDEST - 2]
+        return [cb, *sorted(narrow, key=found.index), mb]
+
+    def stage(self, s: int, p: int, q: int) -> Selection:
+        """One stage, its memory optimised."""
+        chosen = Selection(self.segments, self.moves[self.segments.k[s]], s, self.bounds[p], self.bounds[q])
+        if chosen.may_fit:
+            optimise(chosen)
+        return chosen
+
+    def best(self, p: int, q: int, first: int, last: int) -> Part | None:
+        """Stages `first` to `last` (not included) with the layers between bounds p and q; None if nothing fits."""
+        key = p, q, first, last
+        if key not in self._parts:
+            self._parts[key] = self._best(*key)
+        return self._parts[key]
+
+    def _best(self, p: int, q: int, first: int, last: int) -> Part | None:
+        if last - first == 1:
+            stage = self.stage(first, p, q)
+            return None if stage.excess_bytes else Part(stage.seconds, (self.bounds[q],))
+        middle = first + (last - first + 1) // 2
+        found = None
+        for b in self.between(p, q, first, middle, last):
+            if found and self.floor_s(p, b, q, middle - first, last - middle) >= found.seconds:
+                break  # farther from cb it only grows; algorithm 1 stops where nothing had to be saved, with less proof
+            left = self.best(p, b, first, middle)
+            if left is None or (found and left.seconds >= found.seconds):
+                continue
+            right = self.best(b, q, middle, last)
+            if right is None:
+                continue
+            part = Part(max(left.seconds, right.seconds), left.ends + right.ends)
+            found = part if not found or part.seconds < found.seconds else found
+        return found
+
+
+def attempt(problem: Problem) -> Decision | None:
+    """The decision, without looking for a limit that would do; None if nothing is found."""
+    segments = Segments(problem)
+    for least in (False, True):
+        search = BinaryPartition(segments, least)
+        part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
+        if part is not None:
+            place = {b: at for at, b in enumerate(search.bounds)}
+            stages = [search.stage(s, place[i], place[j]) for s, (i, j) in enumerate(pairwise((0, *part.ends)))]
+            return Decision((0, *part.ends), tuple(chain.from_iterable(stage.choices for stage in stages)))
+    return None

@@ -1,0 +1,29 @@
+"""GPipe's planner (Huang et al., 2019, section 2): the variance of the stages' estimated costs is as small as can be.
+
+Legend: a stage's cost is the seconds of its forward. Their mean is the same however the model is cut, so the least sum
+of squares is the least variance; a dynamic program over the cuts finds it.
+"""
+
+import numpy as np
+
+from jvpipe.planners.model.keep_all import Kept
+from jvpipe.planners.model.paths import best_path
+from jvpipe.planners.model.problem import RERUN, RERUN_ON, Decision, Problem
+
+
+def gpipe(problem: Problem) -> Decision:
+    """GPipe's cuts, and its rematerialisation: a stage keeps its input alone and computes all else again.
+
+    GPipe looks at no memory limit. ValueError if `together` leaves too few places to cut.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> layers = tuple(LayerCost("layer", s, s, (Option(8),)) for s in (1.0, 1.0, 1.0, 3.0))
+    >>> gpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4))
+    Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1), replicas=())
+    """
+    kept = Kept(problem)
+    places = best_path([kept.forward_s**2] * problem.stages, np.add)
+    assert places is not None, "there are as many places as stages need"
+    bounds = tuple(int(kept.cuts[place]) for place in places)
+    return Decision(bounds, tuple(RERUN if layer in bounds else RERUN_ON for layer in range(bounds[-1])))

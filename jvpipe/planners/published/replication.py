@@ -1,0 +1,189 @@
+"""PipeDream's dynamic program with replicated stages and hierarchical bandwidth (Narayanan et al., 2019, section 3.1).
+
+Legend, in the paper's symbols (layers [i, j) here):
+    m_k, B_k        parts of a level, and the bandwidth between them: devices of a machine, machines of a cluster
+    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k: they share the work and sum gradients,
+                    max(A^(k-1)(i, j, m_(k-1)), 2 (m - 1) w / B_k) / m        with w the bytes of its parameters
+    A^k(i, j, m)    seconds per micro-batch of the slowest stage in the best pipeline over m parts: T^k(i, j, m), or
+                    min over i < c < j and m' < m of max(A^k(i, c, m - m'), C^k(c, j), T^k(c, j, m'))
+    C^k(c, j)       what [c, j) reads from earlier layers, and its cotangents, over B_k (the paper's 2 a_c / B_k)
+A^0 is one device: its forward and backward. It holds a version of its parameters and its activations for each
+micro-batch in flight on it: one for each device from its stage on, per replica of the stage, rounded up (S - s if no
+stage is replicated). `behind` are the devices of later stages, per replica; so the memory constraint is exact.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+from jaxtyping import Int
+
+from jvpipe.cost.hardware import Link
+from jvpipe.planners.model.keep_all import Kept, nothing_fits
+from jvpipe.planners.model.paths import join
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Grid, between, seconds
+from jvpipe.schedules.pipedream import PipeDream
+
+
+def replicated(problem: Problem) -> Decision:
+    """The best pipeline over `problem.stages` devices in the machines of `problem.cluster` (None: all in one).
+
+    Its memory is the paper's, whatever the schedule. Raises `Infeasible` if nothing fits, ValueError if the devices
+    do not fill the cluster's machines.
+    """
+    kept = Kept(replace(problem, schedule=PipeDream()))
+    found = _Fastest(kept).pipeline()
+    if found is None:
+        least = _Smallest(kept).pipeline()
+        assert least is not None, "without a limit there is a pipeline"
+        peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
+        raise nothing_fits("pipedream", problem.memory_limit_bytes, peaks)
+    return kept.decision([0, *(stage.b for stage in found)], [stage.replicas for stage in found])
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage from the a-th to the b-th cut; its devices hold as much as those of stage s of a straight pipeline."""
+
+    a: int
+    b: int
+    s: int
+    replicas: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """A level k: `parts` (m_k) of `devices` each, C^k, and the seconds 2 w / B_k."""
+
+    parts: int
+    devices: int
+    comm_s: Grid
+    ring_s: Grid
+
+
+@dataclass(frozen=True, eq=False)
+class _Pipelines:
+    """A^k(., ., m) at [m - 1], with the place c where its last stage begins and the parts m' that it is on."""
+
+    cost: list[Grid]
+    begins: list[Int[np.ndarray, "I J"]]
+    parts: list[Int[np.ndarray, "I J"]]
+
+
+class _Fastest:
+    """The dynamic program, in seconds per micro-batch."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.levels = _levels(kept)
+        self._known: dict[tuple[int, Fraction], _Pipelines] = {}
+
+    def device(self, s: int) -> Grid:
+        """A^0."""
+        return self.kept.where_it_fits(s, self.kept.compute_s)
+
+    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+        """T^k, from A^(k-1)."""
+        return np.maximum(cost, (m - 1) * level.ring_s) / m
+
+    def follow(self, level: _Level, cost: Grid) -> Grid:
+        """The greater of T^k and C^k."""
+        return np.maximum(cost, level.comm_s)
+
+    def pipeline(self) -> list[_Stage] | None:
+        """The best stages; None if every pipeline is over the limit."""
+        top, last = len(self.levels), len(self.kept.cuts) - 1
+        if not np.isfinite(self._cost(top, Fraction(0))[0, last]):
+            return None
+        return self._stages(top, Fraction(0), 0, last, 1)
+
+    def _cost(self, k: int, behind: Fraction) -> Grid:
+        """A^k(., ., m_k)."""
+        return self._pipelines(k, behind).cost[-1] if k else self.device(self._alike(behind))
+
+    def _pipelines(self, k: int, behind: Fraction) -> _Pipelines:
+        if self.kept.problem.memory_limit_bytes is None:
+            behind = Fraction(0)  # nothing depends on it
+        if (k, behind) not in self._known:
+            self._known[k, behind] = self._search(k, behind)
+        return self._known[k, behind]
+
+    def _search(self, k: int, behind: Fraction) -> _Pipelines:
+        level, n = self.levels[k - 1], len(self.kept.cuts)
+        rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
+        found = _Pipelines([], [], [])
+        for m in range(1, level.parts + 1):
+            alone = self._stage_cost(k, behind, m, m)[:rows]
+            cost, begins, parts = alone, np.repeat(np.arange(rows)[:, None], n, 1), np.full((rows, n), m)
+            for last in range(1, m):
+                closing = self.follow(level, self._stage_cost(k, behind, m, last))
+                joined, middle = join(found.cost[m - last - 1], closing, np.maximum)
+                better = joined < cost
+                cost, begins = np.where(better, joined, cost), np.where(better, middle, begins)
+                parts = np.where(better, last, parts)
+            found.cost.append(cost)
+            found.begins.append(begins)
+            found.parts.append(parts)
+        return found
+
+    def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
+        """T^k(., ., last) of the last of m parts."""
+        return self.share(self.levels[k - 1], last, self._cost(k - 1, self._behind(k, behind, m, last)))
+
+    def _behind(self, k: int, behind: Fraction, m: int, last: int) -> Fraction:
+        """The devices behind each copy, of a stage that is on the `last` of m parts."""
+        level = self.levels[k - 1]
+        return (behind + (level.parts - m) * level.devices) / last
+
+    def _alike(self, behind: Fraction) -> int:
+        """The stage of a straight pipeline that has as much in flight."""
+        return self.kept.problem.stages - math.ceil(1 + behind)
+
+    def _stages(self, k: int, behind: Fraction, a: int, b: int, replicas: int) -> list[_Stage]:
+        """The stages that make A^k(a, b, m_k), last to first and then turned around."""
+        if k == 0:
+            return [_Stage(a, b, self._alike(behind), replicas)]
+        found, m = self._pipelines(k, behind), self.levels[k - 1].parts
+        stages: list[_Stage] = []
+        while m:
+            begin, last = int(found.begins[m - 1][a, b]), int(found.parts[m - 1][a, b])
+            stages = self._stages(k - 1, self._behind(k, behind, m, last), begin, b, replicas * last) + stages
+            b, m = begin, m - last
+        return stages
+
+
+class _Smallest(_Fastest):
+    """The same program for the bytes of the fullest device: the limit that some pipeline keeps."""
+
+    def device(self, s: int) -> Grid:
+        return self.kept.peak_bytes(s)
+
+    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+        return cost
+
+    def follow(self, level: _Level, cost: Grid) -> Grid:
+        return cost
+
+
+def _levels(kept: Kept) -> list[_Level]:
+    problem = kept.problem
+    devices, cluster = problem.stages, problem.cluster
+    if cluster is None:
+        return [_level(kept, devices, 1, problem.peer)]
+    each = min(devices, cluster.devices_per_machine)
+    machines, more = divmod(devices, each)
+    if more or machines > cluster.machines:
+        raise ValueError(
+            f"{devices} devices: cluster {cluster.name} has {cluster.machines} machines of "
+            f"{cluster.devices_per_machine}, replicas are planned for some of these machines, wholly used"
+        )
+    inside = _level(kept, each, 1, cluster.peer)
+    return [inside, _level(kept, machines, each, cluster.network)] if machines > 1 else [inside]
+
+
+def _level(kept: Kept, parts: int, devices: int, link: Link) -> _Level:
+    weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
+    comm_s = Kept(replace(kept.problem, peer=link)).comm_s
+    return _Level(parts, devices, comm_s, seconds(link, 2 * weights))

@@ -1,0 +1,204 @@
+"""One stage while its fates are being chosen: a choice per layer, changed one at a time.
+
+Legend: k micro-batches are in flight. A choice is an index into a layer's options, or `RERUN`; runs of several layers
+(`RERUN_ON`) are not among the published planners' choices. A swapped byte stays on the device for min(k, 2) of the k.
+"""
+
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+from jvpipe.cost.costs import LayerCost
+from jvpipe.planners.model.problem import RERUN, Problem, again_bytes
+from jvpipe.planners.model.segments import Segments
+
+
+class Treatment(NamedTuple):
+    """What a choice takes: bytes held for all micro-batches in flight, swapped for each, and for the backward.
+
+    `left_bytes` are those held of one micro-batch, until the backward.
+    """
+
+    held_bytes: int
+    swapped_bytes: int
+    extra_s: float
+    working_bytes: int
+    left_bytes: int
+
+    def is_no_better_than(self, other: "Treatment") -> bool:
+        """Whether the other holds, swaps, takes and works with at most as much."""
+        return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
+
+
+def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
+    """A layer's choices when k micro-batches are in flight; the last, found at -1, is `RERUN`."""
+    found = []
+    for option in layer.options:
+        swapped = option.swapped_bytes + (layer.input_bytes if option.swaps_input else 0)
+        kept = option.kept_bytes + (0 if option.swaps_input else layer.input_bytes)
+        held = k * kept + min(k, 2) * swapped
+        working = option.extra_bytes + layer.temporary_bytes
+        found.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
+    working = again_bytes(layer) + layer.temporary_bytes
+    return (*found, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
+
+
+class Move(NamedTuple):
+    """Another choice for a layer that holds fewer bytes."""
+
+    layer: int
+    choice: int
+    saved_bytes: int
+    swapped_bytes: int  # more than before, for each micro-batch
+    extra_s: float  # more than before
+
+    @property
+    def per_second(self) -> float:
+        """Bytes saved per second of recomputation."""
+        return self.saved_bytes / self.extra_s if self.extra_s > 0 else float("inf")
+
+
+class Moves:
+    """All layers' treatments and the moves between them, for k micro-batches in flight."""
+
+    def __init__(self, problem: Problem, k: int) -> None:
+        self.layers = [treatments(layer, k) for layer in problem.costs.layers]
+        self.least_bytes = [0, *accumulate(min(t.held_bytes for t in layer) for layer in self.layers)]
+        self._found: dict[tuple[int, int], list[Move]] = {}
+
+    def after(self, layer: int, choice: int) -> list[Move]:
+        """The moves of a layer that is at `choice`; `RERUN` only where no option is as good."""
+        if (layer, choice) not in self._found:
+            *options, rerun = self.layers[layer]
+            now = self.layers[layer][choice]
+            choices = dict(enumerate(options))
+            if not any(rerun.is_no_better_than(option) for option in options):
+                choices[RERUN] = rerun
+            self._found[layer, choice] = [
+                Move(
+                    layer,
+                    c,
+                    now.held_bytes - t.held_bytes,
+                    t.swapped_bytes - now.swapped_bytes,
+                    t.extra_s - now.extra_s,
+                )
+                for c, t in choices.items()
+                if t.held_bytes < now.held_bytes
+            ]
+        return self._found[layer, choice]
+
+    def swaps(self, layer: int, choice: int) -> list[Move]:
+        """Those that swap more and recompute no more."""
+        return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
+
+    def recomputes(self, layer: int, choice: int) -> list[Move]:
+        """Of those that swap no more, the one that saves most per second (or none)."""
+        found = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
+        return [max(found, key=lambda m: (m.per_second, m.saved_bytes))] if found else []
+
+
+class Selection:
+    """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`."""
+
+    def __init__(self, segments: Segments, moves: Moves, s: int, i: int, j: int) -> None:
+        problem = segments.problem
+        self.problem, self.segments, self.moves, self.first = problem, segments, moves, i
+        self.k = segments.k[s]
+        self.choices = [0] * (j - i)
+        row = segments.row(s, i)
+        self.fixed_bytes = int(row.fixed_bytes[0, j])
+        self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
+        self.forward_s = float(row.forward_s[0, j])
+        now = [layer[0] for layer in moves.layers[i:j]]
+        self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
+        self.held_bytes = sum(t.held_bytes for t in now)
+        self.swapped_bytes = sum(t.swapped_bytes for t in now)
+        self._given = segments.given(i)[i:j].tolist()
+
+    @property
+    def layers(self) -> range:
+        """The stage's layers."""
+        return range(self.first, self.first + len(self.choices))
+
+    def later_s(self, layer: int) -> float:
+        """Forward and backward seconds of the stage's layers after this one."""
+        total = self.segments.compute_s
+        return float(total[self.layers.stop] - total[layer + 1])
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device holds at most."""
+        most, left = 0, 0  # of what layers work with beyond what later ones leave
+        for layer, choice, given in zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True):
+            now = self.moves.layers[layer][choice]
+            most = max(most, now.working_bytes - left)
+            left += now.left_bytes + int(given)
+        return self.fixed_bytes + self.held_bytes + most
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the device is over its limit, or the host over this stage's equal share of its limit; or 0."""
+        device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
+        over = 0 if device is None else max(0, self.peak_bytes - device)
+        share = None if host is None else host // self.problem.stages
+        return over if share is None else max(over, self.k * self.swapped_bytes - share)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether anything is over its limit; mostly what is held alone is, which is known at once."""
+        device = self.problem.memory_limit_bytes
+        return (device is not None and self.fixed_bytes + self.held_bytes > device) or self.excess_bytes > 0
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the limit leaves room for the smallest treatments."""
+        limit, least = self.problem.memory_limit_bytes, self.moves.least_bytes
+        return limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
+
+    def link_s(self, more_bytes: int = 0) -> float:
+        """How long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
+        return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
+
+    @property
+    def seconds(self) -> float:
+        """How far apart micro-batches are: the slowest of the device and its links to the host and to other stages."""
+        return max(self.compute_s, self.link_s(), self.comm_s)
+
+    def hides(self, move: Move) -> bool:
+        """Whether the link to the host has room for what the move swaps while the device computes, and the host too."""
+        return self.host_has_room(move) and self.link_s(move.swapped_bytes) <= self.compute_s
+
+    def host_has_room(self, move: Move) -> bool:
+        """Whether the stage's share of the host holds what the move swaps."""
+        limit = self.problem.host_limit_bytes
+        swapped = self.swapped_bytes + move.swapped_bytes
+        return limit is None or move.swapped_bytes <= 0 or self.k * swapped <= limit // self.problem.stages
+
+    def take(self, move: Move) -> None:
+        """Changes one layer's choice."""
+        self.choices[move.layer - self.first] = move.choice
+        self.held_bytes -= move.saved_bytes
+        self.swapped_bytes += move.swapped_bytes
+        self.compute_s += move.extra_s
+
+    def spend(
+        self,
+        moves: Callable[[int, int], Iterable[Move]],
+        score: Callable[[Move], float],
+        allowed: Callable[[Move], bool],
+    ) -> None:
+        """Takes moves, the best score first, until the stage fits or none is left that is allowed."""
+
+        def entries(layer: int) -> list[tuple[float, int, int, Move]]:
+            choice = self.choices[layer - self.first]
+            return [(-float(score(move)), -move.saved_bytes, choice, move) for move in moves(layer, choice)]
+
+        heap = [entry for layer in self.layers for entry in entries(layer)]
+        heapify(heap)
+        while heap and self.is_over:
+            _, _, choice, move = heappop(heap)
+            if self.choices[move.layer - self.first] == choice and allowed(move):
+                self.take(move)
+                for entry in entries(move.layer):
+                    heappush(heap, entry)

@@ -1,0 +1,1 @@
+"""States as files: what is written, and how it is found whole again."""

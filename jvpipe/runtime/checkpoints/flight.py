@@ -1,0 +1,110 @@
+"""What is in flight between the steps of an asynchronous stream, and how it becomes a plain state.
+
+A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight has those of
+`Step.after`: every live version of the weights, residuals, edges, sums of gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jvpipe import _jax
+from jvpipe.ir.buffers import Copy, Spot
+from jvpipe.ir.values import NONE, VALUES, ValueKind
+from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.state import State
+from jvpipe.runtime.tensors import Ledger
+
+
+def names_of(build: Build, flight: int) -> tuple[Spot, ...]:
+    """The names of a state's arrays after so many steps of a stream."""
+    if not flight:
+        return tuple(buffer.spot for buffer in build.persistent)
+    return build.stream.step(flight - 1).after
+
+
+def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
+    """The newest of everything that a plain state has; what is in flight is left out."""
+    if not state.flight:
+        return state.arrays
+    arrays = dict(zip(names_of(build, state.flight), state.arrays, strict=True))
+    newest = _newest(arrays)
+    plain = []
+    for buffer in build.persistent:
+        array, device = newest[_holder(buffer.spot)], build.devices[buffer.place]
+        plain.append(array if array.devices() == {device} else jax.device_put(array, device))
+    return tuple(plain)
+
+
+def with_leaves(
+    names: Sequence[Spot], arrays: Sequence[jax.Array], kind: ValueKind, leaves: Sequence[Any], *, consume: bool
+) -> tuple[jax.Array, ...]:
+    """The arrays of a state, those of a kind from others where they lie.
+
+    Args:
+        names: of the arrays.
+        arrays: the state's.
+        kind: of those to replace: parameters, or the optimizer's state.
+        leaves: the others, on the host.
+        consume: end each array before another takes its place.
+    """
+    replaced = []
+    for spot, array in zip(names, arrays, strict=True):
+        if spot.value.kind is kind:
+            sharding = array.sharding
+            if consume:
+                array.delete()
+            array = jax.device_put(leaves[spot.value.index], sharding, may_alias=False)
+        replaced.append(array)
+    return tuple(replaced)
+
+
+_Holder = tuple[ValueKind, int, int, int]
+
+
+def _newest(arrays: dict[Spot, jax.Array]) -> dict[_Holder, jax.Array]:
+    """The newest version of everything that lies on the devices between steps."""
+    newest: dict[_Holder, tuple[int, jax.Array]] = {}
+    for spot, array in arrays.items():
+        if VALUES[spot.value.kind].lasts and spot.copy is Copy.OWN:
+            holder, number = _holder(spot), max(spot.value.version, spot.value.microbatch)
+            if holder not in newest or number > newest[holder][0]:
+                newest[holder] = number, array
+    return {holder: array for holder, (_, array) in newest.items()}
+
+
+def _holder(spot: Spot) -> _Holder:
+    """What may have several versions; parameters and optimizer state wherever they lie, as layers may be on the way."""
+    here = spot.value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
+    return spot.value.kind, spot.value.index, spot.value.layer, spot.place if here else NONE
+
+
+def restore_in_flight(build: Build, flight: int, values: Mapping[str, Any], ledger: Ledger) -> tuple[jax.Array, ...]:
+    """Puts the arrays of a state in flight each where it lay.
+
+    Args:
+        build: what the state belongs to.
+        flight: the steps of its stream.
+        values: host arrays by their names.
+        ledger: counts them.
+
+    Raises:
+        ValueError: the names are not those of this build's stream.
+    """
+    step = build.stream.step(flight - 1)
+    names = [str(spot) for spot in step.after]
+    if unknown := sorted(values.keys() ^ set(names)):
+        raise ValueError(
+            f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "
+            "Restore it there, save what pipe.drain returns, and go on from that here"
+        )
+    arrays = []
+    for b, name in zip(step.lowered.final, names, strict=True):
+        value = values[name]
+        buffer = step.lowered.buffers[b]
+        ledger.hold(buffer.memory, buffer.bytes)
+        device = build.devices[buffer.place]
+        array = jax.device_put(value, device, may_alias=False)
+        arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
+    return tuple(arrays)

@@ -1,0 +1,141 @@
+"""States as checkpoints: a plain one for any cut, one in flight for the same schedule, cuts and fates alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.checkpoints import skeleton
+from jvpipe.runtime.checkpoints.checkpoint import check_paths, load_meta, save_checkpoint, to_host
+from jvpipe.runtime.checkpoints.flight import names_of
+from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.state import Leaf, Name, State, given_leaves
+from jvpipe.runtime.versions import VersionLedger
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.trace.loss import KeyKind
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How the states of a build are kept."""
+
+    build: Build
+    schedule: Schedule
+    microbatches: int
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """What the arrays of each kind are called in a checkpoint."""
+        graph = self.build.traced.graph
+        return {
+            "parameter": [p.array.name for p in graph.parameters],
+            "optimizer": [leaf.array.name for leaf in self.build.optimizer.state],
+            "state": [array.name for array in graph.state],
+        }
+
+    def write(
+        self,
+        path: str | Path,
+        state: State,
+        values: Mapping[str, Sequence[Any]],
+        rng: jax.Array | None,
+        shapes: Mapping[str, Any],
+        versions: VersionLedger,
+        extra: dict[str, Any],
+    ) -> None:
+        """Writes a state; `values` are its newest arrays by kind, `shapes` what it was traced with."""
+        arrays = {kind: dict(zip(names, values[kind], strict=True)) for kind, names in self.names.items()}
+        meta = {
+            "step": state.step,
+            "updates": state.updates,
+            "words": None if state.words is None else state.words.tolist(),
+            "key": None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl],
+            "schedule": self.schedule.name,
+            "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
+            "extra": extra,
+        }
+        if state.flight:
+            meta["flight"] = {
+                "steps": state.flight,
+                "bound_to": self._binding,
+                "legs": [[span.start, span.layout.plan.to_json()] for span in self.build.spans],
+                "versions": versions.to_json(),
+            }
+            names = map(str, names_of(self.build, state.flight))
+            arrays["flight"] = {name: to_host(x) for name, x in zip(names, state.arrays, strict=True)}
+        save_checkpoint(path, arrays, meta)
+
+    def leaves(self, path: str | Path, arrays: Mapping[str, Mapping[str, Any]]) -> dict[Name, Leaf]:
+        """The saved arrays by name.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        found: dict[Name, Leaf] = {}
+        for kind, names in self.names.items():
+            check_paths(arrays.get(kind, {}), dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
+            found |= {(kind, i): given_leaves([arrays[kind][name]])[0] for i, name in enumerate(names)}
+        return found
+
+    def check_flight(self, path: str | Path, flight: Mapping[str, Any]) -> None:
+        """Raises ValueError if what was in flight belongs to another schedule, other cuts or fates."""
+        if flight["bound_to"] != self._binding:
+            saved, cuts, _, _, micro = flight["bound_to"]
+            raise ValueError(
+                f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
+                "the same schedule, cuts, fates and micro-batches can go on from it. Use these (its plan is "
+                "jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+            )
+
+    @property
+    def _binding(self) -> list[Any]:
+        plan = self.build.plan
+        fates = [dict(stage.fates) for stage in plan.stages]
+        return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches]
+
+    def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
+        graph, optimizer = self.build.traced.graph, self.build.optimizer
+        arrays = {
+            "parameter": [p.array for p in graph.parameters],
+            "optimizer": [leaf.array for leaf in optimizer.state],
+            "state": graph.state,
+        }
+        return [(tuple(a.shape), str(a.dtype)) for a in arrays[kind]]
+
+
+def checkpoint_plan(path: str | Path) -> Plan | None:
+    """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
+    flight = load_meta(path).get("flight")
+    return Plan.from_json(flight["legs"][-1][1]) if flight else None
+
+
+def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
+    """The words of a saved run's key."""
+    return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
+
+
+def saved_inputs(path: str | Path, meta: Mapping[str, Any]) -> tuple[Any, Any, jax.Array | None, Any]:
+    """The shapes of parameters and batch, the key and the shapes of the model state that a checkpoint tells of.
+
+    Raises:
+        ValueError: it does not know the containers of one of them.
+    """
+    shapes = meta["shapes"]
+    if unknown := [name for name, found in shapes.items() if found is None]:
+        raise ValueError(
+            f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
+        )
+    try:
+        trees = {name: skeleton.load(found) for name, found in shapes.items()}
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}, or call init") from problem
+    rng = None
+    if meta["key"] is not None:
+        (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
+        rng = jax.numpy.asarray(words.reshape(shape))
+        rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
+    return trees["params"], trees["batch"], rng, trees["model_state"]

@@ -1,0 +1,116 @@
+"""Finer layers: where whole layers leave a stage slower than the others, layers of it are cut in two.
+
+vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it pays, for each layer
+costs a dispatch per micro-batch. Which layers are cut may depend on the plan: only cuts that keep all bits are made
+(`programs.agreement`), so what a run computes does not.
+"""
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+
+from jvpipe.cost import roofline
+from jvpipe.cost.hardware import Accelerator
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.session.planning import Planned
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import kind, places, split
+
+NEAR = 1.1
+"""How many times slower than the mean a stage is before its layers are cut."""
+GAIN = 0.02
+"""The share of a step that finer layers must save."""
+ROUNDS = 2
+WORTH_S = 0.5e-3
+"""Seconds on a micro-batch, forward and backward, under which a layer is not cut: a dispatch takes some 0.05 ms."""
+_PLACES = 3
+"""How many places in a layer are tried."""
+
+Agree = Callable[[Traced, int, Traced], bool]
+"""Whether a layer of a model has the bits of the two that it is in another."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model cut into layers, and its plan."""
+
+    traced: Traced
+    optimizer: OptimizerCut
+    planned: Planned
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes, simulated."""
+        problem = self.planned.problem
+        return simulated_step_s(problem, evaluate(problem, self.planned.decision).stages)
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Cuts layers in two on a kind of device; `agree` says whether that keeps their bits."""
+
+    device: Accelerator
+    agree: Agree
+
+    def finest(self, traced: Traced, stages: int) -> Traced:
+        """A model with at least so many layers, if it can be cut so fine."""
+        while len(traced.graph.layers) < stages:
+            finer = self.finer(traced, range(len(traced.graph.layers)))
+            if finer is None:
+                break
+            traced = finer
+        return traced
+
+    def better(self, begin: Candidate, plan: Callable[[Traced], Candidate]) -> Candidate:
+        """A plan with finer layers, if it is faster by more than `GAIN`; else the one that is there."""
+        best = begin
+        for _ in range(ROUNDS):
+            finer = self.finer(best.traced, crowded(best.planned))
+            if finer is None:
+                return best
+            try:
+                found = plan(finer)
+            except (Infeasible, MemoryLimitExceeded):
+                return best
+            if found.step_s > best.step_s * (1 - GAIN):
+                return best
+            best = found
+        return best
+
+    def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
+        """The model with these layers, and all that are like them, cut in two; None if none of them can be."""
+        kinds = [kind(body) for body in traced.bodies] if layers else []
+        where: dict[Hashable, int | None] = {}
+        for layer in layers:
+            if kinds[layer] not in where:
+                where[kinds[layer]] = self._place(traced, layer)
+        found = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
+        return split(traced, found) if found else None
+
+    def _place(self, traced: Traced, layer: int) -> int | None:
+        found = places(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
+        return next((p for p in found[:_PLACES] if self.agree(traced, layer, split(traced, {layer: p}))), None)
+
+
+def crowded(planned: Planned) -> list[int]:
+    """The layers of the slowest stage that are worth a cut, if that stage is much slower than the mean.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.planners.model.problem import Decision, Problem
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs(tuple(LayerCost("block", t, 2 * t, (Option(0),)) for t in (1.0, 5.0, 1.0)))
+    >>> problem = Problem(costs, 3, find_schedule("1f1b"), microbatches=8)
+    >>> decision = Decision.keeping_all([0, 1, 2, 3])
+    >>> crowded(Planned(decision.plan(costs, "1f1b", "given"), problem, decision))
+    [1]
+    """
+    problem, bounds = planned.problem, planned.decision.bounds
+    seconds = [cost.compute_s for cost in evaluate(problem, planned.decision).stages]
+    slowest = seconds.index(max(seconds))
+    if seconds[slowest] * len(seconds) <= NEAR * sum(seconds):
+        return []
+    costs = problem.costs.layers
+    return [i for i in range(*bounds[slowest : slowest + 2]) if costs[i].forward_s + costs[i].backward_s >= WORTH_S]

@@ -1,0 +1,1 @@
+"""Predicting what a run takes, from the lists that the controller reads."""

@@ -1,0 +1,196 @@
+"""The simulator: a step's rows, or a schedule's task lists, and their seconds become a timeline.
+
+Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A row waits for those
+that wrote what it reads, and, before it overwrites a buffer, for those that still read it. What keeps memory within
+what the ledger counts: FREE holds back the rows of its device that come after it, and what is sent there; IN waits for
+the row before it; a FEED is for the row after it, and comes one row early if it takes time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jvpipe.ir.buffers import HOST, Lowered, peaks
+from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import TaskLists
+from jvpipe.simulate.engine import Work
+from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.timeline import Curve, Timeline
+
+Links = Callable[[Row], Sequence[str]]
+
+
+def links_between_devices(lowered: Lowered) -> Links:
+    """Every ordered pair of devices has a link, every device one to the host, for both ways; a FEED costs nothing.
+
+    Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
+    """
+
+    def links(row: Row) -> Sequence[str]:
+        match row.kind:
+            case Kind.SEND | Kind.MOVE:
+                return (f"device {row.place} to {lowered.buffers[row.writes[0]].memory}",)
+            case Kind.OUT | Kind.IN:
+                return (f"device {row.place} host",)
+            case _:
+                return ()
+
+    return links
+
+
+def simulate(
+    lowered: Lowered,
+    seconds_of: Callable[[Row], float],
+    links_of: Links | None = None,
+    temporary_bytes: Sequence[int] = (),
+) -> Timeline:
+    """Simulates a lowered step.
+
+    Args:
+        lowered: its rows and buffers.
+        seconds_of: how long a row takes, alone.
+        links_of: the links that a copy occupies, by name; `links_between_devices` unless given. Copies that name the
+            same link take turns on it.
+        temporary_bytes: per row, what its program needs while it runs.
+    """
+    rows, buffers = lowered.rows, lowered.buffers
+    devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
+    names = {f"device {d}": d for d in range(devices)}
+    links_of = links_of or links_between_devices(lowered)
+    occupies, seconds = [], []
+    for row in rows:
+        places = links_of(row) if not _works(row) else (f"device {row.place}",)
+        occupies.append(tuple(names.setdefault(name, len(names)) for name in places))
+        seconds.append(float(seconds_of(row)) if places else 0.0)
+    work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
+    starts_s = np.array(work.starts_s(seconds))
+    ends_s = starts_s + seconds
+    found = peaks(lowered, devices, temporary_bytes)
+    return Timeline(
+        tasks=rows,
+        starts_s=starts_s,
+        ends_s=ends_s,
+        occupies=occupies,
+        resources=tuple(names),
+        devices=devices,
+        curves=_curves(lowered, devices, starts_s, ends_s, temporary_bytes),
+        peak_bytes=tuple(peak.bytes for peak in found),
+    )
+
+
+def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Sequence[int]]:
+    """The rows that each row waits for."""
+    rows, buffers = lowered.rows, lowered.buffers
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    ran: dict[int, list[int]] = {}  # per device, its programs so far
+    freed: dict[int, int] = {}  # per device, its last FREE
+    for i, row in enumerate(rows):
+        needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
+        needs.update(r for b in row.writes for r in readers.pop(b, ()))
+        mine = ran.setdefault(row.place, [])
+        touched = {row.place, *(buffers[b].memory for b in row.writes)}
+        needs.update(freed[d] for d in touched if d in freed)
+        match row.kind:
+            case Kind.FEED if occupies[i]:
+                needs.update(mine[-2:-1])
+            case Kind.FEED | Kind.IN:
+                needs.update(mine[-1:])
+            case Kind.FREE:
+                freed[row.place] = i
+            case _ if _works(row):
+                mine.append(i)
+        yield sorted(needs)
+        writer.update(dict.fromkeys(row.writes, i))
+        for b in row.reads:
+            readers.setdefault(b, []).append(i)
+
+
+def _works(row: Row) -> bool:
+    """Whether a row occupies its device: it runs a program."""
+    return KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM)
+
+
+def _curves(
+    lowered: Lowered, devices: int, starts_s: np.ndarray, ends_s: np.ndarray, temporary_bytes: Sequence[int]
+) -> tuple[Curve, ...]:
+    """A buffer counts from the start of the row that makes it until all rows that touch it have ended."""
+    buffers = lowered.buffers
+    base = [0] * (devices + 1)
+    for buffer in buffers[: lowered.persistent]:
+        base[buffer.memory] += buffer.bytes
+    changes: list[list[tuple[float, int]]] = [[] for _ in base]
+    touched_s: dict[int, float] = {}
+    for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
+        start_s, end_s = float(starts_s[i]), float(ends_s[i])
+        for b in (*row.reads, *row.writes):
+            touched_s[b] = max(end_s, touched_s.get(b, 0.0))
+        for b in born:
+            changes[buffers[b].memory].append((start_s, buffers[b].bytes))
+        for b in dead:
+            changes[buffers[b].memory].append((touched_s[b], -buffers[b].bytes))
+        if temporary_bytes and temporary_bytes[i]:
+            changes[row.place] += [(start_s, temporary_bytes[i]), (end_s, -temporary_bytes[i])]
+    here = (Curve.of(f"device {d}", "device", changes[d], base[d]) for d in range(devices))
+    return (*here, Curve.of("host", "host", changes[HOST]))
+
+
+def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link: bool = False) -> Timeline:
+    """Simulates task lists of F and B at the level of stages (see `stage_work`), as planners count.
+
+    Args:
+        lists: per stage, its tasks in order.
+        stages: what each stage asks for.
+        shared_link: sends take the links to the host, which swapped bytes take too.
+
+    Raises:
+        ValueError: the lists cannot progress; it says which task waits for what.
+
+    >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
+    >>> found = simulate_lists(one_f_one_b(4, 8), [StageLoad(1.0, 2.0)] * 4)
+    >>> found.step_s, round(found.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
+    (33.0, 0.2727)
+    """
+    if len(lists) != len(stages):
+        raise ValueError(f"{len(lists)} task lists need as many stages, {len(stages)} are given")
+    parts_s = [stage.parts_s for stage in stages]
+    swaps = any(stage.swapped_bytes for stage in stages)
+    found = stage_work(lists, Features.of(parts_s, shared=shared_link, swaps=swaps))
+    seconds = found.seconds(parts_s)
+    starts_s = np.array(found.work.starts_s(seconds))
+    ends_s = starts_s + seconds
+    curves = _stage_curves(found, stages, starts_s, ends_s)
+    return Timeline(
+        tasks=found.tasks,
+        starts_s=starts_s,
+        ends_s=ends_s,
+        occupies=found.work.occupies,
+        resources=found.resources,
+        devices=len(stages),
+        curves=curves,
+        peak_bytes=tuple(curve.most_bytes for curve in curves),
+    )
+
+
+def _stage_curves(
+    found: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
+) -> tuple[Curve, ...]:
+    """Kept bytes count from F to B, swapped ones too, but while they are on the host alone."""
+    here: list[list[tuple[float, int]]] = [[] for _ in stages]
+    host: list[tuple[float, int]] = []
+    for (s, kind, _), start_s, end_s in zip(found.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
+        kept, swapped = stages[s].kept_bytes, stages[s].swapped_bytes
+        match kind:
+            case Kind.F:
+                here[s].append((start_s, kept + swapped))
+            case Kind.B:
+                here[s].append((end_s, -kept - swapped))
+            case Kind.OUT:
+                here[s].append((end_s, -swapped))
+                host.append((start_s, swapped))
+            case Kind.IN:
+                here[s].append((start_s, swapped))
+                host.append((end_s, -swapped))
+    places = (Curve.of(f"stage {s}", "device", here[s], load.static_bytes) for s, load in enumerate(stages))
+    return (*places, Curve.of("host", "host", host))

@@ -1,0 +1,103 @@
+"""Models above the sizes at which the search once looked less far: against enumeration, and against all rivals."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from experiments.planners.rivals import dense
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
+from jvpipe.cost.hardware import Link
+from jvpipe.planners import PLANNERS
+from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.trips import Trips
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.schedules import find_schedule
+
+
+def deep(layers: int, stages: int, schedule: str, seed: int, microbatches: int = 0) -> Problem:
+    """A chain of unlike layers on links that take as long as stages do: where it is cut is what counts."""
+    draw = random.Random(seed)
+    found = []
+    for i in range(layers):
+        f, kept = draw.uniform(0.1, 2.0), draw.randint(10, 90)
+        again = Option(0, extra_s=0.8 * f, extra_bytes=kept)
+        found.append(LayerCost(f"layer{i}", f, 2 * f, (Option(kept), again), 5, 5, 10, input_bytes=3))
+    edges = tuple(Edge(i, (i + 1,), draw.choice((1, 3, 9, 27))) for i in range(layers - 1))
+    link = Link(20 * stages / layers)
+    m = microbatches or 2 * stages
+    return Problem(Costs(tuple(found), edges), stages, find_schedule(schedule), m, host=Link(100.0), peer=link)
+
+
+def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> float:
+    """Simulated seconds of a plan; infinite if it does not fit."""
+    try:
+        found = evaluate(problem, planner(problem))
+    except Infeasible:
+        return float("inf")
+    limit = problem.memory_limit_bytes
+    return simulated_step_s(problem, found.stages) if limit is None or found.peak_bytes <= limit else float("inf")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+def test_two_stages_of_many_layers_on_slow_links_are_cut_where_it_is_best(schedule: str, shared: bool) -> None:
+    for layers, seed in ((150, 0), (300, 1), (420, 2)):
+        problem = replace(deep(layers, 2, schedule, seed, 3), peer_uses_host=shared)
+        every = [Decision.keeping_all((0, cut, layers)) for cut in range(1, layers)]
+        least_s = min(simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every)
+        assert step_s(problem, jvpipe) == pytest.approx(least_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+def test_no_other_planner_is_faster_on_slow_links_whatever_the_depth(schedule: str) -> None:
+    rivals = [name for name in PLANNERS if name != "jvpipe"]
+    skipping = replace(deep(10, 4, schedule, 0), costs=dense(3))
+    skipping = replace(skipping, peer=Link(2e9, 1e-5))
+    for problem in (deep(140, 4, schedule, 1), deep(270, 3, schedule, 2), skipping):
+        ours_s = step_s(problem, jvpipe)
+        for name in rivals:
+            assert ours_s <= step_s(problem, PLANNERS[name]) * (1 + 1e-9), name
+
+
+def test_a_tighter_limit_is_never_faster() -> None:
+    problem = deep(140, 3, "1f1b", 3)
+    even = evaluate(problem, PLANNERS["even"](problem)).peak_bytes
+    limits = [int(share * even) for share in (0.6, 0.8, 1.1, 2.0)]
+    steps = [step_s(replace(problem, memory_limit_bytes=limit), jvpipe) for limit in limits]
+    steps.append(step_s(problem, jvpipe))
+    assert all(looser <= tighter * (1 + 1e-9) for tighter, looser in pairwise(steps))
+    assert steps[-1] < steps[0]
+
+
+def test_the_lower_bound_of_balanced_stages_on_slow_links_is_near() -> None:
+    """Counting no links it was little more than half of the best there is."""
+    for schedule, near in (("pipedream", 1.01), ("gpipe", 1.05), ("1f1b", 1.25)):
+        problem = replace(deep(150, 2, schedule, 4, 8), peer_uses_host=False)
+        every = [Decision.keeping_all((0, cut, 150)) for cut in range(1, 150)]
+        least_s = min(simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every)
+        assert lower_bound(problem) <= least_s <= near * lower_bound(problem)
+
+
+def test_round_trips_are_shortest_paths() -> None:
+    """The least cap over all cuts of nine layers on three stages, each group of stages looked at by itself."""
+    rng = np.random.default_rng(0)
+    n = 9
+    seconds = np.cumsum(np.concatenate([[0.0], rng.uniform(1, 3, n)]))
+    t = np.where(np.arange(n + 1)[:, None] < np.arange(n + 1), seconds - seconds[:, None], np.inf)
+    c = np.broadcast_to(rng.uniform(0, 8, (n + 1, 1)), t.shape).copy()
+    least = np.inf
+    for i in range(1, n - 1):
+        for j in range(i + 1, n):
+            a, b, d = t[0, i], t[i, j], t[j, n]
+            groups = (a, b, d, (a + c[i, j] + b) / 2, (b + c[j, n] + d) / 2, (a + c[i, j] + b + c[j, n] + d) / 3)
+            least = min(least, max(*groups, c[i, j] / 2, c[j, n] / 2))
+    trips = Trips([t[:1], t, t[:, -1:]], [c[:1], c, c[:, -1:]])
+    assert least <= trips.least_cap_s() <= least * 1.002

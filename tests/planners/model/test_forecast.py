@@ -1,0 +1,134 @@
+"""What planners are told: the same as the simulator says, and right for streams."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
+from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s, simulated_steps_s
+from jvpipe.planners.model.problem import RERUN, Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.schedules import SCHEDULES, find_schedule
+
+
+def layer(forward_s: float, backward_s: float, size: int = 4) -> LayerCost:
+    options = (Option(size), Option(0, size), Option(0, 0, forward_s / 2))
+    return LayerCost("layer", forward_s, backward_s, options, 3, 3, 6, input_bytes=2, temporary_bytes=1)
+
+
+Numbers = tuple[list[list[tuple[int, int, int, int, int]]], str, int, Link, Link, bool]
+NUMBERS = st.tuples(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(1, 5), st.integers(1, 9), st.integers(0, 8), st.integers(0, 4), st.integers(RERUN, 2)
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 7),
+    st.sampled_from([INFINITE, Link(2.0), Link(8.0, 0.25)]),
+    st.sampled_from([INFINITE, Link(4.0), Link(1.0)]),
+    st.booleans(),
+)
+
+
+def planned(numbers: Numbers) -> tuple[Problem, Decision]:
+    """A problem and a decision from per stage, per layer: seconds of F and B, sizes of residual and edge, choice."""
+    stages, schedule, microbatches, host, peer, shared = numbers
+    flat = [one for stage in stages for one in stage]
+    layers = tuple(layer(float(f), float(b), size) for f, b, size, _, _ in flat)
+    edges = tuple(Edge(i, (i + 1,), one[3]) for i, one in enumerate(flat[:-1]))
+    problem = Problem(
+        Costs(layers, edges),
+        len(stages),
+        find_schedule(schedule),
+        microbatches,
+        host=host,
+        peer=peer,
+        peer_uses_host=shared,
+    )
+    return problem, Decision((0, *accumulate(map(len, stages))), tuple(one[4] for one in flat))
+
+
+@settings(max_examples=25, deadline=None)
+@given(NUMBERS)
+def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
+    problem, decision = planned(numbers)
+    stages = evaluate(problem, decision).stages
+    timeline = forecast(problem, decision)
+    if problem.schedule.synchronous:
+        assert simulated_step_s(problem, stages) == timeline.step_s
+        assert bubble_fraction(problem, stages) == pytest.approx(timeline.bubble_fraction)
+    *devices, host = timeline.curves
+    assert all(curve.most_bytes <= stage.peak_bytes for curve, stage in zip(devices, stages, strict=True))
+    assert host.most_bytes <= sum(stage.host_bytes for stage in stages)
+
+
+@settings(max_examples=25, deadline=None)
+@given(NUMBERS)
+def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
+    problem, decision = planned(numbers)
+    stages = evaluate(problem, decision).stages
+    least = problem.microbatches * max(stage.compute_s for stage in stages)
+    assert simulated_step_s(problem, stages) >= least * (1 - 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(NUMBERS, st.lists(st.integers(RERUN, 2), min_size=12, max_size=12))
+def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> None:
+    problem, decision = planned(numbers)
+    others = replace(decision, choices=tuple(more[: len(decision.choices)]))
+    keeping = Decision.keeping_all(decision.bounds)
+    candidates = [evaluate(problem, d).stages for d in (decision, others, keeping)]
+    assert simulated_steps_s(problem, candidates) == [simulated_step_s(problem, stages) for stages in candidates]
+    plain = replace(problem, peer_uses_host=False)
+    kept = [evaluate(plain, keeping).stages] * 3
+    assert simulated_steps_s(plain, kept) == [simulated_step_s(plain, kept[0])] * 3
+    assert simulated_steps_s(problem, []) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(NUMBERS)
+def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
+    """A stream twice as long takes as much longer as its further micro-batches.
+
+    To 5%: on a shared link stages may take turns over more micro-batches than a forecast looks at.
+    """
+    problem, decision = planned(numbers)
+    problem = replace(problem, schedule=find_schedule("pipedream"))
+    stages = evaluate(problem, decision).stages
+    long, longer = (replace(problem, schedule=find_schedule("1f1b"), microbatches=m) for m in (200, 400))
+    rate_s = (simulated_step_s(longer, stages) - simulated_step_s(long, stages)) / 200
+    assert simulated_step_s(problem, stages) == pytest.approx(problem.microbatches * rate_s, rel=0.05)
+
+
+def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
+    problem = Problem(Costs((layer(1.0, 2.0),) * 4), 4, find_schedule("pipedream"), 8)
+    stages = evaluate(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
+    assert simulated_step_s(problem, stages) == 24.0
+    assert bubble_fraction(problem, stages) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
+def test_the_forecast_reaches_the_peak_that_is_planned_with(name: str) -> None:
+    layers = (layer(1.0, 2.0),) * 6
+    problem = Problem(Costs(layers), 3, find_schedule(name), 6, host=Link(8.0))
+    for choices in [(0,) * 6, (2, 0) * 3, (1, 1) * 3, (RERUN, 1) * 3]:
+        decision = Decision((0, 2, 4, 6), choices)
+        stages = evaluate(problem, decision).stages
+        assert forecast(problem, decision).peak_bytes[:3] == tuple(stage.peak_bytes for stage in stages)
+
+
+def test_a_send_takes_half_of_what_a_stage_exchanges() -> None:
+    costs = Costs((layer(1.0, 1.0), layer(1.0, 1.0)), (Edge(0, (1,), 6),))
+    problem = Problem(costs, 2, find_schedule("1f1b"), 1, peer=Link(2.0), peer_uses_host=False)
+    assert simulated_step_s(problem, evaluate(problem, Decision.keeping_all([0, 1, 2])).stages) == 1 + 3 + 2 + 3 + 1

@@ -1,0 +1,34 @@
+"""The tables for kept residuals agree with `stage_cost`, segment by segment."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jvpipe.planners.model.keep_all import Kept, nothing_fits
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import stage_cost
+from tests.planners.small import problems
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(most_layers=6, tight=False))
+def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
+    kept, choices = Kept(problem), [0] * len(problem.costs.layers)
+    for a, i in enumerate(kept.cuts):
+        for b, j in enumerate(kept.cuts):
+            if j <= i:
+                assert np.isinf([kept.seconds[a, b], kept.comm_s[a, b], kept.peak_bytes(0)[a, b]]).all()
+                continue
+            for s in range(problem.stages):
+                cost = stage_cost(problem, s, int(i), int(j), choices)
+                assert kept.forward_s[a, b] == pytest.approx(cost.forward_s)
+                assert kept.compute_s[a, b] == pytest.approx(cost.compute_s)
+                assert kept.seconds[a, b] == pytest.approx(cost.seconds)
+                assert kept.comm_s[a, b] == pytest.approx(cost.comm_s)
+                assert kept.peak_bytes(s)[a, b] == cost.peak_bytes
+
+
+def test_the_error_says_what_would_do() -> None:
+    error = nothing_fits("dapple", 100, [80.0, 124.0, 90.0])
+    assert (error.stage, error.excess_bytes, error.smallest_limit_bytes) == (1, 24, 124)
+    assert "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124" in str(error)

@@ -1,0 +1,92 @@
+"""A folder's content is replaced whole, whenever the process dies, and what is not as it was is noticed."""
+
+from pathlib import Path
+
+import pytest
+
+from jvpipe.runtime.checkpoints import generations
+from jvpipe.runtime.checkpoints.generations import DamageError, newest
+from tests.moments import copied_at_every_operation
+
+
+def write(folder: Path, text: str) -> None:
+    with generations.draft(folder) as draft:
+        (draft / "inner").mkdir(parents=True)
+        (draft / "a.txt").write_text(text)
+        (draft / "inner" / "b.txt").write_text(text * 2)
+
+
+def read(folder: Path) -> str:
+    generation = newest(folder)
+    assert generation is not None
+    generations.check(generation)
+    return (generation / "a.txt").read_text()
+
+
+def test_whenever_the_process_dies_the_old_or_the_new_is_whole(tmp_path: Path) -> None:
+    folder, copies = tmp_path / "kept", tmp_path / "copies"
+    write(folder, "old")
+    with copied_at_every_operation(folder, copies):
+        write(folder, "new")
+    seen = [read(moment) for moment in sorted(copies.iterdir())]
+    assert len(seen) > 20
+    assert seen == sorted(seen, reverse=True)
+    assert set(seen) == {"old", "new"}
+    for moment in copies.iterdir():  # what the dead process left is no obstacle, and goes
+        write(moment, "later")
+        assert read(moment) == "later"
+        assert len(list(moment.iterdir())) == 1
+
+
+def test_a_draft_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
+    write(tmp_path, "old")
+
+    def fail() -> None:
+        with generations.draft(tmp_path) as draft:
+            draft.mkdir()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert read(tmp_path) == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "tear", "remove", "digest", "no digests"])
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, "old")
+    generation = newest(tmp_path)
+    assert generation is not None
+    path, digests = generation / "inner" / "b.txt", generation / "digests.json"
+    if damage == "flip":
+        path.write_text("olcold")
+    elif damage == "tear":
+        path.write_text("old")
+    elif damage == "remove":
+        path.unlink()
+    elif damage == "digest":
+        digests.write_text(digests.read_text().replace("}", "]"))
+    else:
+        digests.unlink()
+    with pytest.raises(DamageError, match=r"digests\.json" if "dig" in damage else r"inner/b\.txt is"):
+        generations.check(generation)
+
+
+def test_what_is_somebody_elses_stays(tmp_path: Path) -> None:
+    write(tmp_path, "old")
+    for name in ("notes.txt", "generation-x.txt"):
+        (tmp_path / name).write_text("mine")
+    write(tmp_path, "new")
+    generations.delete(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["generation-x.txt", "notes.txt"]
+
+
+def test_whenever_a_deletion_is_cut_short_nothing_half_counts(tmp_path: Path) -> None:
+    folder, copies = tmp_path / "kept", tmp_path / "copies"
+    write(folder, "old")
+    with copied_at_every_operation(folder, copies):
+        generations.delete(folder)
+    assert not folder.exists()
+    whole = [newest(moment) is not None and read(moment) == "old" for moment in sorted(copies.iterdir())]
+    assert whole == sorted(whole, reverse=True)
+    assert {True, False} == {newest(moment) is not None for moment in copies.iterdir()}

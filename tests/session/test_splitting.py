@@ -1,0 +1,177 @@
+"""Plans with finer layers: when they are made, that they are faster as counted by hand, and that no bit changes."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvpipe import Pipeline, Plan
+from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.cost.presets import CORE
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Problem
+from jvpipe.programs.bit_equality import same_bits, same_update
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.store import shared_store
+from jvpipe.schedules import find_schedule
+from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.planning import Planned
+from jvpipe.session.splitting import Candidate, Splitter
+from jvpipe.trace.graph import Sorted, Traced, build_graph
+from jvpipe.trace.layer_split import places, split
+from jvpipe.trace.loss import trace_loss
+from jvpipe.trace.model import trace_model
+from tests.zoo import transformer
+
+WIDTH, ROWS = 8, 16
+SGD = optax.sgd(0.1)
+
+
+def feed_forward(params: Any, batch: Any, rng: Any) -> jax.Array:
+    """Blocks of two products each, with a skip around them."""
+    x = batch["x"]
+    for p in params:
+        x = x + (jax.nn.gelu(x @ p["in"] + p["in_bias"][None]) @ p["out"] + p["out_bias"][None])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def parameters(*hidden: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    shapes = [{"in": (WIDTH, h), "in_bias": (h,), "out": (h, WIDTH), "out_bias": (WIDTH,)} for h in hidden]
+    return [{name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in each.items()} for each in shapes]
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
+
+
+def optimizer_of(traced: Traced, params: Any, optimizer: Any = SGD) -> OptimizerCut:
+    owners, readers = zip(*((p.owner, len(p.readers)) for p in traced.graph.parameters), strict=True)
+    return cut_optimizer(optimizer, params, owners, readers, microbatches=4)
+
+
+def three_blocks() -> Traced:
+    """Three layers, the second of which does five times the work of the others."""
+    loss = trace_loss(feed_forward, parameters(8, 40, 8), batch(), None)
+    eqns = [eqn.primitive.name for eqn in Sorted.of(loss).main]
+    products, adds = ([i for i, found in enumerate(eqns) if found == name] for name in ("dot_general", "add"))
+    biases = [next(i for i in adds if i > p) for p in products[1::2]]
+    return build_graph(loss, [next(i for i in adds if i > bias) + 1 for bias in biases[:2]])
+
+
+def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> Candidate:
+    """The plan of a model on devices for which the lightest layer's forward takes a second."""
+    unit = worth / (2 * 2 * ROWS * WIDTH * 8)
+    layers = (LayerCost(x.name, x.flops * unit, 2 * x.flops * unit, (Option(0),)) for x in traced.graph.layers)
+    problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
+    decision = jvpipe(problem)
+    planned = Planned(decision.plan(problem.costs, "1f1b", "jvpipe"), problem, decision)
+    return Candidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
+
+
+def always(whole: Traced, layer: int, halves: Traced) -> bool:
+    return True
+
+
+def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
+    begin = by_flops(three_blocks())
+    assert [x.flops for x in begin.traced.graph.layers] == [4096, 20480, 4096]
+    assert begin.step_s == pytest.approx(1 + 8 * (5 + 10) + 2)  # the first F, eight F and B of the slowest, the last B
+    found = Splitter(CORE, always).better(begin, by_flops)
+    assert [x.flops for x in found.traced.graph.layers] == [4096, 10240, 10240, 4096]
+    assert found.planned.plan.cuts == (2, 1, 1)
+    # Eight F and B of the first stage, which makes three F, then waits until 14.5 for the second to have made F F B,
+    # and near the end 0.5 more: there the second takes 7.5 for the last F and a B, the first 7 for a B.
+    assert found.step_s == pytest.approx(8 * 3 * (1 + 2.5) + (14.5 - 3 * 3.5) + (7.5 - 7))
+
+
+@pytest.mark.parametrize("why", ["bits differ", "layers are light", "no finer plan", "not faster"])
+def test_whole_layers_stay(why: str) -> None:
+    begin = by_flops(three_blocks(), worth=1e-5 if why == "layers are light" else 1.0)
+
+    def plan(traced: Traced) -> Candidate:
+        if why == "no finer plan":
+            raise Infeasible("nothing fits", stage=0, excess_bytes=1, smallest_limit_bytes=1)
+        return begin
+
+    agree: Callable[[Traced, int, Traced], bool] = always if why != "bits differ" else lambda *_: False
+    assert Splitter(CORE, agree).better(begin, plan) is begin
+
+
+def test_even_stages_stay() -> None:
+    begin = by_flops(build_graph(three_blocks().loss), stages=1)
+    assert Splitter(CORE, always).better(begin, by_flops) is begin
+
+
+def run(params: Any, given: Any, loss_fn: Any, stages: int | Plan, **options: Any) -> tuple[Any, Pipeline]:
+    """Losses and parameters of two steps, as bytes."""
+    devices = jax.devices()[:1] * (stages if isinstance(stages, int) else len(stages.stages))
+    pipe = Pipeline(loss_fn, SGD, stages=stages, microbatches=2, devices=devices, **options)
+    state, losses = pipe.init(params, given, jax.random.key(0)), []
+    for _ in range(2):
+        state, metrics = pipe.step(state, given)
+        losses.append(float(metrics["loss"]))
+    return (losses, [x.tobytes() for x in jax.tree.leaves(pipe.params(state))]), pipe
+
+
+def test_a_transformer_has_the_same_bits_with_halves() -> None:
+    case = transformer(2)
+    micro = micro_batch_shapes(case.batch, 2)
+    whole = trace_model(case.loss_fn, case.params, micro, case.rng).traced
+    attention, network = (places(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2))
+    halves = split(whole, {1: attention, 2: network})
+    plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], devices=[0] * 4, splits=halves.splits)
+    alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
+    cut, pipe = run(case.params, case.batch, case.loss_fn, plan)
+    assert len(pipe.build.traced.graph.layers) == len(whole.graph.layers) + 2
+    assert cut == alone
+
+
+def test_more_stages_than_layers_cut_layers() -> None:
+    params, given = parameters(*[8] * 6), batch()
+    alone, pipe = run(params, given, feed_forward, 1, planner="even")
+    layers = len(pipe.build.traced.graph.layers)
+    finer, pipe = run(params, given, feed_forward, layers + 1)
+    assert len(pipe.plan.stages) == layers + 1
+    assert pipe.plan.splits
+    named = re.findall(r"^  layer +\d+ (\S+)", pipe.explain(), re.MULTILINE)
+    assert len(set(named)) == len(named) == len(pipe.graph.layers)  # halves are told apart
+    assert finer == alone
+    again, other = run(params, given, feed_forward, Plan.from_json(pipe.plan.to_json()))
+    assert (again, other.plan.splits) == (alone, pipe.plan.splits)
+    with pytest.raises(ValueError, match=r"stages need as many layers, the model has \d+: use at most"):
+        run(params, given, feed_forward, layers + 1, planner="even")
+
+
+def test_a_plan_for_other_layers_is_refused() -> None:
+    params, given = parameters(*[8] * 6), batch()
+    pipe = Pipeline(feed_forward, SGD, stages=1, microbatches=2, planner="even", devices=jax.devices()[:1])
+    state = pipe.init(params, given, jax.random.key(0))
+    whole = pipe.build.traced
+    halves = split(whole, {3: places(whole, 3, lambda eqns, _: [1.0] * len(eqns))[0]})
+    plan = Plan.from_cuts([len(halves.graph.layers)], splits=halves.splits)
+    with pytest.raises(ValueError, match="a plan with other layers needs a new pipeline"):
+        pipe.migrate(state, plan)
+    with pytest.raises(ValueError, match="no inside of a layer"):
+        run(params, given, feed_forward, Plan.from_cuts([8], splits=(10**6,)))
+
+
+def test_disagreement_is_seen() -> None:
+    params, whole = parameters(8, 40, 8), three_blocks()
+    store, device = shared_store(), jax.devices()[0]
+    halves = split(whole, {1: places(whole, 1, lambda eqns, _: [1.0] * len(eqns))[0]})
+    assert same_bits(store, device, whole, 1, halves)
+    *eqns, last = halves.bodies[2].eqns
+    wrong = replace(halves.bodies[2], eqns=(*eqns, last.replace(invars=[last.invars[1]] * 2)))
+    assert not same_bits(store, device, whole, 1, replace(halves, bodies=(*halves.bodies[:2], wrong)))
+    one, two = optimizer_of(whole, params), optimizer_of(halves, params)
+    assert same_update(store, device, one, 1, two)
+    assert not same_update(store, device, one, 1, optimizer_of(halves, params, optax.sgd(0.2)))
