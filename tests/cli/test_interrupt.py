@@ -21,7 +21,7 @@ def test_a_signal_is_noted_and_the_old_handlers_return(capsys: pytest.CaptureFix
 
 def test_the_second_signal_ends_the_process_at_once() -> None:
     script = (
-        "import signal, time; from jvpipe.interrupt import StopRequest\n"
+        "import signal, time; from jvpipe.cli.interrupt import StopRequest\n"
         "with StopRequest() as stop:\n"
         "    signal.raise_signal(signal.SIGINT); print('noted', flush=True); signal.raise_signal(signal.SIGINT)\n"
         "    print('still here')"
