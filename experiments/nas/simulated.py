@@ -113,7 +113,7 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
 def homes_of(one: Planned, slots: int) -> list[int]:
     """Where the upper layer's own planner, which knows of no limit, has the slots of an architecture."""
     problem = replace(one.problem, memory_limit_bytes=None)
-    bounds = find_planner(problem.schedule.name)(problem).bounds
+    bounds = find_planner(problem.schedule.name).decide(problem).bounds
     return streams.homes(one.graph, slots, [j - i for i, j in pairwise(bounds)])
 
 
@@ -139,7 +139,7 @@ def seconds(found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]
     before: tuple[Planned, Decision] | None = None
     for one in found:
         start_s = time.perf_counter()
-        best = find_planner("jvpipe")(one.problem)
+        best = find_planner("jvpipe").decide(one.problem)
         planning_s = one.prepared_s + time.perf_counter() - start_s
         bounds = streams.home_bounds(one.graph, whole)
         for name, decisions in (

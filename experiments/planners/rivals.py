@@ -22,7 +22,7 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS
+from jvpipe.planners import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -106,7 +106,7 @@ def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
         problem = Problem(costs, 1, find_schedule(schedule), stages * (1 + turn % 3))
         try:
             problem = replace(problem, stages=stages)
-            even = evaluate(problem, PLANNERS["even"](problem))
+            even = evaluate(problem, find_planner("even").decide(problem))
         except ValueError:
             continue  # too few pieces
         if link:
@@ -135,7 +135,7 @@ def rivals(problem: Problem) -> list[str]:
     """The planners that answer in a minute or so."""
     rows = problem.stages * len(problem.costs.layers)
     most = ROWS if problem.memory_limit_bytes is None else ROWS_UNDER_A_LIMIT
-    return [name for name in PLANNERS if name != "jvpipe" and (name != "adapipe" or rows <= most)]
+    return [p.name for p in PLANNERS if p.name != "jvpipe" and (p.name != "adapipe" or rows <= most)]
 
 
 def main() -> None:
@@ -145,8 +145,8 @@ def main() -> None:
     print("| ratio | over the bound | planning s |\n|" + 13 * "---|")
     worst, count = 0.0, 0
     for name, problem in cases(arguments):
-        ours_s, taken_s = step_s(problem, PLANNERS["jvpipe"])
-        theirs = {rival: step_s(problem, PLANNERS[rival])[0] for rival in rivals(problem)}
+        ours_s, taken_s = step_s(problem, find_planner("jvpipe").decide)
+        theirs = {rival: step_s(problem, find_planner(rival).decide)[0] for rival in rivals(problem)}
         best = min(theirs, key=lambda rival: theirs[rival])
         if ours_s == theirs[best] == float("inf"):
             continue  # nothing fits

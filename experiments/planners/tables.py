@@ -46,7 +46,7 @@ def bottlenecks() -> None:
         for stages in STAGES:
             exact_s = exact_bottleneck_s(costs, stages)
             problems.append((Problem(costs, stages, find_schedule("pipedream"), 4 * stages), exact_s))
-    for planner in PLANNERS:
+    for planner in (planner.name for planner in PLANNERS):
         cells = []
         for problem, exact_s in problems:
             found = answer(problem, planner)
@@ -80,7 +80,7 @@ def under_limits() -> None:
         costs = model_costs(Options(model="bert", size=size, batch_size=64, microbatches=16), cluster)
         cases.append((f"bert {size}", costs))
     columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
-    planners = [p for p in PLANNERS if p not in ("even", "torchgpipe-size")]
+    planners = [p.name for p in PLANNERS if p.name not in ("even", "torchgpipe-size")]
     print(f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} |\n|---|{'---|' * len(columns)}")
     for name, costs in cases:
         rows: dict[str, list[str]] = {planner: [] for planner in planners}

@@ -152,7 +152,7 @@ def with_splits(options: Options, problem: Problem, found: Answer) -> tuple[Prob
     def plan(traced: Traced) -> Candidate:
         optimizer = cut(traced)
         finer = replace(problem, costs=estimate(traced, cluster, optimizer, options.microbatches))
-        return Candidate(traced, optimizer, _planned(finer, find_planner(found.planner)(finer)))
+        return Candidate(traced, optimizer, _planned(finer, find_planner(found.planner).decide(finer)))
 
     begin = Candidate(traced, cut(traced), _planned(problem, decision))
     best = Splitter(cluster.device, lambda whole, layer, halves: True).better(begin, plan)
@@ -170,7 +170,7 @@ def answer(problem: Problem, planner: str) -> Answer:
     """Asks a planner, and looks at the clock."""
     start_s = time.perf_counter()
     try:
-        decision = find_planner(planner)(problem)
+        decision = find_planner(planner).decide(problem)
     except Infeasible as infeasible:
         return Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
     planning_s = time.perf_counter() - start_s

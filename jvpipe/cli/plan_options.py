@@ -65,7 +65,7 @@ def check(options: Options) -> list[str]:
     find_schedule(options.schedule).check(options.stages, options.microbatches)
     names = [options.planner]
     if options.compare is not None:
-        names = list(PLANNERS) if options.compare == "all" else options.compare.split(",")
+        names = [p.name for p in PLANNERS] if options.compare == "all" else options.compare.split(",")
     for name in names:
         find_planner(name)
     parse_bytes(options.memory_limit)

@@ -8,20 +8,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
-
-_WHY = {
-    "even": "every stage has the same number of layers, give or take one",
-    "torchgpipe": "stages differ by no more than the costliest layer's measured seconds",
-    "torchgpipe-size": "stages differ by no more than the largest layer's bytes of parameters",
-    "gpipe": "the stages' seconds vary as little as they can; everything is computed again from the stage's input",
-    "pipedream": "the slowest stage is as fast as it can be with everything kept",
-    "dapple": "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
-    "vpipe": "swaps, then recomputations, then moves of layers, until nothing improves",
-    "dawnpiper": "bisected between the compute-balanced and the memory-balanced cut",
-    "adapipe": "cuts and recomputations by dynamic programming",
-    "jvpipe": "cuts and fates that take the least seconds per step within the limit",
-    "given": "the cuts were given",
-}
+from jvpipe.planners import PLANNERS
 
 
 def explain(
@@ -35,7 +22,7 @@ def explain(
     """A text of one line per stage and one per layer, with the fates of what is not kept, and the reasons."""
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
-        f"{_WHY.get(plan.planner, '')}."
+        f"{_why(plan.planner)}."
     ]
     for s, stage in enumerate(plan.stages):
         d = stage.devices[0]
@@ -64,6 +51,12 @@ def explain(
         for tensor in graph.skips()
     ]
     return "\n".join(lines)
+
+
+def _why(planner: str) -> str:
+    """Says in a sentence how a planner decides; nothing of a planner that is not registered."""
+    reasons = {known.name: known.why for known in PLANNERS} | {"given": "the cuts were given"}
+    return reasons.get(planner, "")
 
 
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:

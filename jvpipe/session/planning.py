@@ -12,7 +12,7 @@ from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
-from jvpipe.planners import CHOOSING, KEEPING, UNTIMED, find_planner
+from jvpipe.planners import FateRule, find_planner
 from jvpipe.planners.joint.floor import Floor, floor
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
@@ -46,7 +46,7 @@ class Request:
     @property
     def chooses(self) -> bool:
         """Whether fates are to be chosen: by a planner that does, under a limit."""
-        return self.memory_limit_bytes is not None and self.planner in CHOOSING
+        return self.memory_limit_bytes is not None and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def measure(
     """
     first, *others = (devices[place] for place in dict.fromkeys(request.places))
     links = None
-    if request.planner in UNTIMED:
+    if not find_planner(request.planner).asks_seconds:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
         costs: Costs = costs_of(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
@@ -132,8 +132,8 @@ def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], S
         MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the limit that it names.
     """
     limit, planner = request.memory_limit_bytes, find_planner(request.planner)
-    if limit is None or request.planner in UNTIMED:
-        return _planned(request, problem, planner(problem))
+    if limit is None or not planner.asks_seconds:
+        return _planned(request, problem, planner.decide(problem))
     least = None if _NEAR * least_kept_bytes(problem) <= limit else _least(request, problem, limit, held_bytes_of)
     planned = _unlimited(request, problem, held_bytes_of) or _within(request, problem, least, held_bytes_of)
     if planned is None:
@@ -151,7 +151,7 @@ def _least(request: Request, problem: Problem, limit: int, held_bytes_of: Callab
     def held_bytes(decision: Decision) -> Sequence[int]:
         return held_bytes_of(_planned(request, problem, decision).plan)
 
-    least = floor(problem, held_bytes, limit, keeps=request.planner in KEEPING)
+    least = floor(problem, held_bytes, limit, keeps=find_planner(request.planner).fate_rule is FateRule.KEEPS)
     if least.bytes > limit:
         raise MemoryLimitExceeded(
             f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {least.stage} would "
@@ -170,7 +170,7 @@ def _unlimited(request: Request, problem: Problem, held_bytes_of: Callable[[Plan
     assert limit is not None
     if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
         return None
-    planned = _planned(request, problem, find_planner(request.planner)(free))
+    planned = _planned(request, problem, find_planner(request.planner).decide(free))
     near = evaluate(free, planned.decision).peak_bytes <= _NEAR * limit
     return planned if near and max(held_bytes_of(planned.plan)) <= limit else None
 
@@ -188,7 +188,7 @@ def _within(
     asked, before = replace(problem, memory_limit_bytes=max(limit, counted)), None
     for _ in range(_ATTEMPTS):
         try:
-            decision = find_planner(request.planner)(asked)
+            decision = find_planner(request.planner).decide(asked)
         except Infeasible:
             return None
         if decision == before:

@@ -68,7 +68,7 @@ def test_where_nothing_may_be_dropped_planners_drop_nothing() -> None:
     peaks = [stage.peak_bytes for stage in evaluate(problem, plan).stages]
     assert [stage.peak_bytes for stage in evaluate(kept, plan).stages] == peaks
     for planner, limit in (("vpipe", max(peaks)), ("dawnpiper", 850), ("jvpipe", max(peaks))):
-        decision = find_planner(planner)(replace(kept, memory_limit_bytes=limit))
+        decision = find_planner(planner).decide(replace(kept, memory_limit_bytes=limit))
         bare = Decision.keeping_all(decision.bounds)
         assert evaluate(problem, bare).peak_bytes <= limit
 

@@ -13,11 +13,11 @@ COSTS = Costs(tuple(LayerCost(f"layer{i}", s, 2 * s, (Option(10),), 4, 4, 8, 3) 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", [planner.name for planner in PLANNERS])
 def test_every_planner_gives_a_plan_that_passes_the_validator(planner: str, schedule: str) -> None:
     for stages in (1, 2, 3, 8):
         problem = Problem(COSTS, stages, find_schedule(schedule), microbatches=8)
-        decision = find_planner(planner)(problem)
+        decision = find_planner(planner).decide(problem)
         check(problem, decision)
         plan = decision.plan(COSTS, schedule, planner)
         plan.check(len(SECONDS), stages)

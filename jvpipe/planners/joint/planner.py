@@ -6,7 +6,7 @@ synchronous schedule is not the step: the best paths, the cuts of other planners
 (`climb.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,26 +18,12 @@ from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
+from jvpipe.planners.model.planner import FateRule
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import check, evaluate
-from jvpipe.planners.published.adapipe import adapipe
-from jvpipe.planners.published.dapple import dapple
-from jvpipe.planners.published.dawnpiper import dawnpiper
 from jvpipe.planners.published.even import even
-from jvpipe.planners.published.pipedream import pipedream
-from jvpipe.planners.published.torchgpipe import torchgpipe
-from jvpipe.planners.published.vpipe import vpipe
+from jvpipe.planners.published.registry import PUBLISHED
 
-OTHERS: dict[Callable[[Problem], Decision], int] = {
-    even: 100_000,
-    torchgpipe: 1_000,
-    pipedream: 512,
-    dapple: 256,
-    adapipe: 128,
-}
-"""Planners whose plans are simulated too, for models of so many layers at most; for few layers, with our fates too."""
-CHOOSING: dict[Callable[[Problem], Decision], int] = {vpipe: 2_000, dawnpiper: 2_000}
-"""The same, where a limit asks for fates."""
 FEW = 128
 MANY = 256
 """Models of more layers are planned in haste."""
@@ -138,7 +124,7 @@ def _simulated_best(problem: Problem) -> Decision:
         layers=2 * n if n <= MANY else n // 2,
         steps=steps,
     )
-    for other in _others(problem):
+    for other in _rivals(problem):
         begin += [other, *(climb.with_best_fates(other.bounds) if n <= FEW else ())]
     return climb.top(begin)
 
@@ -149,11 +135,14 @@ def _link_share(problem: Problem, decision: Decision) -> float:
     return sum(stage.comm_s for stage in stages) / max(sum(stage.compute_s for stage in stages), 1e-300)
 
 
-def _others(problem: Problem) -> Iterator[Decision]:
-    """Other planners' plans, of those that are quick enough."""
+def _rivals(problem: Problem) -> Iterator[Decision]:
+    """Yields the plans of the published planners that are quick enough for so many layers.
+
+    Of models in haste, those that choose fates are asked only where a limit asks for fates.
+    """
     n = len(problem.costs.layers)
-    choosing = problem.memory_limit_bytes is not None or n <= MANY
-    for planner, most in (OTHERS | CHOOSING if choosing else OTHERS).items():
-        if n <= most:
+    fates_matter = problem.memory_limit_bytes is not None or n <= MANY
+    for rival in PUBLISHED:
+        if n <= rival.rival_layers and (fates_matter or rival.fate_rule is not FateRule.CHOOSES):
             with suppress(Infeasible):
-                yield planner(problem)
+                yield rival.decide(problem)

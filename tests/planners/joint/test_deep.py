@@ -11,7 +11,7 @@ import pytest
 from experiments.planners.rivals import dense
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS
+from jvpipe.planners import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.trips import Trips
@@ -58,18 +58,18 @@ def test_two_stages_of_many_layers_on_slow_links_are_cut_where_it_is_best(schedu
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
 def test_no_other_planner_is_faster_on_slow_links_whatever_the_depth(schedule: str) -> None:
-    rivals = [name for name in PLANNERS if name != "jvpipe"]
+    rivals = [planner for planner in PLANNERS if planner.name != "jvpipe"]
     skipping = replace(deep(10, 4, schedule, 0), costs=dense(3))
     skipping = replace(skipping, peer=Link(2e9, 1e-5))
     for problem in (deep(140, 4, schedule, 1), deep(270, 3, schedule, 2), skipping):
         ours_s = step_s(problem, jvpipe)
-        for name in rivals:
-            assert ours_s <= step_s(problem, PLANNERS[name]) * (1 + 1e-9), name
+        for rival in rivals:
+            assert ours_s <= step_s(problem, rival.decide) * (1 + 1e-9), rival.name
 
 
 def test_a_tighter_limit_is_never_faster() -> None:
     problem = deep(140, 3, "1f1b", 3)
-    even = evaluate(problem, PLANNERS["even"](problem)).peak_bytes
+    even = evaluate(problem, find_planner("even").decide(problem)).peak_bytes
     limits = [int(share * even) for share in (0.6, 0.8, 1.1, 2.0)]
     steps = [step_s(replace(problem, memory_limit_bytes=limit), jvpipe) for limit in limits]
     steps.append(step_s(problem, jvpipe))

@@ -12,7 +12,7 @@ import scipy.sparse
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS
+from jvpipe.planners import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
@@ -181,7 +181,7 @@ def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None
             ours = None
         for planner in ("vpipe", "dawnpiper", "pipedream", "torchgpipe", "adapipe", "dapple"):
             try:
-                theirs = evaluate(problem, PLANNERS[planner](problem))
+                theirs = evaluate(problem, find_planner(planner).decide(problem))
             except Infeasible:
                 continue
             if theirs.peak_bytes <= (problem.memory_limit_bytes or 0):
@@ -195,9 +195,9 @@ def test_no_plan_is_under_the_lower_bound(schedule: str) -> None:
     for seed, share in ((0, 0.6), (1, 0.6), (2, 1.5)):
         problem = limited(chain(9, 3, schedule, 6, seed), share)
         bound = lower_bound(problem)
-        for planner in PLANNERS.values():
+        for planner in PLANNERS:
             try:
-                found = evaluate(problem, planner(problem))
+                found = evaluate(problem, planner.decide(problem))
             except Infeasible:
                 continue
             if found.peak_bytes <= (problem.memory_limit_bytes or 0):

@@ -1,0 +1,36 @@
+"""What is known of a planner before it is asked: its name, what it needs, and what it decides."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from jvpipe.planners.model.problem import Decision, Problem
+
+
+class FateRule(Enum):
+    """How a planner treats what layers leave for their backwards."""
+
+    KEEPS = "keeps everything"
+    RECOMPUTES = "recomputes everything from the stage's input"
+    CHOOSES = "chooses each layer's fates under a memory limit"
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A strategy, as it is registered.
+
+    Attributes:
+        name: what users call it.
+        decide: answers a problem; raises `Infeasible` where it finds nothing that fits.
+        why: one sentence that says why its cuts are where they are.
+        fate_rule: how it treats what layers leave for their backwards.
+        asks_seconds: whether it looks at layers' seconds, which then have to be measured.
+        rival_layers: for models of so many layers at most, `jvpipe` simulates its plan beside its own; 0 is never.
+    """
+
+    name: str
+    decide: Callable[[Problem], Decision]
+    why: str
+    fate_rule: FateRule = FateRule.KEEPS
+    asks_seconds: bool = True
+    rival_layers: int = 0
