@@ -12,7 +12,10 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import Slot
+from jvpipe.programs.pieces import Slot, SlotKind
+
+_EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
+"""What there is beside gradients, parameters and state while an update runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,11 @@ class _Model:
                 yield Shared(touching, size, per_version=True)
             if ref.kind == ValueKind.CONSTANT or not holders:
                 continue
-            if len(holders) > 1 or ref.kind != "tensor" or holders == (self.graph.tensors[ref.index].producer,):
+            if (
+                len(holders) > 1
+                or ref.kind is not ValueKind.TENSOR
+                or holders == (self.graph.tensors[ref.index].producer,)
+            ):
                 yield Shared(holders, size)
         for parameter in self.graph.tied():
             yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
@@ -174,4 +181,4 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     for piece in (piece for piece in optimizer.update if piece.layer in holders):
         avals = [*piece.program.in_avals, *piece.program.out_avals]
         sizes |= {slot: a.size * a.dtype.itemsize for slot, a in zip((*piece.reads, *piece.writes), avals, strict=True)}
-    return total + sum(size for slot, size in sizes.items() if slot.kind in ("weight", "kept", "partial", "global"))
+    return total + sum(size for slot, size in sizes.items() if slot.kind in _EXCHANGED)

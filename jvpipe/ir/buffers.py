@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -23,6 +23,28 @@ class Copy(StrEnum):
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
     STALE = "stale"  # left behind by what has moved
+
+    @property
+    def is_read(self) -> bool:
+        """Tells whether a program that reads the value there reads this copy, unless it is redirected."""
+        match self:
+            case Copy.OWN | Copy.RERUN:
+                return True
+            case Copy.UNUSED | Copy.HOST | Copy.FETCHED | Copy.STALE:
+                return False
+            case _:
+                assert_never(self)
+
+    @property
+    def is_swap(self) -> bool:
+        """Tells whether a swap made it."""
+        match self:
+            case Copy.HOST | Copy.FETCHED:
+                return True
+            case Copy.OWN | Copy.UNUSED | Copy.RERUN | Copy.STALE:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Spot(NamedTuple):

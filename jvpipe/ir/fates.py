@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import Fate, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +15,13 @@ class Fates:
 
     `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
     host in between. `rerun` are layers whose forward runs again before the backward of what reads their outputs.
-    `edges[stage, tensor]` is "swap" or "recompute"; all others are kept.
+    `edges[stage, tensor]` are those that are swapped or recomputed; all others are kept.
     """
 
     kept: tuple[frozenset[str], ...]
     swapped: tuple[frozenset[str], ...]
     rerun: frozenset[int]
-    edges: Mapping[tuple[int, int], str]
+    edges: Mapping[tuple[int, int], Fate]
 
     @staticmethod
     def of(graph: LayerGraph, plan: Plan) -> "Fates":
@@ -32,7 +33,7 @@ class Fates:
         """
         kept = [frozenset(c.name for c in layer.candidates) for layer in graph.layers]
         swapped: list[frozenset[str]] = [frozenset()] * len(kept)
-        edges: dict[tuple[int, int], str] = {}
+        edges: dict[tuple[int, int], Fate] = {}
         for s, stage in enumerate(plan.stages):
             inside = set(stage.layers)
             candidates = {
@@ -41,24 +42,29 @@ class Fates:
                 for c in layer.candidates
             }
             tensors = {t.array.name: i for i, t in enumerate(graph.tensors) if inside & {t.producer, *t.readers}}
-            for name, fate in stage.fates.items():
+            for name, fate in ((name, Fate(fate)) for name, fate in stage.fates.items()):
                 if name in candidates:
                     layer, candidate = candidates[name]
-                    if fate == "swap":
-                        swapped[layer] |= {candidate}
-                    elif fate == "recompute":
-                        kept[layer] -= {candidate}
+                    match fate:
+                        case Fate.KEEP:
+                            pass
+                        case Fate.SWAP:
+                            swapped[layer] |= {candidate}
+                        case Fate.RECOMPUTE:
+                            kept[layer] -= {candidate}
+                        case _:
+                            assert_never(fate)
                 elif name in tensors:
                     producer = graph.tensors[tensors[name]].producer
-                    if fate == "recompute" and producer not in inside:
+                    if fate is Fate.RECOMPUTE and producer not in inside:
                         raise ValueError(
                             f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
                         )
-                    if fate != "keep":
+                    if fate is not Fate.KEEP:
                         edges[s, tensors[name]] = fate
                 else:
                     raise ValueError(did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors]))
-        rerun = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate == "recompute")
+        rerun = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE)
         for layer in rerun:  # what a layer leaves is made again with its outputs
             kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)
             swapped[layer] = frozenset()

@@ -9,22 +9,22 @@ class Kind(StrEnum):
 
     F = "F"  # forward
     B = "B"  # backward
-    U = "U"  # update: one piece of the optimizer
     R = "R"  # recompute: a forward that runs again for a backward
+    U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
+    SEND = "SEND"  # copy to another place
+    RETURN = "RETURN"  # a SEND of a cotangent, where whole stages are simulated
+    MOVE = "MOVE"  # copy what belongs to a layer that changes places
+    FEED = "FEED"  # bring a leaf of the batch from the host
+    OUT = "OUT"  # copy to the host
+    IN = "IN"  # copy back from the host
+    FREE = "FREE"  # wait until a copy is there, then end its source
+    DROP = "DROP"  # end what nobody will read
     ZERO = "ZERO"  # make accumulators
     LOSS = "LOSS"  # sum the losses of a step's micro-batches
     WEIGHT = "WEIGHT"  # sum the weights of an update's micro-batches
     SHIFT = "SHIFT"  # predict or correct weights
     SETTLE = "SETTLE"  # note what an update did
-    FEED = "FEED"  # bring a leaf of the batch from the host
-    SEND = "SEND"  # copy to another place
-    RETURN = "RETURN"  # a SEND of a cotangent, where whole stages are simulated
-    MOVE = "MOVE"  # copy what belongs to a layer that changes places
-    OUT = "OUT"  # copy to the host
-    FREE = "FREE"  # wait until a copy is there, then end its source
-    IN = "IN"  # copy back from the host
-    DROP = "DROP"  # end what nobody will read
 
 
 class Runs(Enum):
@@ -33,43 +33,80 @@ class Runs(Enum):
     LAYER = "a layer's program"
     PROGRAM = "another program"
     COPY = "a copy"
-    NOTHING = "nothing: it waits, or ends buffers"
+    WAIT = "nothing: it waits for a copy"
+    NOTHING = "nothing: it ends buffers"
+
+
+class Link(Enum):
+    """What a copy goes over."""
+
+    PEER = "from place to place"
+    TO_HOST = "from a place to its host"
+    FROM_HOST = "back from the host"
+    BATCH = "from the host, where the batch is"
 
 
 @dataclass(frozen=True, slots=True)
 class KindInfo:
     """What holds for all tasks or rows of a kind.
 
-    `weight`: seconds relative to a forward of the same layer, where an order is made without measuring. `in_flight`:
-    how many micro-batches more are in flight on its stage afterwards. `scheduled`: stands in a schedule's lists.
-    `watched`: a copy whose end is worth knowing.
+    `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same layer, where an
+    order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards.
+    `back`: of those that read weights, if they read them as a backward does. `accumulates`: adds to sums of gradients.
+    `busy`: work that a device is there for, which bubbles are measured by. `link`: of copies. `scheduled`: stands in a
+    schedule's lists. `watched`: a copy whose end is worth knowing.
     """
 
     runs: Runs
+    look: tuple[str, str]
     weight: float = 0.0
     in_flight: int = 0
+    back: bool | None = None
+    accumulates: bool = False
+    busy: bool = False
+    link: Link | None = None
     scheduled: bool = False
     watched: bool = False
 
+    @property
+    def computes(self) -> bool:
+        """Tells whether it runs a program, so that it occupies its device.
+
+        >>> [KINDS[kind].computes for kind in (Kind.B, Kind.SEND)]
+        [True, False]
+        """
+        return self.runs in (Runs.LAYER, Runs.PROGRAM)
+
+
+_FORWARD, _SEND, _OTHER = ("forward", "#7fb2e5"), ("send", "#b5bcc4"), ("other", "#e8e4d8")
 
 KINDS: dict[Kind, KindInfo] = {
-    Kind.F: KindInfo(Runs.LAYER, weight=1.0, in_flight=1, scheduled=True),
-    Kind.B: KindInfo(Runs.LAYER, weight=2.0, in_flight=-1, scheduled=True),
-    Kind.U: KindInfo(Runs.PROGRAM, scheduled=True),
-    Kind.R: KindInfo(Runs.LAYER, weight=1.0),
-    Kind.E: KindInfo(Runs.LAYER, weight=1.0),
-    Kind.ZERO: KindInfo(Runs.PROGRAM),
-    Kind.LOSS: KindInfo(Runs.PROGRAM),
-    Kind.WEIGHT: KindInfo(Runs.PROGRAM),
-    Kind.SHIFT: KindInfo(Runs.PROGRAM),
-    Kind.SETTLE: KindInfo(Runs.PROGRAM),
-    Kind.FEED: KindInfo(Runs.COPY),
-    Kind.SEND: KindInfo(Runs.COPY),
-    Kind.RETURN: KindInfo(Runs.COPY),
-    Kind.MOVE: KindInfo(Runs.COPY, watched=True),
-    Kind.OUT: KindInfo(Runs.COPY, watched=True),
-    Kind.FREE: KindInfo(Runs.NOTHING),
-    Kind.IN: KindInfo(Runs.COPY, watched=True),
-    Kind.DROP: KindInfo(Runs.NOTHING),
+    Kind.F: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, in_flight=1, back=False, busy=True, scheduled=True),
+    Kind.B: KindInfo(
+        Runs.LAYER,
+        ("backward", "#f2a65a"),
+        weight=2.0,
+        in_flight=-1,
+        back=True,
+        accumulates=True,
+        busy=True,
+        scheduled=True,
+    ),
+    Kind.R: KindInfo(Runs.LAYER, ("recompute", "#c3aed6"), weight=1.0, back=True, busy=True),
+    Kind.U: KindInfo(Runs.PROGRAM, ("update", "#8cc084"), busy=True, scheduled=True),
+    Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False),
+    Kind.SEND: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
+    Kind.RETURN: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
+    Kind.MOVE: KindInfo(Runs.COPY, ("move", "#7a8a99"), link=Link.PEER, watched=True),
+    Kind.FEED: KindInfo(Runs.COPY, ("feed", "#d9dee3"), link=Link.BATCH),
+    Kind.OUT: KindInfo(Runs.COPY, ("swap out", "#d96c75"), link=Link.TO_HOST, watched=True),
+    Kind.IN: KindInfo(Runs.COPY, ("swap in", "#f0a8ad"), link=Link.FROM_HOST, watched=True),
+    Kind.FREE: KindInfo(Runs.WAIT, _OTHER),
+    Kind.DROP: KindInfo(Runs.NOTHING, _OTHER),
+    Kind.ZERO: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.LOSS: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.WEIGHT: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.SHIFT: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.SETTLE: KindInfo(Runs.PROGRAM, _OTHER),
 }
 """The one table of kinds of tasks and rows."""

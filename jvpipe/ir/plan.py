@@ -3,13 +3,23 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FATES = ("keep", "swap", "recompute")
+
+class Fate(StrEnum):
+    """What becomes of a tensor between its forward and its backward."""
+
+    KEEP = "keep"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+FATES = tuple(Fate)
 
 
 @dataclass(frozen=True, slots=True)

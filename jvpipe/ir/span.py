@@ -4,19 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jvpipe.ir.kinds import Kind
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One task on one row of a timeline.
 
     `device` names the row: a device, or a link where transfers are to be seen beside the work they overlap.
-    Spans of one row follow each other. `kind` is the task's letters (`F`, `B`, `U`, `SEND`, ...), `name` its
-    text form (`2F0`); times count from any common origin; `args` is whatever else to show (JSON-able).
+    Spans of one row follow each other. `name` is the task's text form (`2F0`); times count from any common origin;
+    `args` is whatever else to show (JSON-able).
+
+    >>> span = Span("cpu:0", "2F0", 1.0, 1.5, Kind.F)
+    >>> span.end_s - span.start_s
+    0.5
     """
 
     device: str
     name: str
     start_s: float
     end_s: float
-    kind: str
+    kind: Kind
     args: Mapping[str, Any] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jvpipe.ir.kinds import Kind
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -12,7 +14,7 @@ class Use:
     backward, by how many they were corrected.
     """
 
-    kind: str
+    kind: Kind
     layer: int
     microbatch: int
     version: int
@@ -22,8 +24,9 @@ class Use:
     def moved(self, microbatches: int, versions: int) -> "Use":
         """The same, counted from other numbers.
 
-        >>> Use("F", 2, 1, 0).moved(8, 8)
-        Use(kind='F', layer=2, microbatch=9, version=8, tied=(), shift=0)
+        >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
+        >>> use.microbatch, use.version
+        (9, 8)
         """
         tied = tuple((p, v + versions) for p, v in self.tied)
         return Use(self.kind, self.layer, self.microbatch + microbatches, self.version + versions, tied, self.shift)
@@ -35,5 +38,6 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
     >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']
     """
-    found = [Use(kind, layer, m, 0) for m in range(microbatches) for layer in range(layers) for kind in "FB"]
-    return (*found, *(Use("U", layer, microbatches - 1, 1) for layer in range(layers)))
+    passes = (Kind.F, Kind.B)
+    reads = [Use(kind, layer, m, 0) for m in range(microbatches) for layer in range(layers) for kind in passes]
+    return (*reads, *(Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)))

@@ -56,36 +56,41 @@ class ValueInfo:
     """What holds for all values of a kind.
 
     `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
-    from the host when it is read.
+    from the host when it is read. `follows`: belongs to a layer, so that it has arrived elsewhere before it ends where
+    the layer was. `told`: other layers tell it an update, which gets a copy. `remembered`: what updates did, kept in a
+    stream from one to the next.
     """
 
     owner: Owner
     lasts: bool = False
     alone: bool = False
     fed: bool = False
+    follows: bool = False
+    told: bool = False
+    remembered: bool = False
 
 
 VALUES: dict[ValueKind, ValueInfo] = {
-    ValueKind.PARAMETER: ValueInfo(Owner.PARAMETER, lasts=True),
-    ValueKind.OPTIMIZER: ValueInfo(Owner.OPTIMIZER, lasts=True, alone=True),
-    ValueKind.STATE: ValueInfo(Owner.STATE, lasts=True),
-    ValueKind.CONSTANT: ValueInfo(Owner.CONSTANT, lasts=True),
+    ValueKind.PARAMETER: ValueInfo(Owner.PARAMETER, lasts=True, follows=True),
+    ValueKind.OPTIMIZER: ValueInfo(Owner.OPTIMIZER, lasts=True, alone=True, follows=True),
+    ValueKind.STATE: ValueInfo(Owner.STATE, lasts=True, follows=True),
+    ValueKind.CONSTANT: ValueInfo(Owner.CONSTANT, lasts=True, follows=True),
     ValueKind.BATCH: ValueInfo(Owner.BATCH, fed=True),
     ValueKind.SEED: ValueInfo(Owner.BATCH, fed=True),
     ValueKind.TENSOR: ValueInfo(Owner.EDGE),
     ValueKind.COTANGENT: ValueInfo(Owner.EDGE),
     ValueKind.RESIDUAL: ValueInfo(Owner.RESIDUAL),
-    ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True),
+    ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True, told=True),
     ValueKind.LOSS: ValueInfo(Owner.METRIC),
     ValueKind.AUX: ValueInfo(Owner.METRIC),
-    ValueKind.WEIGHT: ValueInfo(Owner.METRIC),
+    ValueKind.WEIGHT: ValueInfo(Owner.METRIC, told=True),
     ValueKind.METRIC: ValueInfo(Owner.METRIC),
-    ValueKind.EXCHANGE: ValueInfo(Owner.METRIC),
-    ValueKind.PREDICTED: ValueInfo(Owner.VERSION),
-    ValueKind.CORRECTED: ValueInfo(Owner.VERSION),
-    ValueKind.DELTA: ValueInfo(Owner.VERSION, alone=True),
-    ValueKind.APPLIED: ValueInfo(Owner.VERSION, alone=True),
-    ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True),
+    ValueKind.EXCHANGE: ValueInfo(Owner.METRIC, told=True),
+    ValueKind.PREDICTED: ValueInfo(Owner.VERSION, follows=True),
+    ValueKind.CORRECTED: ValueInfo(Owner.VERSION, follows=True),
+    ValueKind.DELTA: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
+    ValueKind.APPLIED: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
+    ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
 }
 """The one table of kinds of values."""
 

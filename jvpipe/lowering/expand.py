@@ -8,11 +8,11 @@ A layer whose stage drops what it makes runs again (R) before the first backward
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, assert_never, runtime_checkable
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import Layer, LayerGraph, Ref
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Source
 from jvpipe.ir.rows import LayerRun, Run, ZeroRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -93,13 +93,14 @@ class Expander:
                 return Value(ValueKind.CONSTANT, ref.index)
             case ValueKind.STATE if ref.index not in self._written:
                 return Value(ValueKind.STATE, ref.index)
+            case ValueKind.STATE | ValueKind.BATCH | ValueKind.SEED | ValueKind.TENSOR:
+                return Value(ref.kind, ref.index, microbatch=m)
             case _:
-                return Value(ValueKind(ref.kind), ref.index, microbatch=m)
+                raise AssertionError(f"no layer reads {ref}")
 
     def written_by(self, ref: Ref, m: int) -> Value:
         """What a layer writes for a micro-batch; the model state is for the micro-batch after."""
-        kind = ValueKind(ref.kind)
-        return Value(kind, ref.index, microbatch=m + (kind is ValueKind.STATE))
+        return Value(ref.kind, ref.index, microbatch=m + (ref.kind is ValueKind.STATE))
 
     def _bytes_of(self, ref: Ref) -> int:
         graph = self.graph
@@ -110,9 +111,10 @@ class Expander:
                 return graph.state[ref.index].bytes
             case ValueKind.AUX:
                 return graph.aux[ref.index].bytes
-            case _:
-                assert ref.kind == ValueKind.LOSS, ref
+            case ValueKind.LOSS:
                 return graph.loss_bytes
+            case _:
+                raise AssertionError(f"no layer writes {ref}")
 
     # Tasks
 
@@ -154,7 +156,7 @@ class Expander:
         inputs = [layer.reads[i] for kind, i in signature.sources if kind == "input"]
         wanted = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
         yield from self.weights.shifts(layer, m, wanted, back=True)
-        reads = [self._source(layer, kind, i, m) for kind, i in signature.sources]
+        reads = [self._source(layer, source, m) for source in signature.sources]
         reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
         reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
         reads += sums if self.weights.accumulates else []
@@ -202,8 +204,10 @@ class Expander:
                     delivers.append(Delivery(self.written_by(ref, m), self._state_layers(ref.index)))
                 case ValueKind.AUX:
                     delivers.append(Delivery(self.written_by(ref, m), (graph.loss_layer,)))
+                case ValueKind.LOSS:
+                    pass  # it is summed where it is made
                 case _:
-                    assert ref.kind == ValueKind.LOSS, ref
+                    raise AssertionError(f"no layer writes {ref}")
         return delivers
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
@@ -213,15 +217,18 @@ class Expander:
     def _cotangent(self, ref: Ref, m: int) -> Value:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
 
-    def _source(self, layer: Layer, kind: str, i: int, m: int) -> Value:
+    def _source(self, layer: Layer, source: Source, m: int) -> Value:
         """What a backward finds of its forward: an input, an output or a residual."""
+        kind, i = source
         match kind:
             case "input":
                 return self.read_by(layer, layer.reads[i], m, back=True)
             case "output":
                 return self.written_by(layer.writes[i], m)
-            case _:
+            case "residual":
                 return Value(ValueKind.RESIDUAL, i, layer.id, m)
+            case _:
+                assert_never(kind)
 
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Fresh accumulators for a layer."""

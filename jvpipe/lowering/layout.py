@@ -1,12 +1,13 @@
 """How a micro-batch runs: its plan, with the fates of what it leaves and the programs that were made for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import Fate, Plan
 from jvpipe.ir.values import Value, ValueKind
 
 
@@ -42,8 +43,9 @@ class MicrobatchLayout:
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Whether a layer's stage drops an edge after the forward, to compute it again for the backward."""
-        return ref.kind == ValueKind.TENSOR and self.fates.edges.get((self.stage[layer.id], ref.index)) == "recompute"
+        """Tells whether a layer's stage drops an edge after the forward, to compute it again for the backward."""
+        fate = self.fates.edges.get((self.stage[layer.id], ref.index))
+        return ref.kind is ValueKind.TENSOR and fate is Fate.RECOMPUTE
 
     def swapped(self, stage: int, m: int) -> list[Value]:
         """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
@@ -56,11 +58,20 @@ class MicrobatchLayout:
             for i, array in enumerate(self.signatures[layer.id].residuals)
             if array.name in self.fates.swapped[layer.id]
         ]
-        wanted = {
-            (layer.reads if kind == "input" else layer.writes)[i]
-            for layer in layers
-            for kind, i in self.signatures[layer.id].sources
-            if kind != "residual"
-        }
-        edges = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate == "swap")
+        wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
+        edges = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP)
         return values + [Value(ValueKind.TENSOR, t, microbatch=m) for t in edges if Ref(ValueKind.TENSOR, t) in wanted]
+
+
+def _edges_read(layer: Layer, signature: Signature) -> Iterator[Ref]:
+    """Yields the inputs and outputs of a layer that its backward reads."""
+    for kind, i in signature.sources:
+        match kind:
+            case "input":
+                yield layer.reads[i]
+            case "output":
+                yield layer.writes[i]
+            case "residual":
+                pass
+            case _:
+                assert_never(kind)

@@ -147,8 +147,8 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """The backwards that a backward waits for because they add to the same sums of gradients, at another stage."""
+    """Yields the tasks of other stages that have to add to the same sums of gradients before a task does."""
     s, kind, m = task
-    if kind == Kind.B and m and plans[m] is not plans[m - 1]:
+    if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
         there = {plans[m - 1].stage_of(layer) for layer in plans[m].stages[s].layers}
-        yield from (Task(p, Kind.B, m - 1) for p in there if p != s)
+        yield from (Task(p, kind, m - 1) for p in there if p != s)

@@ -17,14 +17,10 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import PieceRun, Row, Run
 from jvpipe.ir.task import Task
-from jvpipe.ir.values import NONE, VALUES, Owner, Value, ValueKind
+from jvpipe.ir.values import NONE, VALUES, Value, ValueKind
 from jvpipe.lowering.operation import Operation, Write
 from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
-
-TOLD = (ValueKind.GRADIENT, ValueKind.WEIGHT, ValueKind.EXCHANGE)
-"""What other layers tell an update: it gets a copy; all else that it reads belongs to its layer."""
-_FOLLOWING = (Owner.PARAMETER, Owner.VERSION, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
 @dataclass
@@ -80,7 +76,7 @@ class Placer:
             self.ids[spot] = len(self.buffers)
             self.buffers.append(Buffer(value, place, size, copy))
             self.spots.append(spot)
-        if copy in (Copy.OWN, Copy.RERUN):
+        if copy.is_read:
             self.current[value, place] = self.ids[spot]
         return self.ids[spot]
 
@@ -131,11 +127,11 @@ class Placer:
         source = self.holder(value)
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        if VALUES[value.kind].alone:
+        info = VALUES[value.kind]
+        if info.alone:
             self.rename(b, Spot(value, source, Copy.STALE))
         size = self.buffers[b].bytes
         new = self.buffer(value, target, size)
-        follows = self.buffers[b].owner in _FOLLOWING
         if self.by_host:
             host = self.buffer(value, target, size, Copy.HOST)
             self.row(Kind.OUT, source, layer, m, [b], [host])
@@ -143,7 +139,7 @@ class Placer:
             self._arriving.append((host, new))
         else:
             self.row(Kind.MOVE, source, layer, m, [b], [new])
-            if follows:
+            if info.follows:
                 self.moved.append((b, new))
         return new
 
@@ -175,13 +171,21 @@ class Placer:
         if (value, here) in self.current:
             return self.current[value, here]
         if VALUES[value.kind].fed:
-            graph = self.graph
-            size = graph.batch[value.index].bytes if value.kind is ValueKind.BATCH else graph.seed_bytes
-            self.row(Kind.FEED, here, op.layer, op.microbatch, [], [self.buffer(value, here, size)])
-            return self.current[value, here]
-        if op.kind == Kind.U and value.kind in TOLD:
+            buffer = self.buffer(value, here, self._fed_bytes(value))
+            self.row(Kind.FEED, here, op.layer, op.microbatch, [], [buffer])
+            return buffer
+        if op.kind is Kind.U and VALUES[value.kind].told:  # all else that it reads belongs to its layer
             return self.send(value, self.where.of(value.layer), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
+
+    def _fed_bytes(self, value: Value) -> int:
+        match value.kind:
+            case ValueKind.BATCH:
+                return self.graph.batch[value.index].bytes
+            case ValueKind.SEED:
+                return self.graph.seed_bytes
+            case _:
+                raise AssertionError(f"{value} does not come from the host")
 
     def _write(self, write: Write, here: int, *, keeps: bool) -> int:
         """The buffer that an operation writes; the next version of a parameter takes the place of the one before."""
@@ -204,7 +208,7 @@ class Placer:
             microbatches: how many come before.
             versions: the same of versions.
         """
-        for spot in [spot for spot in self.ids if VALUES[spot.value.kind].owner in _FOLLOWING]:
+        for spot in [spot for spot in self.ids if VALUES[spot.value.kind].follows]:
             if spot.copy is not Copy.STALE and spot.shifted(-microbatches, -versions) not in spots:
                 b = self.ids.pop(spot)
                 if self.current.get((spot.value, spot.place)) == b:
@@ -215,10 +219,15 @@ class Placer:
         before = self.where.plan
         self.enter(plan)
         for buffer in self.where.lasting(self.optimizer):
-            if buffer.value.kind is ValueKind.OPTIMIZER:
-                self.bring(buffer.value, buffer.place, buffer.value.layer)
-            elif buffer.value.kind is not ValueKind.STATE:
-                self.bring(buffer.value, buffer.place, NONE)
+            match buffer.value.kind:
+                case ValueKind.OPTIMIZER:
+                    self.bring(buffer.value, buffer.place, buffer.value.layer)
+                case ValueKind.PARAMETER | ValueKind.CONSTANT:
+                    self.bring(buffer.value, buffer.place, NONE)
+                case ValueKind.STATE:
+                    pass
+                case _:
+                    raise AssertionError(f"{buffer.value} does not lie on the devices between steps")
         self.enter(before)
 
     def commit(self) -> None:

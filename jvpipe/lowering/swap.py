@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from jvpipe.ir.buffers import Buffer, Copy
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.place import Block
@@ -57,10 +57,10 @@ class _Swaps:
     def before(self, task: Task) -> Iterator[Row]:
         """What must happen before a task: its own values come back, the next one's start to, room is made."""
         s, kind, m = task
-        if kind == Kind.B:
+        if KINDS[kind].back:
             yield from self._fetch(s, m)
         following = self._next.get(task)
-        if following is not None and following.kind == Kind.B and (s, following.microbatch) in self._out:
+        if following is not None and KINDS[following.kind].back and (s, following.microbatch) in self._out:
             yield from self._fetch(s, following.microbatch)
         elif kind == Kind.F and self._leaving[s] and self._rests(task):
             while len(self._leaving[s]) + len(self._back[s]) > 1 and self._leaving[s]:
@@ -69,12 +69,16 @@ class _Swaps:
     def after(self, task: Task) -> Iterator[Row]:
         """What happens after a task: what a forward left goes out."""
         s, kind, m = task
-        if kind == Kind.B:
-            self._back[s].discard(m)
-            return
-        if not self._rests(task):
-            return
-        layer, ids = self._swapped(task)
+        match kind:
+            case Kind.F:
+                if self._rests(task):
+                    yield from self._leave(s, m, *self._swapped(task))
+            case Kind.B:
+                self._back[s].discard(m)
+            case _:
+                raise AssertionError(f"nobody says what is swapped after {task}")
+
+    def _leave(self, s: int, m: int, layer: int, ids: Sequence[int]) -> Iterator[Row]:
         if not ids:
             return
         copies = {b: self._copy(b, Copy.HOST) for b in ids}
@@ -85,12 +89,14 @@ class _Swaps:
 
     def redirected(self, row: Row) -> Row:
         """A row that reads what has come back, where it reads what went out."""
-        if row.kind not in (Kind.B, Kind.R) or self._fetched.keys().isdisjoint(row.reads):
+        if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         return replace(row, reads=tuple(self._fetched.get(b, b) for b in row.reads))
 
     def _rests(self, task: Task) -> bool:
-        return self._next.get(task) != Task(task.stage, Kind.B, task.microbatch)
+        """Tells whether other tasks come between a forward and its backward."""
+        following = self._next.get(task)
+        return following is None or not KINDS[following.kind].back or following.microbatch != task.microbatch
 
     def _free(self, s: int) -> Iterator[Row]:
         m = self._leaving[s].pop(0)

@@ -16,7 +16,7 @@ from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.lowering.expand import Expander, gradient_norm
 from jvpipe.lowering.operation import Delivery, Operation, Write
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import Slot
+from jvpipe.programs.pieces import Slot, SlotKind
 
 
 class Slots:
@@ -39,20 +39,20 @@ class Slots:
             m: the micro-batch after which it runs, in a stream.
         """
         match slot.kind:
-            case "gradient":
+            case SlotKind.GRADIENT:
                 reader = self.graph.parameters[slot.index].readers[slot.source]
                 return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
-            case "weight":
+            case SlotKind.WEIGHT:
                 return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
-            case "parameter":
+            case SlotKind.PARAMETER:
                 return Value(ValueKind.PARAMETER, slot.index, version=self.newest[slot.index])
-            case "state":
+            case SlotKind.STATE:
                 return Value(ValueKind.OPTIMIZER, slot.index, layer)
-            case "partial" | "kept":
+            case SlotKind.PARTIAL | SlotKind.KEPT:
                 return Value(ValueKind.EXCHANGE, self._numbers[slot], slot.source, m)
-            case "global":
+            case SlotKind.GLOBAL:
                 return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
-            case "grad_norm":
+            case SlotKind.GRAD_NORM:
                 return gradient_norm(self.graph)
             case _:
                 assert_never(slot.kind)
@@ -66,7 +66,7 @@ class Slots:
             layer: the piece's.
             m: the micro-batch after which it runs, in a stream.
         """
-        if slot.kind == "parameter":
+        if slot.kind is SlotKind.PARAMETER:
             self.newest[slot.index] += 1
         return Write(self.value(slot, layer, 0, m), math.prod(aval.shape) * aval.dtype.itemsize)
 

@@ -59,7 +59,7 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     stages = []
     for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
-        known = {fate: set(_names(graph, stage, fate)) for fate in FATES}
+        known: dict[str, set[str]] = {fate: set(_names(graph, stage, fate)) for fate in FATES}
         wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
         stages.append(replace(stage, fates={name: fate for name, fate in wanted.items() if name in known[fate]}))
     return replace(plan, stages=tuple(stages))

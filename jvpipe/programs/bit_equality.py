@@ -19,7 +19,7 @@ from jvpipe._jax import Device, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program, forward_program
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import KINDS, Slot
+from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -64,16 +64,16 @@ def _updated(store: ProgramStore, device: Device, cut: OptimizerCut, layers: Seq
         (executable,) = store.compile([(Program.of(piece.program, key=("try", piece.key)), device)])
         for slot, x in zip(piece.writes, _run(executable, arrays, device), strict=False):
             values[slot, piece.layer] = x
-            if slot.kind == "partial":
+            if slot.kind is SlotKind.PARTIAL:
                 told[replace(slot, source=0)].append(x)
-    found = {slot: x for (slot, _), x in values.items() if slot.kind in ("parameter", "state")}
+    found = {slot: x for (slot, _), x in values.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)}
     return found | {slot: np.sort(np.concatenate(x)) for slot, x in told.items()}
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
     """The same numbers for a slot in whatever piece; a state may be squares, so it is positive."""
-    rng, low = np.random.default_rng([KINDS.index(slot.kind), slot.index]), -1.0
-    if slot.kind in ("state", "weight", "global"):
+    rng, low = np.random.default_rng([slot.kind.order, slot.index]), -1.0
+    if slot.kind in (SlotKind.STATE, SlotKind.WEIGHT, SlotKind.GLOBAL):
         low = 0.0
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.programs.ownership import Home, Output, Placement
-from jvpipe.programs.pieces import Part, Piece, Slot
+from jvpipe.programs.pieces import Part, Piece, Slot, SlotKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import is_cheap
 
@@ -60,9 +60,9 @@ class Flow:
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
             if isinstance(home, int) and "global" in who:
-                found.setdefault(Slot("partial", phase, home, dtype), []).append(var)
+                found.setdefault(Slot(SlotKind.PARTIAL, phase, home, dtype), []).append(var)
             if home != "everywhere" and who - {home, "global"}:
-                found.setdefault(Slot("global", phase, 0, dtype), []).append(var)
+                found.setdefault(Slot(SlotKind.GLOBAL, phase, 0, dtype), []).append(var)
         return found
 
     @cached_property
@@ -90,7 +90,7 @@ class Flow:
         """The vectors that a layer or the global program makes, by phase."""
         found: dict[int, list[Slot]] = {}
         for slot in self._vectors:
-            if home == ("global" if slot.kind == "global" else slot.source):
+            if home == ("global" if slot.kind is SlotKind.GLOBAL else slot.source):
                 found.setdefault(slot.index, []).append(slot)
         return found
 
@@ -133,7 +133,7 @@ class Flow:
         """The results of costly equations that a layer reads in a later phase."""
         made = {v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
         read = dict.fromkeys(v for _, found in runs.values() for v in found if v in made)
-        return {v: Slot("kept", i, home) for i, v in enumerate(read) if isinstance(home, int)}
+        return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read) if isinstance(home, int)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:
         home, phase = self.placement.of(var)
@@ -141,5 +141,5 @@ class Flow:
         if home in ("everywhere", reader):
             return self.inputs[var]
         if isinstance(home, int) and reader == "global":
-            return Slot("partial", phase, home, dtype)
-        return Slot("global", phase, 0, dtype)
+            return Slot(SlotKind.PARTIAL, phase, home, dtype)
+        return Slot(SlotKind.GLOBAL, phase, 0, dtype)

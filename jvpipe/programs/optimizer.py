@@ -19,7 +19,7 @@ from jvpipe.ir.layers import Array
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import Path, evaluate, scope, trace_optimizer, transformation
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
-from jvpipe.programs.pieces import Piece, Slot
+from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.leaves import path_name
 
@@ -53,7 +53,7 @@ class OptimizerCut:
         """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
         pieces = (*self.init, *self.update)
         slots = ((piece.layer, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
-        return frozenset((slot.index, layer) for layer, slot in slots if slot.kind == "state")
+        return frozenset((slot.index, layer) for layer, slot in slots if slot.kind is SlotKind.STATE)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
         """The leaves of the state that a layer, or the global program, has."""
@@ -90,18 +90,18 @@ def cut_optimizer(
     >>> cut = cut_optimizer(optimizer, params, owners=[0, 1], readers=[1, 1], microbatches=4)
     >>> [(piece.layer, piece.phase) for piece in cut.update]
     [(0, 0), (1, 0), (None, 0), (0, 1), (1, 1)]
-    >>> cut.update[0].writes
-    (Slot(kind='partial', index=0, source=0, dtype='float32'),)
+    >>> [(str(slot.kind), slot.source, slot.dtype) for slot in cut.update[0].writes]
+    [('partial', 0, 'float32')]
     >>> cut.cross_layer
     ('clip_by_global_norm',)
     """
     traced = trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
     paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    gradients = [Slot("gradient", leaf, reader) for leaf, n in enumerate(readers) for reader in range(n)]
-    weight = [Slot("weight")] if microbatches is None else []
-    parameters = [Slot("parameter", leaf) for leaf in range(len(paths))]
-    state = [Slot("state", leaf) for leaf in range(len(traced.state))]
-    norm = [Slot("grad_norm")] if grad_norm else []
+    gradients = [Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in enumerate(readers) for reader in range(n)]
+    weight = [Slot(SlotKind.WEIGHT)] if microbatches is None else []
+    parameters = [Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(paths))]
+    state = [Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state))]
+    norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
     init = _Program(traced.init, tuple(parameters), tuple(state))
 
@@ -210,14 +210,14 @@ def _check(flow: Flow, owned: Mapping[Slot, Input]) -> None:
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
     """The replicated state that the global program reads."""
-    copied = {v: slot for v, slot in flow.inputs.items() if slot.kind == "state"}
+    copied = {v: slot for v, slot in flow.inputs.items() if slot.kind is SlotKind.STATE}
     copied = {v: slot for v, slot in copied.items() if flow.placement.of(v).home == "everywhere"}
     return frozenset(slot for v, slot in copied.items() if "global" in flow.readers[v])
 
 
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
     """The transformations that read one layer's values for another layer's sake."""
-    wanted = [out for out in flow.outputs if out.slot.kind != "grad_norm"]
+    wanted = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
     relayed = {out.atom for out in wanted if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")}
     names: dict[str, None] = {}
     for eqn in jaxprs.prune(flow.eqns, [out.atom for out in wanted]):

@@ -5,8 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,30 @@ from jvpipe.programs.layer import program_key
 from jvpipe.programs.optimizer_trace import scope
 from jvpipe.trace import jaxprs
 
-Kind = Literal["gradient", "weight", "parameter", "state", "kept", "partial", "global", "grad_norm"]
-KINDS: tuple[Kind, ...] = ("gradient", "weight", "parameter", "state", "kept", "partial", "global", "grad_norm")
+
+class SlotKind(StrEnum):
+    """What an array that a piece of an optimizer reads or writes is; pieces take theirs in this order."""
+
+    GRADIENT = "gradient"
+    WEIGHT = "weight"
+    PARAMETER = "parameter"
+    STATE = "state"
+    KEPT = "kept"
+    PARTIAL = "partial"
+    GLOBAL = "global"
+    GRAD_NORM = "grad_norm"
+
+    @property
+    def order(self) -> int:
+        """Its place among the kinds.
+
+        >>> SlotKind.WEIGHT.order
+        1
+        """
+        return _ORDER[self]
+
+
+_ORDER = {kind: i for i, kind in enumerate(SlotKind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +59,7 @@ class Slot:
     | grad_norm | | | the norm of all gradients |
     """
 
-    kind: Kind
+    kind: SlotKind
     index: int = 0
     source: int = 0
     dtype: str = ""
@@ -79,7 +102,7 @@ class Part:
     @cached_property
     def reads(self) -> tuple[Slot, ...]:
         """The arrays that the piece takes, each once."""
-        return tuple(sorted(set(self.read.values()), key=lambda s: (KINDS.index(s.kind), s.index, s.source, s.dtype)))
+        return tuple(sorted(set(self.read.values()), key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
         """The program of these equations; the last of a layer may overwrite what the layer owns."""
@@ -156,9 +179,13 @@ def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr
     """Parameters and state that are written anew, and accumulators that some other result fits into."""
     free = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     chosen = []
-    for kinds in (("parameter", "state"), ("gradient",)):
+    for kinds in ((SlotKind.PARAMETER, SlotKind.STATE), (SlotKind.GRADIENT,)):
         for i, (slot, aval) in enumerate(zip(reads, program.in_avals, strict=True)):
-            if slot.kind in kinds and (slot in writes or slot.kind == "gradient") and free[aval.shape, aval.dtype]:
+            if (
+                slot.kind in kinds
+                and (slot in writes or slot.kind is SlotKind.GRADIENT)
+                and free[aval.shape, aval.dtype]
+            ):
                 free[aval.shape, aval.dtype] -= 1
                 chosen.append(i)
     return tuple(sorted(chosen))

@@ -13,28 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
+from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.span import Span
 from jvpipe.report.timeline import COMPUTE, in_order
 from jvpipe.simulate.timeline import Curve, Timeline
 
-COLOURS: Mapping[str, tuple[str, str]] = {
-    "F": ("forward", "#7fb2e5"),
-    "E": ("forward", "#7fb2e5"),
-    "B": ("backward", "#f2a65a"),
-    "I": ("backward, inputs", "#f2a65a"),
-    "W": ("backward, weights", "#f6cf9e"),
-    "R": ("recompute", "#c3aed6"),
-    "U": ("update", "#8cc084"),
-    "SEND": ("send", "#b5bcc4"),
-    "MOVE": ("move", "#7a8a99"),
-    "RETURN": ("send", "#b5bcc4"),
-    "FEED": ("feed", "#d9dee3"),
-    "OUT": ("swap out", "#d96c75"),
-    "IN": ("swap in", "#f0a8ad"),
-}
 _WIDTH, _GAP = 12.0, 0.03  # inches
-OTHER = ("other", "#e8e4d8")
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
 
 
@@ -81,19 +66,19 @@ def timeline_figure(
 def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float) -> None:
     """Boxes; the first row is the top one."""
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
-    by_kind: dict[tuple[str, str], list[tuple[list[tuple[float, float]], float]]] = {}
+    by_look: dict[tuple[str, str], list[tuple[list[tuple[float, float]], float]]] = {}
     for span in spans:
         low, high = bottoms[span.device] + _GAP, bottoms[span.device] + rows[span.device] - _GAP
         corners = [(span.start_s, low), (span.start_s, high), (span.end_s, high), (span.end_s, low)]
         width_pt = (span.end_s - span.start_s) / total_s * _WIDTH * 72 * 0.9
-        by_kind.setdefault(COLOURS.get(span.kind, OTHER), []).append((corners, 0.5 if width_pt > 3 else 0.0))
+        by_look.setdefault(KINDS[span.kind].look, []).append((corners, 0.5 if width_pt > 3 else 0.0))
         label = str(span.args.get("microbatch", ""))
         size = 7.5 if rows[span.device] > 0.3 else 5.5
         if not label.startswith("-") and width_pt > size * (0.6 * len(label) + 0.3):
             axes.text(
                 (span.start_s + span.end_s) / 2, (low + high) / 2, label, ha="center", va="center_baseline", size=size
             )
-    for (_, colour), boxes in by_kind.items():
+    for (_, colour), boxes in by_look.items():
         shapes, edges = zip(*boxes, strict=True)
         axes.add_collection(PolyCollection(shapes, facecolors=colour, edgecolors="white", linewidths=edges))
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
@@ -102,7 +87,7 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
         tick.set_fontsize(9 if rows[row] > 0.3 else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    known = [found for found in dict.fromkeys([*COLOURS.values(), OTHER]) if found in by_kind]
+    known = [look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look]
     _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
 
 

@@ -6,16 +6,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Span
 
-COMPUTE = frozenset({"F", "B", "I", "W", "R", "U"})
+COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
 """The kinds of task that occupy a device; all others are copies beside them."""
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """The spans in Chrome's trace format, one row per device, in microseconds since the first start.
 
-    >>> trace = chrome_trace([Span("cpu:0", "0F0", 1.0, 1.5, "F")])
+    >>> from jvpipe.ir.kinds import Kind
+    >>> trace = chrome_trace([Span("cpu:0", "0F0", 1.0, 1.5, Kind.F)])
     >>> [event["name"] for event in trace["traceEvents"]]
     ['process_name', 'thread_name', 'thread_sort_index', '0F0']
     >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]
@@ -53,7 +55,8 @@ def write(path: Path, spans: Sequence[Span]) -> None:
 def bubble_fraction(spans: Iterable[Span]) -> float:
     """The idle share of the devices between the first start and the last end of their work; 0 of no work.
 
-    >>> bubble_fraction([Span("a", "0F0", 0.0, 1.0, "F"), Span("b", "1F0", 1.0, 2.0, "F")])
+    >>> from jvpipe.ir.kinds import Kind
+    >>> bubble_fraction([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
     0.5
     """
     work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)

@@ -10,12 +10,12 @@ import jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.fates import Fates
-from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Array, Signature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import LayerRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
-from jvpipe.ir.values import Value, ValueKind
+from jvpipe.ir.values import VALUES, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.step import lower_evaluation, lower_step
@@ -177,7 +177,7 @@ class Build:
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
         """Rows made ready to run; `programs` are those of the rows' forms, if they are not this build's."""
-        tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM)}
+        tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
         known = programs or self.programs
         wanted = [(self._program(lowered, row, known), self.devices[row.place]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
@@ -196,7 +196,8 @@ class Build:
                 found = shape(self.optimizer.state[moved.value.index].array)
             case ValueKind.UPDATES:
                 found = weights.COUNT
-            case _:
+            case kind:
+                assert not VALUES[kind].alone, f"nobody says how to mark {moved.value}"
                 return None
         program = Program(("arrival", found.shape, str(found.dtype)), lambda x: [jax.numpy.int32(0)], (found,))
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]

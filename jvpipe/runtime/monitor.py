@@ -25,6 +25,8 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.span import Span
 
+_PASSES = tuple(kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER)
+_BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
 _TICK_S = 1e-9  # what ran took some time, though the watcher may wake too late to see it
@@ -50,16 +52,18 @@ class Measured:
 
         0 for a layer whose forward or backward did not run.
 
-        >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in [("F", 1.0), ("B", 2.0)]]
+        >>> took_s = {Kind.F: 1.0, Kind.B: 2.0}
+        >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in took_s.items()]
         >>> Measured(tuple(spans), 0, 0.0, 0.0, 0.0).layer_s(2)
         [3.0, 0.0]
         """
-        took: dict[tuple[object, str], list[float]] = defaultdict(list)
+        took: dict[tuple[object, Kind], list[float]] = defaultdict(list)
         for span in self.spans:
             took[span.args["layer"], span.kind].append(max(span.end_s - span.start_s, _TICK_S))
         middle = {key: statistics.median(found) for key, found in took.items()}
-        ran = [all((i, kind) in middle for kind in "FB") for i in range(layers)]
-        return [sum(middle.get((i, kind), 0.0) for kind in "FBR") if ran[i] else 0.0 for i in range(layers)]
+        kinds = [{kind for layer, kind in middle if layer == i} for i in range(layers)]
+        ran = [bool(_BEGIN & known) and bool(_END & known) for known in kinds]
+        return [sum(middle.get((i, kind), 0.0) for kind in _PASSES) if ran[i] else 0.0 for i in range(layers)]
 
     @property
     def hidden_s(self) -> float:
@@ -211,4 +215,4 @@ class Monitor:
 
 
 def _is_step(lowered: Lowered) -> bool:
-    return any(KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM) for row in lowered.rows)
+    return any(KINDS[row.kind].computes for row in lowered.rows)

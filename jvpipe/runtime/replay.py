@@ -6,20 +6,22 @@ next; which of them may come when follows from this alone.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref
+from jvpipe.ir.plan import Fate
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import forward_program
-from jvpipe.programs.pieces import Slot
+from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
 from jvpipe.runtime.compiled_plan import Build
 from jvpipe.runtime.state import piece_program
@@ -78,7 +80,7 @@ class Replay:
         self._again: dict[int, list[Any]] = {}
         inputs = {}
         for layer in self._graph.layers:
-            inputs[layer.id] = [self._read(layer, ref, "F") for ref in layer.reads]
+            inputs[layer.id] = [self._read(layer, ref, Kind.F) for ref in layer.reads]
             out = self._run(forward_program(self._programs(layer)), inputs[layer.id])
             self._values |= dict(zip(layer.writes, out, strict=False))
             self._residuals[layer.id] = out[len(layer.writes) :]
@@ -88,9 +90,9 @@ class Replay:
             self._weights[len(self._weights)] = self._values[Ref(ValueKind.LOSS, 1)]
         cotangents: dict[int, Any] = {}
         for layer in reversed(self._graph.layers):
-            if ("B", layer.id) in self._at:  # else it was still in flight
+            if (Kind.B, layer.id) in self._at:  # else it was still in flight
                 self._backward(layer, inputs[layer.id], cotangents)
-        if any(kind == "U" for kind, _ in self._at):
+        if any(kind is Kind.U for kind, _ in self._at):
             self._update()
         return float(self._values[Ref(ValueKind.LOSS, 0)])
 
@@ -112,7 +114,7 @@ class Replay:
         given = [jnp.copy(x) if i in program.donated else x for i, x in enumerate(given)]
         return list(executable(*given))
 
-    def _read(self, layer: Layer, ref: Ref, kind: str) -> Any:
+    def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
@@ -123,7 +125,7 @@ class Replay:
         if not use.shift:
             return plain
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-        factor = use.shift if kind == "F" else -use.shift
+        factor = -use.shift if KINDS[kind].back else use.shift
         return self._run(weights.shifted([shape], factor), [plain, self._memory[p, use.version]])[0]
 
     def _rerun(self, layer: Layer) -> list[Any]:
@@ -137,10 +139,10 @@ class Replay:
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
         """What a backward finds where its forward read: made again if it was dropped."""
-        if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) == "recompute":
+        if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) is Fate.RECOMPUTE:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
             return self._rerun(producer)[producer.writes.index(ref)]
-        return self._read(layer, ref, "B")
+        return self._read(layer, ref, Kind.B)
 
     def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
         signature = self._programs(layer).signature
@@ -184,14 +186,14 @@ class Replay:
         values: dict[Slot, Any] = {}
         for piece in self._build.optimizer.update:
             layer = piece.layer
-            if layer is None or ("U", layer) not in self._at:
+            if layer is None or (Kind.U, layer) not in self._at:
                 continue
             owned = before.setdefault(layer, {p: self._newest(p) for p in self._graph.owned(layer)})
             reads = [self._slot(slot, layer, owned, total, values) for slot in piece.reads]
             for slot, x in zip(piece.writes, self._run(piece_program(piece), reads), strict=False):
-                if slot.kind == "parameter":
-                    self._versions[slot.index, self._at["U", layer].version] = x
-                elif slot.kind == "state":
+                if slot.kind is SlotKind.PARAMETER:
+                    self._versions[slot.index, self._at[Kind.U, layer].version] = x
+                elif slot.kind is SlotKind.STATE:
                     self._optimizer[slot.index, layer] = x
                 else:
                     values[slot] = x
@@ -204,17 +206,19 @@ class Replay:
 
     def _slot(self, slot: Slot, layer: int, before: dict[int, int], total: list[Any], values: dict[Slot, Any]) -> Any:
         match slot.kind:
-            case "gradient":
+            case SlotKind.GRADIENT:
                 reader = self._graph.parameters[slot.index].readers[slot.source]
                 return self._sums.get((slot.index, reader), self._zero(slot.index))
-            case "weight":
+            case SlotKind.WEIGHT:
                 return total[0]
-            case "parameter":
+            case SlotKind.PARAMETER:
                 return self._versions[slot.index, before[slot.index]]
-            case "state":
+            case SlotKind.STATE:
                 return self._optimizer[slot.index, layer]
-            case _:
+            case SlotKind.KEPT | SlotKind.PARTIAL | SlotKind.GLOBAL | SlotKind.GRAD_NORM:
                 return values[slot]
+            case _:
+                assert_never(slot.kind)
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
         """PipeMare's mean of the updates and its scaling, XPipe's last update."""
@@ -222,7 +226,7 @@ class Replay:
         if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
             self._count.pop(layer, None)
             return
-        now = self._at["U", layer].version
+        now = self._at[Kind.U, layer].version
         old, new = ([self._versions[p, v] for p, v in before.items()], [self._versions[p, now] for p in before])
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
         kept = [self._memory.get((p, v), self._zero(p)) for p, v in before.items()]

@@ -14,7 +14,7 @@ from jvpipe.ir.buffers import Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import Piece, Slot
+from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.trace import jaxprs
@@ -201,7 +201,9 @@ class Placing:
             _, reads, writes = self._piece_keys(piece)
             if not lacking.isdisjoint(writes):
                 found.append(piece)
-                lacking.update(key for slot, key in zip(piece.reads, reads, strict=True) if slot.kind != "parameter")
+                lacking.update(
+                    key for slot, key in zip(piece.reads, reads, strict=True) if slot.kind is not SlotKind.PARAMETER
+                )
         return found[::-1], lacking
 
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
@@ -218,11 +220,18 @@ class Placing:
 def _named(slot: Slot, layer: int, d: int) -> Key:
     """Where an initialising piece finds or leaves an array; small ones are fetched from wherever they lie."""
     match slot.kind:
-        case "parameter":
+        case SlotKind.PARAMETER:
             return Spot(Value(ValueKind.PARAMETER, slot.index, version=0), d)
-        case "state":
+        case SlotKind.STATE:
             return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), d)
-        case "partial" | "global" | "kept" | "gradient" | "weight" | "grad_norm":
+        case (
+            SlotKind.PARTIAL
+            | SlotKind.GLOBAL
+            | SlotKind.KEPT
+            | SlotKind.GRADIENT
+            | SlotKind.WEIGHT
+            | SlotKind.GRAD_NORM
+        ):
             return slot
         case _:
             assert_never(slot.kind)
@@ -230,5 +239,5 @@ def _named(slot: Slot, layer: int, d: int) -> Key:
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
     """A piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
-    donated = tuple(i for i in piece.donated if not (keeps and piece.reads[i].kind == "parameter"))
+    donated = tuple(i for i in piece.donated if not (keeps and piece.reads[i].kind is SlotKind.PARAMETER))
     return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use
 
 
@@ -76,18 +77,18 @@ class VersionLedger:
 
     def table(self) -> dict[tuple[int, int], Reads]:
         """`Reads` by layer and micro-batch."""
-        read: dict[str, dict[tuple[int, int], int]] = {"F": {}, "B": {}}
+        read: dict[Kind, dict[tuple[int, int], int]] = {Kind.F: {}, Kind.B: {}}
         made: dict[int, list[tuple[int, int]]] = {}  # by layer, its updates: after which micro-batch, which version
         for use in self.uses():
-            if use.kind == "U":
+            if use.kind is Kind.U:
                 made.setdefault(use.layer, []).append((use.microbatch, use.version))
             else:
                 read[use.kind][use.layer, use.microbatch] = use.version
         found = {}
-        for (layer, m), version in read["F"].items():
+        for (layer, m), version in read[Kind.F].items():
             updates = made.get(layer, [])
             later = updates[bisect_left(updates, (m, 0)) :][:1]
-            found[layer, m] = Reads(version, read["B"].get((layer, m)), later[0][1] if later else None)
+            found[layer, m] = Reads(version, read[Kind.B].get((layer, m)), later[0][1] if later else None)
         return found
 
     def staleness(self, layers: int) -> tuple[int, ...]:
@@ -98,9 +99,9 @@ class VersionLedger:
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
                 m, v = use.microbatch + microbatch, use.version + version
-                if use.kind == "U":
+                if use.kind is Kind.U:
                     made.setdefault(use.layer, (m, v - 1))
-                elif use.kind == "F" and use.layer in made and made[use.layer][0] == m:
+                elif use.kind is Kind.F and use.layer in made and made[use.layer][0] == m:
                     found.setdefault(use.layer, made[use.layer][1] - v)
             if len(found) == layers:
                 break
@@ -118,15 +119,15 @@ class VersionLedger:
     def _since(self) -> int:
         """The run that holds the oldest forward of the micro-batches of the last updates; all later ones are newer."""
         different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()  # steps repeat themselves
-        updated = {use.layer for uses in different for use in uses if use.kind == "U"}
+        updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
         last: dict[int, int] = {}  # by layer, the micro-batch of its last update
         seen: set[int] = set()
         for i, run in reversed(list(enumerate(self._runs))):
             uses, microbatch, _ = run or ((), 0, 0)
             for use in reversed(uses):
-                if use.kind == "U":
+                if use.kind is Kind.U:
                     last.setdefault(use.layer, use.microbatch + microbatch)
-                elif use.kind == "F" and use.microbatch + microbatch <= last.get(use.layer, -1):
+                elif use.kind is Kind.F and use.microbatch + microbatch <= last.get(use.layer, -1):
                     seen.add(use.layer)
             if updated and seen == updated:
                 return i
@@ -140,7 +141,7 @@ class VersionLedger:
 
         def use(values: Any) -> Use:
             kind, layer, m, version, tied, shift = values
-            return Use(kind, layer, m, version, tuple((p, v) for p, v in tied), shift)
+            return Use(Kind(kind), layer, m, version, tuple((p, v) for p, v in tied), shift)
 
         runs: list[tuple[Sequence[Use], int, int] | None] = []
         for run in found["runs"]:

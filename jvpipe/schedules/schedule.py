@@ -112,7 +112,7 @@ def at_least(least: int, **options: int) -> None:
 
 
 def _updates(task: Task, every: int) -> bool:
-    return task.kind == Kind.B and (task.microbatch + 1) % every == 0
+    return KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0
 
 
 @lru_cache(maxsize=256)

@@ -7,11 +7,12 @@ the row before it; a FEED is for the row after it, and comes one row early if it
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import assert_never
 
 import numpy as np
 
 from jvpipe.ir.buffers import HOST, Lowered, peaks
-from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.kinds import KINDS, Kind, Link, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import TaskLists
 from jvpipe.simulate.engine import Work
@@ -28,13 +29,15 @@ def links_between_devices(lowered: Lowered) -> Links:
     """
 
     def links(row: Row) -> Sequence[str]:
-        match row.kind:
-            case Kind.SEND | Kind.MOVE:
+        match link := KINDS[row.kind].link:
+            case Link.PEER:
                 return (f"device {row.place} to {lowered.buffers[row.writes[0]].memory}",)
-            case Kind.OUT | Kind.IN:
+            case Link.TO_HOST | Link.FROM_HOST:
                 return (f"device {row.place} host",)
-            case _:
+            case Link.BATCH | None:
                 return ()
+            case _:
+                assert_never(link)
 
     return links
 
@@ -60,7 +63,7 @@ def simulate(
     links_of = links_of or links_between_devices(lowered)
     occupies, seconds = [], []
     for row in rows:
-        places = links_of(row) if not _works(row) else (f"device {row.place}",)
+        places = links_of(row) if not KINDS[row.kind].computes else (f"device {row.place}",)
         occupies.append(tuple(names.setdefault(name, len(names)) for name in places))
         seconds.append(float(seconds_of(row)) if places else 0.0)
     work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
@@ -92,24 +95,33 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
         mine = ran.setdefault(row.place, [])
         touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
-        match row.kind:
-            case Kind.FEED if occupies[i]:
-                needs.update(mine[-2:-1])
-            case Kind.FEED | Kind.IN:
-                needs.update(mine[-1:])
-            case Kind.FREE:
-                freed[row.place] = i
-            case _ if _works(row):
+        needs.update(_programs_before(KINDS[row.kind].link, mine, takes_time=bool(occupies[i])))
+        match runs := KINDS[row.kind].runs:
+            case Runs.LAYER | Runs.PROGRAM:
                 mine.append(i)
+            case Runs.WAIT:
+                freed[row.place] = i
+            case Runs.COPY | Runs.NOTHING:
+                pass
+            case _:
+                assert_never(runs)
         yield sorted(needs)
         writer.update(dict.fromkeys(row.writes, i))
         for b in row.reads:
             readers.setdefault(b, []).append(i)
 
 
-def _works(row: Row) -> bool:
-    """Whether a row occupies its device: it runs a program."""
-    return KINDS[row.kind].runs in (Runs.LAYER, Runs.PROGRAM)
+def _programs_before(link: Link | None, programs: Sequence[int], *, takes_time: bool) -> Sequence[int]:
+    """The program of a device that a copy must not overtake, so that it comes no earlier than its memory allows."""
+    match link:
+        case Link.FROM_HOST:
+            return programs[-1:]
+        case Link.BATCH:
+            return programs[-2:-1] if takes_time else programs[-1:]
+        case Link.PEER | Link.TO_HOST | None:
+            return ()
+        case _:
+            assert_never(link)
 
 
 def _curves(
@@ -192,5 +204,9 @@ def _stage_curves(
             case Kind.IN:
                 here[s].append((start_s, swapped))
                 host.append((end_s, -swapped))
+            case Kind.R | Kind.SEND | Kind.RETURN:
+                pass  # what they take while they run is static
+            case _:
+                raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
     places = (Curve.of(f"stage {s}", "device", here[s], load.static_bytes) for s, load in enumerate(stages))
     return (*places, Curve.of("host", "host", host))

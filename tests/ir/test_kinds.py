@@ -1,16 +1,72 @@
-"""Every kind of task, row and value is in its table; whoever tells kinds apart refuses one that it does not know."""
+"""Kinds are told apart by their tables, or so that an unknown one is refused; docs/kinds.md lists where."""
 
-import enum
+import ast
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jvpipe.ir.kinds import KINDS, Kind
+import jvpipe
+from jvpipe.ir.buffers import Buffer, Lowered
+from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.layers import Layer, Ref
 from jvpipe.ir.rows import Row
+from jvpipe.ir.span import Span
 from jvpipe.ir.task import Task
+from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
-from jvpipe.lowering.order import Waits
-from tests.lowering.toy import GRAPH, layout
+from jvpipe.lowering.expand import Expander, OneVersion
+from jvpipe.lowering.liveness import live
+from jvpipe.lowering.operation import Operation
+from jvpipe.lowering.order import Waits, sums_from
+from jvpipe.lowering.place import Block, Placer
+from jvpipe.lowering.step import lower_step
+from jvpipe.lowering.swap import swap
+from jvpipe.report.timeline import chrome_trace
+from jvpipe.runtime.versions import VersionLedger
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.simulate.rows import links_between_devices, simulate, simulate_lists
+from jvpipe.simulate.stages import StageLoad
+from tests.lowering.toy import GRAPH, layout, optimizer
+
+ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
+PICKED = {
+    "lowering": {"F", "B", "U"},
+    "runtime": {"F", "B", "U", "R", "E", "LOSS", "MOVE", "OUT", "FREE", "IN", "DROP"},
+    "simulate": {"F", "B", "U"},
+}
+"""By room, the kinds that code there compares with: what it says of one of these holds for no other."""
+
+
+@cache
+def choices() -> list[tuple[Path, ast.Match | ast.Compare]]:
+    """Every `match` and every comparison of the library, with its file."""
+    house = Path(jvpipe.__file__).parent
+    files = [file for file in house.rglob("*.py") if "models" not in file.parts]
+    return [
+        (file.relative_to(house), node)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.Match, ast.Compare))
+    ]
+
+
+def members(node: ast.AST, enum: str) -> set[str]:
+    """The members of an enum that code names."""
+    named = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    return {n.attr for n in named if isinstance(n.value, ast.Name) and n.value.id == enum}
+
+
+def is_loud(case: ast.match_case) -> bool:
+    """Tells whether a last case takes all that is left, and refuses it."""
+    takes_all = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
+    return takes_all and any(
+        isinstance(n, (ast.Raise, ast.Assert)) or (isinstance(n, ast.Name) and n.id == "assert_never")
+        for statement in case.body
+        for n in ast.walk(statement)
+    )
 
 
 def test_the_tables_know_every_kind() -> None:
@@ -18,38 +74,102 @@ def test_the_tables_know_every_kind() -> None:
     assert VALUES.keys() == set(ValueKind)
 
 
+def test_copies_have_a_link_and_nothing_else_has() -> None:
+    assert {kind for kind, info in KINDS.items() if info.link} == {k for k, i in KINDS.items() if i.runs is Runs.COPY}
+
+
 def test_every_value_that_lasts_has_an_owner_of_its_own() -> None:
     owners = [info.owner for info in VALUES.values() if info.lasts]
     assert len(owners) == len(set(owners)) == 4
+
+
+def test_every_match_over_kinds_refuses_what_it_does_not_know() -> None:
+    matches = [
+        (f"{file}:{node.lineno}", node)
+        for file, node in choices()
+        if isinstance(node, ast.Match) and any(members(case.pattern, enum) for case in node.cases for enum in ENUMS)
+    ]
+    assert len(matches) > 15
+    assert [place for place, match in matches if not is_loud(match.cases[-1])] == []
+
+
+def test_elsewhere_kinds_are_only_picked_out_one_by_one() -> None:
+    picked: dict[str, set[str]] = {}
+    for file, node in choices():
+        if isinstance(node, ast.Compare) and (compared := members(node, "Kind")):
+            picked.setdefault(file.parts[0], set()).update(compared)
+    assert picked == PICKED
+
+
+def test_no_letters_of_kinds_are_compared() -> None:
+    letters = set(map(str, Kind)) | {"I", "W"}
+    for file, node in choices():
+        if isinstance(node, ast.Compare) and not file.match("ir/sizes.py"):  # B is for bytes there
+            words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            assert not words & letters, f"{file}:{node.lineno}"
+
+
+def unknown(enum: type[Any]) -> Any:
+    """A member of an enum as if one had been added to it, and nothing said of it anywhere."""
+    member = str.__new__(enum, "W")
+    member._name_ = member._value_ = "W"
+    return member
+
+
+NEW, VALUE = unknown(Kind), unknown(ValueKind)
+TASK = Task(0, NEW, 0)
+HOW = layout([3])
+A_ROW = Row(NEW, 0, 0, 0, 0, (), (0,))
+STEP = Lowered((A_ROW,), (Buffer(Value(ValueKind.TENSOR, 0), 0, 4),), 0, (), ())
+
+
+def placed(value: Value) -> None:
+    placer = Placer(GRAPH, HOW.plan, optimizer())
+    placer.begin()
+    placer.perform(Operation(Kind.F, 0, 0, (value,), ()))
+
+
+def expander() -> Expander:
+    return Expander(GRAPH, OneVersion(), set())
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "what a task waits for": lambda: list(Waits(GRAPH, [HOW.plan])(TASK)),
+    "whose sums a task adds to": lambda: list(sums_from([HOW.plan, layout([3]).plan], TASK._replace(microbatch=1))),
+    "a step": lambda: lower_step(GRAPH, [HOW], ((TASK,),), optimizer()),
+    "a swap": lambda: list(swap([Block(TASK)], [], ((TASK,),), lambda task: (0, []))),
+    "in flight": lambda: Schedule(name="new", lists=lambda S, M: ((TASK,),)).in_flight(1, 1),
+    "updates": lambda: Schedule(name="new", lists=lambda S, M: ((TASK,),), synchronous=False).with_updates(1, 1),
+    "what a row takes": lambda: simulate(STEP, lambda row: 1.0),
+    "a row's links": lambda: links_between_devices(STEP)(A_ROW),
+    "stages' seconds": lambda: simulate_lists(((TASK,),), [StageLoad(1.0, 1.0)]),
+    "versions": lambda: recorded(Use(NEW, 0, 0, 0)).table(),
+    "a value that is read": lambda: placed(Value(VALUE)),
+    "a layer's input": lambda: expander().read_by(GRAPH.layers[0], Ref(VALUE, 0), 0),
+    "a layer's output": lambda: list(expander().forward(Layer(0, "", (), (Ref(VALUE, 0),)), 0, HOW)),
+    "a value's owner": lambda: Buffer(Value(VALUE), 0, 4).owner,
+}
+
+
+def recorded(*uses: Use) -> VersionLedger:
+    ledger = VersionLedger()
+    ledger.record(uses, 0, 0)
+    return ledger
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kind_that_was_added_and_nothing_else_is_refused(place: str) -> None:
+    with pytest.raises((AssertionError, KeyError, ValueError), match="W"):
+        PLACES[place]()
+
+
+def test_who_shows_kinds_or_counts_buffers_needs_to_know_nothing_of_them() -> None:
+    assert str(A_ROW) == "0W0[layer 0]"
+    assert chrome_trace([Span("a", "0W0", 0.0, 1.0, NEW)])["traceEvents"][-1]["cat"] == "W"
+    assert live([A_ROW], STEP.buffers, 0, (), ()).rows[0].frees == (0,)
 
 
 def test_values_shift_what_they_have() -> None:
     assert Value(ValueKind.CONSTANT, 3).shifted(4, 4) == Value(ValueKind.CONSTANT, 3)
     assert Value(ValueKind.RESIDUAL, 0, 1, 6).shifted(-4, -1) == Value(ValueKind.RESIDUAL, 0, 1, 2)
     assert Value(ValueKind.PARAMETER, 0, version=6).shifted(-4, -1).version == 5
-
-
-class Unknown(enum.StrEnum):
-    """Kinds as they would be if one were added and nothing else."""
-
-    W = "W"
-
-
-@pytest.fixture
-def unknown() -> Any:
-    return Unknown.W
-
-
-def test_an_unknown_kind_of_task_is_refused_by_the_order(unknown: Any) -> None:
-    waits = Waits(GRAPH, [layout([3]).plan])
-    with pytest.raises((AssertionError, KeyError)):
-        list(waits(tuple.__new__(Task, (0, unknown, 0))))
-
-
-def test_an_unknown_kind_of_row_has_no_text_but_its_own(unknown: Any) -> None:
-    with pytest.raises(KeyError):
-        KINDS[unknown]
-    row = object.__new__(Row)
-    for name, value in {"kind": unknown, "stage": 0, "layer": -1, "microbatch": 1}.items():
-        object.__setattr__(row, name, value)
-    assert str(row) == "0W1"

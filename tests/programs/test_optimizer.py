@@ -12,7 +12,7 @@ from optax import contrib
 
 from jvpipe import _jax
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, match_paths
-from jvpipe.programs.pieces import Piece, Slot
+from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 # Four layers, 1 and 2 are alike; the leaves of the tree are not in their order. Two layers read `embed`.
 OWNERS = [1, 1, 2, 2, 0, 3, 3]
@@ -53,7 +53,7 @@ class Interpreter:
         self.cut = pieces
         self.compiled: dict[Any, Callable[..., Any]] | None = {} if compiled else None
         leaves = enumerate(jax.tree.leaves(params))
-        self.owned: dict[Any, jax.Array] = {(OWNERS[i], Slot("parameter", i)): jnp.array(x) for i, x in leaves}
+        self.owned: dict[Any, jax.Array] = {(OWNERS[i], Slot(SlotKind.PARAMETER, i)): jnp.array(x) for i, x in leaves}
         self.run(pieces.init, {})
 
     def function(self, piece: Piece) -> Callable[..., Any]:
@@ -76,13 +76,13 @@ class Interpreter:
         return found
 
     def update(self, gradients: Sequence[Sequence[jax.Array]], **given: jax.Array) -> dict[Slot, jax.Array]:
-        slots = {Slot("gradient", i, r): x for i, parts in enumerate(gradients) for r, x in enumerate(parts)}
-        others = {Slot(kind): x for kind, x in given.items()}  # type: ignore[arg-type]
+        slots = {Slot(SlotKind.GRADIENT, i, r): x for i, parts in enumerate(gradients) for r, x in enumerate(parts)}
+        others = {Slot(SlotKind(kind)): x for kind, x in given.items()}
         return self.run(self.cut.update, {**slots, **others})
 
     @property
     def params(self) -> list[jax.Array]:
-        return [self.owned[owner, Slot("parameter", i)] for i, owner in enumerate(OWNERS)]
+        return [self.owned[owner, Slot(SlotKind.PARAMETER, i)] for i, owner in enumerate(OWNERS)]
 
     @property
     def state(self) -> list[jax.Array]:
@@ -91,7 +91,7 @@ class Interpreter:
     @property
     def copies(self) -> list[list[jax.Array]]:
         """All copies of each leaf of the state."""
-        slots = [Slot("state", i) for i in range(len(self.cut.state))]
+        slots = [Slot(SlotKind.STATE, i) for i in range(len(self.cut.state))]
         return [[value for (_, held), value in self.owned.items() if held == slot] for slot in slots]
 
 
@@ -246,7 +246,7 @@ def test_grad_norm_is_a_diagnostic(optimizer: Any) -> None:
     gradients = make_gradients(0)
     expected = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean(gradients))))
     found = Interpreter(pieces, PARAMS).update(gradients)
-    np.testing.assert_allclose(found[Slot("grad_norm")], expected, rtol=1e-6)
+    np.testing.assert_allclose(found[Slot(SlotKind.GRAD_NORM)], expected, rtol=1e-6)
 
 
 def test_donated_arrays_become_results() -> None:
@@ -264,7 +264,7 @@ def test_accumulators_are_donated_where_a_result_fits() -> None:
     previous = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
     pieces = assert_same_as_optax(previous, steps=2)
     for piece in pieces.update:
-        assert [piece.reads[i].kind for i in piece.donated].count("gradient") == len(piece.writes) // 2
+        assert [piece.reads[i].kind for i in piece.donated].count(SlotKind.GRADIENT) == len(piece.writes) // 2
 
 
 def test_state_belongs_to_layers_by_path() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Span
 from jvpipe.report.figures import timeline_figure
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -34,7 +35,7 @@ def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:
 
 
 def test_draws_measured_spans_as_well(tmp_path: Path) -> None:
-    spans = [Span("cpu:0", "0F0", 5.0, 6.0, "F", {"microbatch": 0}), Span("cpu:1", "weird", 6.0, 7.0, "Q")]
+    spans = [Span("cpu:0", "0F0", 5.0, 6.0, Kind.F, {"microbatch": 0}), Span("cpu:1", "weird", 6.0, 7.0, Kind.ZERO)]
     path = tmp_path / "spans.svg"
     timeline_figure(spans, path)
     assert {"cpu:0", "cpu:1", "forward", "other"} <= set(words(path).split("\n"))

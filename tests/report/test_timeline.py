@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Span
 from jvpipe.report import timeline
 
@@ -12,14 +13,14 @@ from jvpipe.report import timeline
 #   cpu:0   0F0 0F1 ... ...  ... 0B0 0B0 0B1 0B1
 #   cpu:1       1F0 1B0 1B0  1F1 1B1 1B1
 SPANS = [
-    Span("cpu:0", "0F0", 10.0, 11.0, "F"),
-    Span("cpu:0", "0F1", 11.0, 12.0, "F"),
-    Span("cpu:1", "1F0", 11.0, 12.0, "F"),
-    Span("cpu:1", "1B0", 12.0, 14.0, "B", {"bytes": 7}),
-    Span("cpu:1", "1F1", 14.0, 15.0, "F"),
-    Span("cpu:1", "1B1", 15.0, 17.0, "B"),
-    Span("cpu:0", "0B0", 15.0, 17.0, "B"),
-    Span("cpu:0", "0B1", 17.0, 19.0, "B"),
+    Span("cpu:0", "0F0", 10.0, 11.0, Kind.F),
+    Span("cpu:0", "0F1", 11.0, 12.0, Kind.F),
+    Span("cpu:1", "1F0", 11.0, 12.0, Kind.F),
+    Span("cpu:1", "1B0", 12.0, 14.0, Kind.B, {"bytes": 7}),
+    Span("cpu:1", "1F1", 14.0, 15.0, Kind.F),
+    Span("cpu:1", "1B1", 15.0, 17.0, Kind.B),
+    Span("cpu:0", "0B0", 15.0, 17.0, Kind.B),
+    Span("cpu:0", "0B1", 17.0, 19.0, Kind.B),
 ]
 
 
@@ -37,7 +38,7 @@ def test_one_named_row_per_device(tmp_path: Path) -> None:
 
 
 def test_devices_are_in_the_order_of_their_numbers() -> None:
-    spans = [Span(f"cpu:{i}", "F", 0.0, 1.0, "F") for i in (10, 2, 0)]
+    spans = [Span(f"cpu:{i}", "F", 0.0, 1.0, Kind.F) for i in (10, 2, 0)]
     events = timeline.chrome_trace(spans)["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["cpu:0", "cpu:2", "cpu:10"]
 
@@ -48,10 +49,10 @@ def test_bubble_fraction_of_the_drawing() -> None:
 
 def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
     spans = [
-        Span("a", "0F0", 0.0, 2.0, "F"),
-        Span("a", "0F1", 1.0, 2.0, "F"),
-        Span("a", "0U", 3.0, 4.0, "U"),
-        Span("a", "SEND", 0.0, 9.0, "SEND"),
+        Span("a", "0F0", 0.0, 2.0, Kind.F),
+        Span("a", "0F1", 1.0, 2.0, Kind.F),
+        Span("a", "0U", 3.0, 4.0, Kind.U),
+        Span("a", "SEND", 0.0, 9.0, Kind.SEND),
     ]
     assert timeline.bubble_fraction(spans) == pytest.approx(0.25)
 

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jvpipe
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Span
 from jvpipe.runtime.monitor import Measured
 from tests.end_to_end.test_exactness import batch_of
@@ -89,9 +90,9 @@ def test_the_copies_between_two_steps_are_told_with_the_second() -> None:
 
 
 def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
-    seconds = {"F": (1.0, 1.0, 9.0), "B": (2.0, 8.0, 2.5), "R": (0.5, 0.25, 0.75)}
+    seconds = {Kind.F: (1.0, 1.0, 9.0), Kind.B: (2.0, 8.0, 2.5), Kind.R: (0.5, 0.25, 0.75)}
     spans = [
         Span("a", f"0{kind}{m}", 0.0, s, kind, {"layer": 0}) for kind, row in seconds.items() for m, s in enumerate(row)
     ]
-    found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, "F", {"layer": 1})), 0, 0.0, 0.0, 0.0)
+    found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, Kind.F, {"layer": 1})), 0, 0.0, 0.0, 0.0)
     assert found.layer_s(2) == pytest.approx([1.0 + 2.5 + 0.5, 0.0])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use
 from jvpipe.runtime.versions import Reads, VersionLedger
 
@@ -18,11 +19,11 @@ def stream(layers: int, steps: int, late: int, micro: int, every: int) -> Versio
         for m in range(step * micro, (step + 1) * micro):
             for layer in range(layers):
                 done = max(0, m - late)
-                uses.append(Use("F", layer, m, done // every))
+                uses.append(Use(Kind.F, layer, m, done // every))
                 if m >= late:
-                    uses.append(Use("B", layer, m - late, (m - late) // every))
+                    uses.append(Use(Kind.B, layer, m - late, (m - late) // every))
                     if (m - late + 1) % every == 0:
-                        uses.append(Use("U", layer, m - late, (m - late + 1) // every))
+                        uses.append(Use(Kind.U, layer, m - late, (m - late + 1) // every))
         ledger.record(uses, 0, 0)
     return ledger
 
@@ -49,7 +50,7 @@ def test_what_happened_to_a_micro_batch() -> None:
 
 def test_numbers_count_from_those_of_the_run() -> None:
     ledger = VersionLedger()
-    ledger.record([Use("F", 0, 0, 0), Use("B", 0, 0, 0), Use("U", 0, 0, 1)], 6, 3)
+    ledger.record([Use(Kind.F, 0, 0, 0), Use(Kind.B, 0, 0, 0), Use(Kind.U, 0, 0, 1)], 6, 3)
     ledger.drained()
     assert ledger.table() == {(0, 6): Reads(3, 3, 4)}
     assert ledger.staleness(2) == (0, 0)

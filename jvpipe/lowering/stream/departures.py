@@ -8,7 +8,7 @@ two rounds of all stages later               FREE old   DROP new, should nobody 
 from collections import deque
 from collections.abc import Sequence
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
@@ -51,8 +51,10 @@ def settle(placer: Placer, plan: Plan) -> None:
                 placer.bring(value, place, NONE)
             case ValueKind.STATE if value.microbatch == NEVER:
                 placer.bring(value, place, NONE)
-            case _:
+            case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
                 pass  # its layer brings it along
+            case _:
+                raise AssertionError(f"{value} does not lie on the devices between steps")
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:
@@ -73,11 +75,11 @@ class LastReads:
         self._timeline = timeline
         self._last: dict[tuple[int, int, int], int] = {}  # parameter, place, version: number of the task
         for number, (s, kind, m) in enumerate(tasks):
-            if kind != Kind.U:
+            if (back := KINDS[kind].back) is not None:
                 layout = timeline.layout(m)
                 for layer in layout.layers(s):
                     for p in layer.reading(ValueKind.PARAMETER):
-                        v = weights.version(p, m, back=kind == Kind.B)
+                        v = weights.version(p, m, back=back)
                         self._last[p, layout.plan.stages[s].devices[0], v] = number
                         self._last[p, self._left_at(p, v, m), v] = number
 

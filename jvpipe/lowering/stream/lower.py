@@ -16,7 +16,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
-from jvpipe.ir.values import Value, ValueKind
+from jvpipe.ir.values import VALUES, Value, ValueKind
 from jvpipe.lowering.expand import Expander, metrics_of
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import order
@@ -198,8 +198,7 @@ class _Unrolling:
 
     def _lasting(self) -> set[int]:
         """The buffers that outlive every step: the newest of each kind, and what is remembered."""
-        kinds = (ValueKind.DELTA, ValueKind.APPLIED, ValueKind.UPDATES)
-        remembered = {b for (value, _), b in self.placer.current.items() if value.kind in kinds}
+        remembered = {b for (value, _), b in self.placer.current.items() if VALUES[value.kind].remembered}
         return {b for _, b in self.placer.lasting()} | remembered
 
     def _metrics(self, n: int) -> list[int]:

@@ -86,9 +86,7 @@ class Unrolled:
         (m0, v0), bound = self._base(n), self.bounds[n]
         here = [b for b in self.spots[n] if b in self.lasting or self._last.get(b, -1) >= bound]
         swapped = [
-            b
-            for b, first in self._first.items()
-            if self.buffers[b].copy in (Copy.HOST, Copy.FETCHED) and first < bound <= self._last[b]
+            b for b, first in self._first.items() if self.buffers[b].copy.is_swap and first < bound <= self._last[b]
         ]
         named = [(self.spots[n].get(b, self.buffers[b].spot).shifted(-m0, -v0), b) for b in (*here, *swapped)]
         return sorted(named)

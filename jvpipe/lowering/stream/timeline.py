@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -115,12 +115,13 @@ class StreamTimeline:
         s, kind, m = task
         if m < self.spans[min(1, len(self.spans) - 1)].start:
             return
-        if kind == Kind.B and m % self.every:
+        back = KINDS[kind].back
+        if m % self.every:
             yield from sums_from(self.plans, task)
         for layer in self.layout(m).plan.stages[s].layers:
-            read = {m // self.every} if kind != Kind.F and (m + 1) % self.every == 0 else set()
-            if kind != Kind.U:
-                read.add(self.version(layer, m, back=kind == Kind.B))
+            read = {m // self.every} if back is not False and (m + 1) % self.every == 0 else set()
+            if back is not None:
+                read.add(self.version(layer, m, back=back))
             for v in read:
                 maker = v * self.every - 1
                 if maker >= 0 and self.stage(layer, maker) != s:

@@ -10,7 +10,7 @@ A parameter that several stages read follows its first reader: its versions are 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer
 from jvpipe.ir.rows import PieceRun, SettleRun, ShiftRun, SumRun, ZeroRun
 from jvpipe.ir.use import Use
@@ -89,7 +89,8 @@ class StreamWeights:
 
     def use(self, kind: Kind, layer: Layer, m: int) -> Use:
         """What a layer's forward or backward has read."""
-        back, parameters = kind == Kind.B, layer.reading(ValueKind.PARAMETER)
+        back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
+        assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
         shift = self.tau(layer.id, m) if back else self.ahead(layer.id, m)
         shifted = any(self._shifted(p, m, back=back) in self.made for p in parameters)
