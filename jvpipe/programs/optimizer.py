@@ -104,23 +104,14 @@ def cut_optimizer(
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
     init = _Program(traced.init, tuple(parameters), tuple(state))
-
     of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
     owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
     matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
     owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
-    owned |= {slot: Input("global") for slot in norm}
-    layers = sorted(set(owners))
-    flow = update.flow(owned, layers)
-    while found := _claims(flow):
-        owned |= found
-        flow = update.flow(owned, layers)
-    _check(flow, owned)
-    while (shared := _read_globally(flow)) != flow.shared:
-        flow = replace(flow, shared=shared)
-    owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
-    first = replace(init.flow(owned, layers), shared=flow.shared)
+    flow, owned = _settled(update, owned | {slot: Input("global") for slot in norm}, sorted(set(owners)))
+    first = replace(init.flow(owned, flow.layers), shared=flow.shared)
     _check(first, owned)
+    owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
     return OptimizerCut(
         first.pieces(),
         flow.pieces(),
@@ -192,6 +183,28 @@ class _Program:
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
         inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
         return Flow(jaxpr.eqns, constants, inputs, program.outputs(owned), placement, layers)
+
+
+def _settled(update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int]) -> tuple[Flow, dict[Slot, Input]]:
+    """Places an update until no layer claims more of the state and the global program reads no more of it.
+
+    Args:
+        update: the traced update.
+        owned: what is known to belong to a layer.
+        layers: those that own parameters.
+
+    Returns:
+        The update, placed, and what belongs to layers by then.
+    """
+    owned = dict(owned)
+    flow = update.flow(owned, layers)
+    while claims := _claims(flow):
+        owned |= claims
+        flow = update.flow(owned, layers)
+    _check(flow, owned)
+    while (shared := _read_globally(flow)) != flow.shared:
+        flow = replace(flow, shared=shared)
+    return flow, owned
 
 
 def _claims(flow: Flow) -> dict[Slot, Input]:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
@@ -12,7 +12,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
-from jvpipe.ir.values import ValueKind
+from jvpipe.ir.values import VALUES, ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.keys import derives_key
@@ -97,9 +97,9 @@ class Sorted:
     def of(loss: LossJaxpr) -> "Sorted":
         """The equations of a loss, sorted."""
         source = {v: ref.kind for v, ref in loss.inputs.items()}
-        free = {v for v, kind in source.items() if kind in ("batch", "seed", "constant")}
-        parametric = {v for v, kind in source.items() if kind == "parameter"}
-        constants = {v for v, kind in source.items() if kind == "constant"}
+        constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
+        free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
+        parametric = {v for v, kind in source.items() if kind is ValueKind.PARAMETER}
         floating, main, weighted, reading = [], [], [], []
         derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
@@ -131,68 +131,63 @@ class _Assembly:
     last: int  # the layer of the loss; what no run makes is made there
 
     def traced(self) -> Traced:
-        made = {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
-        last = self.last
-        sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
-        for atom, ref in self.loss.outputs:
-            unchanged = (
-                ref.kind == ValueKind.STATE and not isinstance(atom, _jax.Literal) and self.loss.inputs.get(atom) == ref
-            )
-            if not unchanged:
-                sinks[made.get(atom, last) if not isinstance(atom, _jax.Literal) else last].append((atom, ref))
+        sinks = self._sinks()
         needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
-        readers: dict[Var, list[int]] = {}
-        for layer, eqns in enumerate(needs):
-            wanted = dict.fromkeys(jaxprs.free_variables(eqns))
-            wanted |= dict.fromkeys(a for a in jaxprs.variables(a for a, _ in sinks[layer]) if a not in _defined(eqns))
-            for v in wanted:
-                if v in self.loss.inputs or made[v] != layer:
-                    readers.setdefault(v, []).append(layer)
-        for v, ref in self.loss.inputs.items():
-            if ref.kind == ValueKind.PARAMETER:  # one that nothing reads has an owner too, and a gradient of zeros
-                readers.setdefault(v, [last])
-        crossing = sorted(((v, r) for v, r in readers.items() if v in made), key=lambda item: made[item[0]])
-        tensor_ids = {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
+        readers = self._readers(needs, sinks)
+        crossing = sorted(((v, r) for v, r in readers.items() if v in self.made), key=lambda item: self.made[item[0]])
+        refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
         flows = active(self.loss)
-        bodies, layers = [], []
+        bodies = []
         for layer, eqns in enumerate(needs):
-            writes = [(v, tensor_ids[v]) for v, _ in crossing if made[v] == layer] + sinks[layer]
-            reads = [(v, tensor_ids.get(v) or self.loss.inputs[v]) for v, r in readers.items() if layer in r]
+            writes = [(v, refs[v]) for v, _ in crossing if self.made[v] == layer] + sinks[layer]
+            reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
-            candidates = _candidates(eqns, self.runs[layer])
-            diff = tuple(ref.kind in (ValueKind.PARAMETER, ValueKind.TENSOR) and v in flows for v, ref in reads)
-            on = tuple(
-                (ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0) for v, ref in writes
-            )
-            bodies.append(
-                Body(
-                    tuple(eqns),
-                    tuple(ref for _, ref in reads),
-                    tuple(ref for _, ref in writes),
-                    tuple(v for v, _ in reads),
-                    tuple(v for v, _ in writes),
-                    diff,
-                    on,
-                    candidates,
-                )
-            )
-            layers.append(
-                Layer(
-                    layer,
-                    "",
-                    tuple(ref for _, ref in reads),
-                    tuple(ref for _, ref in writes),
-                    tuple(array_of(v, name) for v, name in candidates.items()),
-                    sum(map(flops, eqns)),
-                )
-            )
+            bodies.append(_body(eqns, reads, writes, flows, _candidates(eqns, self.runs[layer])))
+        layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
         layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
         tensors = tuple(
-            Tensor(array_of(v, f"{names[made[v]]}:{i}"), made[v], tuple(r), v in flows)
+            Tensor(array_of(v, f"{names[self.made[v]]}:{i}"), self.made[v], tuple(r), v in flows)
             for i, (v, r) in enumerate(crossing)
         )
         return Traced(self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts)
+
+    @cached_property
+    def made(self) -> dict[Var, int]:
+        """The layer that makes each value."""
+        return {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
+
+    def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
+        """The outputs of the loss that each layer yields; model state that nobody changes is none."""
+        sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
+        for atom, ref in self.loss.outputs:
+            if isinstance(atom, _jax.Literal):
+                sinks[self.last].append((atom, ref))
+            elif ref.kind != ValueKind.STATE or self.loss.inputs.get(atom) != ref:
+                sinks[self.made.get(atom, self.last)].append((atom, ref))
+        return sinks
+
+    def _readers(
+        self, needs: Sequence[Sequence[JaxprEqn]], sinks: Sequence[Sequence[tuple[Atom, Ref]]]
+    ) -> dict[Var, list[int]]:
+        """The layers that read each input of the loss, and each value of another layer.
+
+        Args:
+            needs: the equations of each layer.
+            sinks: the outputs of the loss that each yields.
+        """
+        readers: dict[Var, list[int]] = {}
+        for layer, (eqns, sink) in enumerate(zip(needs, sinks, strict=True)):
+            own = _defined(eqns)
+            wanted = dict.fromkeys(jaxprs.free_variables(eqns))
+            wanted |= dict.fromkeys(v for v in jaxprs.variables(a for a, _ in sink) if v not in own)
+            for v in wanted:
+                if v in self.loss.inputs or self.made[v] != layer:
+                    readers.setdefault(v, []).append(layer)
+        for v, ref in self.loss.inputs.items():
+            if ref.kind == ValueKind.PARAMETER:  # one that nothing reads has an owner too, and a gradient of zeros
+                readers.setdefault(v, [self.last])
+        return readers
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
         """A layer's own equations, preceded by the floating ones that they need."""
@@ -201,7 +196,7 @@ class _Assembly:
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
         """Module paths of the parameters first read in each layer; of the scopes where there are none."""
-        paths, seen, names = self.loss.names["parameter"], set(), []
+        paths, seen, names = self.loss.names[ValueKind.PARAMETER], set(), []
         for layer, run in zip(layers, self.runs, strict=True):
             fresh = [i for i in layer.reading(ValueKind.PARAMETER) if i not in seen]
             seen.update(fresh)
@@ -213,10 +208,10 @@ class _Assembly:
     def _graph(
         self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]
     ) -> LayerGraph:
-        def arrays(kind: str) -> list[tuple[Var, Array]]:
-            found = sorted((ref.index, v) for v, ref in self.loss.inputs.items() if ref.kind == kind)
-            names = self.loss.names.get(kind) or [f"{kind}{i}" for i, _ in found]
-            return [(v, array_of(v, names[i])) for i, v in found]
+        def arrays(kind: ValueKind) -> list[tuple[Var, Array]]:
+            inputs = {ref.index: v for v, ref in self.loss.inputs.items() if ref.kind == kind}
+            names = self.loss.names.get(kind) or [f"{kind}{i}" for i in sorted(inputs)]
+            return [(v, array_of(v, names[i])) for i, v in sorted(inputs.items())]
 
         aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
@@ -224,16 +219,51 @@ class _Assembly:
         return LayerGraph(
             layers,
             tensors,
-            tuple(Parameter(array, tuple(readers[v])) for v, array in arrays("parameter")),
-            tuple(array for _, array in arrays("batch")),
-            tuple(array for _, array in arrays("state")),
-            tuple(array for _, array in arrays("constant")),
+            tuple(Parameter(array, tuple(readers[v])) for v, array in arrays(ValueKind.PARAMETER)),
+            tuple(array for _, array in arrays(ValueKind.BATCH)),
+            tuple(array for _, array in arrays(ValueKind.STATE)),
+            tuple(array for _, array in arrays(ValueKind.CONSTANT)),
             tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),
             tuple(tuple(range(a, a + w)) for a, w in zip(starts, widths, strict=False)),
             self.loss.weighted,
             array_of(self.loss.outputs[0][0], "loss").bytes,
             self.loss.seed_words * 4,
         )
+
+
+def _body(
+    eqns: Sequence[JaxprEqn],
+    reads: Sequence[tuple[Var, Ref]],
+    writes: Sequence[tuple[Atom, Ref]],
+    flows: Collection[Var],
+    candidates: dict[Var, str],
+) -> Body:
+    """A layer's body.
+
+    Args:
+        eqns: what it computes.
+        reads: its inputs, parameters first.
+        writes: its outputs.
+        flows: the values that gradients flow through.
+        candidates: those whose fate can be chosen, by name.
+    """
+    summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
+    return Body(
+        tuple(eqns),
+        tuple(ref for _, ref in reads),
+        tuple(ref for _, ref in writes),
+        tuple(v for v, _ in reads),
+        tuple(v for v, _ in writes),
+        tuple(ref.kind in summed and v in flows for v, ref in reads),
+        tuple((ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0) for v, ref in writes),
+        candidates,
+    )
+
+
+def _layer(number: int, body: Body) -> Layer:
+    """A layer that has no name yet."""
+    candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
+    return Layer(number, "", body.reads, body.writes, candidates, sum(map(flops, body.eqns)))
 
 
 def array_of(var: Atom, name: str) -> Array:

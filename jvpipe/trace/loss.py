@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class LossJaxpr:
     eqns: tuple[JaxprEqn, ...]
     inputs: dict[Var, Ref]
     outputs: tuple[tuple[Atom, Ref], ...]
-    names: dict[str, tuple[str, ...]]
+    names: dict[ValueKind, tuple[str, ...]]
     constants: tuple[Any, ...]
     weighted: bool
     aux_tree: TreeDef
@@ -63,74 +63,91 @@ def trace_loss(
 
     Raises:
         ValueError: a parameter of integer type, a loss that is not a real scalar or reads no parameter.
-
     """
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
-    leaves = {
-        "parameter": jax.tree_util.tree_leaves_with_path(params),
-        "batch": jax.tree_util.tree_leaves_with_path(batch),
-        "state": jax.tree_util.tree_leaves_with_path(state),
-    }
-    for path, leaf in leaves["parameter"]:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(
-                f"parameter '{path_name(path)}' is of type {leaf.dtype}, which has no gradient: "
-                "keep it in the model state (has_state=True) or capture it in the loss"
-            )
+    trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
+    leaves = {kind: jax.tree_util.tree_leaves_with_path(tree) for kind, tree in trees.items()}
+    _check_parameters(leaves[ValueKind.PARAMETER])
     key = None if rng is None else KeyKind.of(rng)
-    aux_info: dict[str, Any] = {}
-
-    @_named_as(loss_fn)
-    def flat(params: Tree, *rest: Any) -> list[Any]:
-        *states, batch, seed = rest
-        rng_now = None if key is None else key.micro_batch_key(seed)
-        out = loss_fn(params, *states, batch, rng_now)
-        loss, new_state, aux = _parts(out, has_aux, has_state)
-        _check_loss(loss)
-        _check_state(leaves["state"], state, new_state)
-        _check_aux(aux)
-        is_weighted = lambda x: isinstance(x, Weighted)  # noqa: E731
-        aux_leaves, aux_info["tree"] = jax.tree.flatten(aux, is_leaf=is_weighted)
-        aux_info["weighted"] = tuple(map(is_weighted, aux_leaves))
-        aux_info["loss"] = is_weighted(loss)
-        return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
-
     seed = None if key is None else key.seed
-    states = (state,) if has_state else ()
-    try:
-        closed = jaxprs.flatten(flat, params, *states, batch, seed, keep_rules=True)
-    except Exception as error:
-        if rng is None and isinstance(error, TypeError) and "key" in str(error):
-            error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")
-        raise
+    outputs = _Outputs(has_aux, has_state)
+    flat = _flat(loss_fn, key, state, outputs)
+    closed = _traced(flat, (params, *([state] if has_state else []), batch, seed), with_key=key is not None)
     _check_effects(closed)
-    refs: list[Ref] = [Ref(ValueKind.PARAMETER, i) for i in range(len(leaves["parameter"]))]
-    refs += [Ref(ValueKind.STATE, i) for i in range(len(leaves["state"]))]
-    refs += [Ref(ValueKind.BATCH, i) for i in range(len(leaves["batch"]))]
-    refs += [Ref(ValueKind.SEED, 0)] if rng is not None else []
-    inputs = dict(zip(closed.jaxpr.invars, refs, strict=True))
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
+    given = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
+    given += [] if seed is None else [Ref(ValueKind.SEED, 0)]
+    inputs = dict(zip(closed.jaxpr.invars, given, strict=True))
     inputs |= {var: Ref(ValueKind.CONSTANT, i) for i, var in enumerate(constants)}
-    weighted = aux_info["loss"]
-    outs = closed.jaxpr.outvars
-    kinds = [Ref(ValueKind.LOSS, i) for i in range(1 + weighted)]
-    kinds += [Ref(ValueKind.STATE, i) for i in range(len(leaves["state"]))]
-    kinds += [Ref(ValueKind.AUX, i) for i in range(len(outs) - len(kinds))]
+    made = closed.jaxpr.outvars
     traced = LossJaxpr(
         tuple(eqns),
         inputs,
-        tuple(zip(outs, kinds, strict=True)),
-        {kind: path_names([path for path, _ in found]) for kind, found in leaves.items()},
+        tuple(zip(made, outputs.refs(len(made), len(leaves[ValueKind.STATE])), strict=True)),
+        {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees},
         tuple(constants.values()),
-        weighted,
-        aux_info["tree"],
-        aux_info["weighted"],
+        outputs.weighted,
+        outputs.aux_tree,
+        outputs.aux_weighted,
         0 if seed is None else seed.size,
     )
     _check_dependence(traced)
     return traced
+
+
+@dataclass
+class _Outputs:
+    """What a loss returns: as the caller says; once it is traced, also the tree of its aux and what is weighted."""
+
+    has_aux: bool
+    has_state: bool
+    weighted: bool = False
+    aux_tree: TreeDef = field(default_factory=lambda: jax.tree.structure(None))
+    aux_weighted: tuple[bool, ...] = ()
+
+    def flatten(self, out: Any, state: Tree) -> list[Any]:
+        """Checks what a loss has returned, and takes it apart: loss, model state, aux."""
+        loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
+        _check_loss(loss)
+        _check_state(state, new_state)
+        _check_aux(aux)
+        aux_leaves, self.aux_tree = jax.tree.flatten(aux, is_leaf=_is_weighted)
+        self.aux_weighted = tuple(map(_is_weighted, aux_leaves))
+        self.weighted = _is_weighted(loss)
+        return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
+
+    def refs(self, count: int, states: int) -> list[Ref]:
+        """Names what `flatten` yields: so many values, among them so many leaves of the model state."""
+        refs = [Ref(ValueKind.LOSS, i) for i in range(1 + self.weighted)]
+        refs += [Ref(ValueKind.STATE, i) for i in range(states)]
+        return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted)
+
+
+def _flat(loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs) -> Callable[..., Any]:
+    """The loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
+
+    @_named_as(loss_fn)
+    def flat(params: Tree, *rest: Any) -> list[Any]:
+        *states, batch, seed = rest
+        rng = None if key is None else key.micro_batch_key(seed)
+        return outputs.flatten(loss_fn(params, *states, batch, rng), state)
+
+    return flat
+
+
+def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool) -> _jax.ClosedJaxpr:
+    try:
+        return jaxprs.flatten(flat, *arguments, keep_rules=True)
+    except Exception as error:
+        if not with_key and isinstance(error, TypeError) and "key" in str(error):
+            error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")
+        raise
 
 
 @dataclass(frozen=True)
@@ -187,6 +204,15 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
     return out[0], out[1] if has_state else None, out[-1] if has_aux else None
 
 
+def _check_parameters(leaves: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"parameter '{path_name(path)}' is of type {leaf.dtype}, which has no gradient: "
+                "keep it in the model state (has_state=True) or capture it in the loss"
+            )
+
+
 def _check_loss(loss: Any) -> None:
     for part in loss if isinstance(loss, Weighted) else (loss,):
         if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
@@ -208,10 +234,11 @@ def _check_aux(aux: Tree) -> None:
             raise ValueError(f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)")
 
 
-def _check_state(old_leaves: list[Any], old: Tree, new: Tree) -> None:
+def _check_state(old: Tree, new: Tree) -> None:
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
         raise ValueError(f"the loss returns a model state of another structure: {new_tree}, not {old_tree}")
+    old_leaves = jax.tree_util.tree_leaves_with_path(old)
     for (path, before), after in zip(old_leaves, map(jax.typeof, jax.tree.leaves(new)), strict=True):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
@@ -255,8 +282,8 @@ def active(traced: LossJaxpr) -> set[Var]:
 
 def _from_parameters(traced: LossJaxpr) -> set[Var]:
     """The variables of inexact type that a change of the parameters changes."""
-    found: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
+    moving: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
     for eqn in traced.eqns:
-        if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(jaxprs.variables(eqn.invars)):
-            found.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
-    return found
+        if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(jaxprs.variables(eqn.invars)):
+            moving.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
+    return moving
