@@ -9,6 +9,14 @@ until the B before its own begins and the F before that B is out. What a B needs
 
 A stage's link to its host carries OUT and IN, and, where the host is between the devices, the stage's sends too, all
 one at a time; else neighbours have a link for each direction. R waits for the cotangents, as B does.
+
+Against `jvpipe.simulate.rows`, which has the rows that a controller dispatches (tests/simulate/test_two_levels.py holds
+the two together): bytes are the same, and seconds too, but that
+    with swaps, the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe), and
+    the rows' IN for the task before it in the dispatch to end, here for the B before its own to begin (1F1B);
+    with R, the rows compute again while the cotangents are on their way.
+Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times; both lie between a step
+whose copies take no time and that plus all its copies.
 """
 
 from collections.abc import Iterator, Sequence
