@@ -12,8 +12,8 @@ one at a time; else neighbours have a link for each direction. R waits for the c
 
 Against `jvpipe.simulate.rows`, which has the rows that a controller dispatches (tests/simulate/test_two_levels.py holds
 the two together): bytes are the same, and seconds too, but that
-    with swaps, the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe), and
-    the rows' IN for the task before it in the dispatch to end, here for the B before its own to begin (1F1B);
+    with swaps, the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe),
+    and the rows' IN for the task before it in the dispatch to end, here for the B before its own to begin (1F1B);
     with R, the rows compute again while the cotangents are on their way.
 Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times; both lie between a step
 whose copies take no time and that plus all its copies.

@@ -167,9 +167,3 @@ def test_who_shows_kinds_or_counts_buffers_needs_to_know_nothing_of_them() -> No
     assert str(A_ROW) == "0W0[layer 0]"
     assert chrome_trace([Span("a", "0W0", 0.0, 1.0, NEW)])["traceEvents"][-1]["cat"] == "W"
     assert live([A_ROW], STEP.buffers, 0, (), ()).rows[0].frees == (0,)
-
-
-def test_values_shift_what_they_have() -> None:
-    assert Value(ValueKind.CONSTANT, 3).shifted(4, 4) == Value(ValueKind.CONSTANT, 3)
-    assert Value(ValueKind.RESIDUAL, 0, 1, 6).shifted(-4, -1) == Value(ValueKind.RESIDUAL, 0, 1, 2)
-    assert Value(ValueKind.PARAMETER, 0, version=6).shifted(-4, -1).version == 5
