@@ -39,7 +39,7 @@ def shaped_modules() -> list[str]:
 
 
 # What users give is checked by these themselves, and tests give what no annotation allows.
-CHECKING = ("jvpipe.pipeline", "jvpipe.views", "jvpipe.session.arguments", "jvpipe.ir.plan")
+CHECKING = ("jvpipe.pipeline", "jvpipe.session.arguments", "jvpipe.session.session", "jvpipe.ir.plan")
 beartype_package("jvpipe", conf=BeartypeConf(claw_is_pep526=False, claw_skip_package_names=CHECKING))
 install_import_hook(shaped_modules(), "beartype.beartype")
 
@@ -70,7 +70,7 @@ accept_optax()
 
 
 @pytest.fixture
-def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
+def copies_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy is ever late, so peaks are those of the lists: on a busy machine one may be, and then less is held."""
 
     def arrived(array: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-"""A pipeline's run again, on one device, by its ledger of versions alone."""
+"""A pipeline's run, computed again on one device by its ledger of versions alone."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +9,8 @@ import numpy as np
 from jvpipe.pipeline import Pipeline
 from jvpipe.runtime.replay import Replay
 from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.versions import VersionLedger
+from jvpipe.session.session import Session
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -22,7 +24,7 @@ def replay(
     rng: jax.Array | None,
     model_state: Tree = None,
 ) -> tuple[Tree, list[float]]:
-    """What an asynchronous run computed, computed once more; the bits are the same.
+    """Computes once more what an asynchronous run computed; the bits are the same.
 
     Args:
         ledger: that of the run, `pipe.ledger`: which weights every forward and backward read.
@@ -52,32 +54,38 @@ def replay(
     >>> all((a == b).all() for a, b in zip(pipe.params(state), again)), len(losses)
     (True, 12)
     """
-    versions, build = ledger.versions, pipe.build
+    versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
             "this run was resumed in flight, and its ledger does not go back to its start: replay one that was not"
         )
-    split = pipe.stacks.split(params)
-    moments = jax.tree.leaves(pipe.optimizer.init(split))
-    run = Replay(
-        build,
-        jax.tree.leaves(split),
-        {(j, layer): moments[j] for j, layer in build.optimizer.holders if layer is not None},
-        jax.tree.leaves(model_state),
-        build.traced.loss.constants,
-        min((use.version for use in versions.uses()), default=0),
-    )
+    run = _begun(session, versions, params, model_state)
     losses: list[float] = []
     words = None if rng is None else key_words(rng)
-    found = versions.microbatches()
+    uses_of = versions.microbatches()
     for batch in batches:
         feeds: Any = None
-        for m, (uses, drained) in zip(range(build.microbatches), found, strict=False):
-            feeds = feeds or pipe.feeds(batch, words, uses[0].microbatch // build.microbatches)
+        for m, (uses, drained) in zip(range(session.settings.microbatches), uses_of, strict=False):
+            first = uses[0]
+            feeds = feeds or session.feeds(batch, words, first.microbatch // session.settings.microbatches)
             leaves = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
-            step = pipe.build_of(batch, uses[0].microbatch, uses[0].version)
-            losses.append(run.microbatch(step, uses, leaves, None if rng is None else feeds["seed", 0][m]))
+            compiled = session.compiled_in_the_past(batch, first.microbatch, first.version)
+            losses.append(run.microbatch(compiled, uses, leaves, None if rng is None else feeds["seed", 0][m]))
             if drained:
                 run.forget()
-    joined = pipe.stacks.join(jax.tree.unflatten(jax.tree.structure(split), run.parameters))
-    return jax.tree.map(np.asarray, joined), losses
+    return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses
+
+
+def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
+    """A replay at the start of a run, the optimizer's state fresh."""
+    compiled = session.compiled
+    split = session.trees.stacks.split(params)
+    moments = jax.tree.leaves(session.settings.optimizer.init(split))
+    return Replay(
+        compiled,
+        jax.tree.leaves(split),
+        {(j, layer): moments[j] for j, layer in compiled.optimizer.holders if layer is not None},
+        jax.tree.leaves(model_state),
+        compiled.traced.loss.constants,
+        min((use.version for use in versions.uses()), default=0),
+    )

@@ -82,16 +82,16 @@ def fated(pipe: jvpipe.Pipeline, plan: jvpipe.Plan) -> jvpipe.Plan:
     """Every third candidate and edge is swapped, every third one recomputed."""
     stages = []
     for stage in plan.stages:
-        layers = [pipe.graph.layers[i] for i in stage.layers]
-        names = [f"{pipe.graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
-        names += [t.array.name for t in pipe.graph.tensors if t.producer in stage.layers]
+        layers = [pipe.session.graph.layers[i] for i in stage.layers]
+        names = [f"{pipe.session.graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
+        names += [t.array.name for t in pipe.session.graph.tensors if t.producer in stage.layers]
         fates = {name: ("keep", "swap", "recompute")[i % 3] for i, name in enumerate(names)}
         stages.append(replace(stage, fates=fates))
     return replace(plan, stages=tuple(stages))
 
 
 def even(pipe: jvpipe.Pipeline, stages: int) -> jvpipe.Plan:
-    layers = len(pipe.graph.layers)
+    layers = len(pipe.session.graph.layers)
     return jvpipe.Plan.from_cuts([layers // stages + (s < layers % stages) for s in range(stages)])
 
 
@@ -137,13 +137,13 @@ def flown(pipe: jvpipe.Pipeline, state: Any, batches: Iterable[Any]) -> tuple[An
 
 def held(pipe: jvpipe.Pipeline) -> Record:
     """Peaks by the lists, which do not know late copies."""
-    return {"peaks": [peak.bytes for peak in pipe.build.peaks]}
+    return {"peaks": [peak.bytes for peak in pipe.session.compiled.peaks]}
 
 
 def synchronous(m: Case, stages: int, schedule: str, *, fates: bool = False) -> Record:
     pipe, state = started(m, stages, schedule, fates=fates)
     state, losses = stepped(pipe, state, batches_of(m))
-    return outcome(pipe, state, losses) | held(pipe) | {"rows": rows(pipe.build.lowered)}
+    return outcome(pipe, state, losses) | held(pipe) | {"rows": rows(pipe.session.compiled.lowered)}
 
 
 def stream(m: Case, stages: int, schedule: Schedule) -> Record:
@@ -151,7 +151,8 @@ def stream(m: Case, stages: int, schedule: Schedule) -> Record:
     batches = batches_of(m, 5)
     state, losses = flown(pipe, state, batches)
     again, each = jvpipe.replay(pipe.ledger, pipe, m.params, batches, m.rng, m.state)
-    lists = [*(step.lowered for step in pipe.build.stream.steps), pipe.build.stream.drain(1).lowered]
+    stream = pipe.session.compiled.stream
+    lists = [*(step.lowered for step in stream.steps), stream.drain(1).lowered]
     told = {"replay": digest(again), "each loss": digest(each), "versions": pipe.ledger.versions.to_json()}
     return outcome(pipe, pipe.drain(state), losses) | told | held(pipe) | {"rows": [rows(found) for found in lists]}
 
@@ -166,14 +167,14 @@ def migrated(m: Case, schedule: str | Schedule, at: tuple[int, int]) -> Record:
     state, before = go(pipe, state, batches[:1])
     state, between = go(pipe, pipe.migrate(state, there, at=at), batches[1:3])
     state, after = go(pipe, pipe.migrate(state, even(pipe, 2)), batches[3:])
-    moved = [(c.step, c.microbatch, c.how, c.moved_bytes, c.layers) for c in pipe.history]
+    moved = [(c.step, c.microbatch, c.how, c.moved_bytes, c.layers) for c in pipe.session.history]
     return outcome(pipe, state, [before, between, after]) | {"moved": moved, "peak": list(pipe.ledger.peak)}
 
 
 def limited(m: Case) -> Record:
     """Whatever plan measured seconds lead to, it computes the same."""
     pipe, state = started(m, 2, "1f1b")
-    limit = max(peak.bytes for peak in pipe.build.peaks) * 9 // 10
+    limit = max(peak.bytes for peak in pipe.session.compiled.peaks) * 9 // 10
     try:
         pipe = pipeline(m, 2, "1f1b", memory_limit=limit, planner="jvpipe")
         state = pipe.init(m.params, batches_of(m)[0], m.rng, m.state)

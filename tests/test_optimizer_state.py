@@ -79,7 +79,7 @@ def alone(optimizer: Any) -> tuple[Any, Any]:
 def test_it_is_what_optax_has(name: str) -> None:
     pipe, state = trained(OPTIMIZERS[name])
     ours, (_, theirs) = pipe.optimizer_state(state), alone(OPTIMIZERS[name])
-    assert len(pipe.graph.layers) == 4
+    assert len(pipe.session.graph.layers) == 4
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert isinstance(a, np.ndarray)
@@ -106,13 +106,13 @@ def test_parameters_made_of_it_are_evaluated(name: str) -> None:
 
 def test_parameters_that_lie_beside_others_count_for_the_limit() -> None:
     pipe, state = trained(optax.sgd(0.1))
-    alone = max(peak.bytes for peak in pipe.build.evaluation_peaks)
-    pipe._limits = Limits(alone)
+    alone = max(peak.bytes for peak in pipe.session.compiled.evaluation_peaks)
+    pipe.session.limits = Limits(alone)
     pipe.evaluate(state, batch(0))
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="given parameters") as refused:
         pipe.evaluate(state, batch(0), params=pipe.params(state))
     assert refused.value.smallest_limit_bytes > alone
-    pipe._limits = Limits(refused.value.smallest_limit_bytes)
+    pipe.session.limits = Limits(refused.value.smallest_limit_bytes)
     pipe.ledger.peak[:] = pipe.ledger.live
     pipe.evaluate(state, batch(0), params=pipe.params(state))
     assert max(pipe.ledger.peak_bytes.values()) == refused.value.smallest_limit_bytes
@@ -122,7 +122,7 @@ def test_parameters_that_lie_beside_others_count_for_the_limit() -> None:
 def test_an_injected_learning_rate_is_written(schedule: str) -> None:
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     pipe, state = trained(optimizer, schedule)
-    assert bool(state.flight) == (schedule == "pipedream")
+    assert bool(state.stream_steps) == (schedule == "pipedream")
     found = pipe.optimizer_state(state)
     found.hyperparams["learning_rate"] = 0.0
     state = pipe.with_optimizer_state(state, found)

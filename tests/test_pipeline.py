@@ -1,6 +1,7 @@
 """The facade: what it gives, what it refuses, and that it keeps nothing it should not."""
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_layers_stacked_for_a_scan_are_cut_apart() -> None:
     pipe, other = pipeline(scanned, stages=3), pipeline(stages=2)
     state, losses = trained(pipe, pipe.init(stacked, batch(), None), 2)
     state_of_other, same = trained(other, other.init(PARAMS, batch(), None), 2)
-    assert len(pipe.graph.layers) == 6
+    assert len(pipe.session.graph.layers) == 6
     np.testing.assert_allclose(losses, same, rtol=1e-6)
     listed = other.params(state_of_other)
     for ours, theirs in zip(pipe.params(state), zip(*listed, strict=True), strict=True):
@@ -217,7 +218,7 @@ def test_after_a_step_only_the_state_is_alive() -> None:
     assert [(x.shape, x.dtype) for x in extra] == []
     wanted = sum(x.nbytes for x in jax.tree.leaves((PARAMS, optax.adam(1e-2).init(jax.device_put(PARAMS)))))
     counts = sum(x.nbytes for x in state.arrays) - wanted
-    assert counts == 4 * (len(pipe.graph.layers) - 1)  # each layer has a step count of its own
+    assert counts == 4 * (len(pipe.session.graph.layers) - 1)  # each layer has a step count of its own
     held = sum(pipe.ledger.live_bytes.values())
     assert held == sum(x.nbytes for x in alive)
 
@@ -292,7 +293,7 @@ def test_a_second_run_of_the_same_shapes_keeps_the_plan_and_compiles_nothing(mon
     state = pipe.init(PARAMS, batch(), None)
     trained(pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([5, 1])), 1)
     monkeypatch.setattr("jvpipe.programs.store.ProgramStore._compiled_for", None)
-    monkeypatch.setattr("jvpipe.session.compiled_plans.decide", None)
+    monkeypatch.setattr("jvpipe.session.model_planner.decide", None)
     _, losses = trained(pipe, pipe.init(PARAMS, batch(), None), 1)
     assert pipe.plan.cuts == (5, 1)
     monkeypatch.undo()
@@ -459,3 +460,42 @@ def test_a_stage_that_raises_is_named() -> None:
     fail = True
     with pytest.raises(jvpipe.StageError, match=r"stage 2, task 2F0\[layer 4\].*failed: .*RuntimeError: no such luck"):
         pipe.wait(pipe.step(state, batch())[0])
+
+
+# What it is made of
+
+CONTRACT = (
+    "init step evaluate run params plan explain migrate update_model save restore ledger "
+    "model_state optimizer_state with_optimizer_state drain adapt precompile wait session"
+)
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_facade_has_the_members_of_the_contract_and_no_others() -> None:
+    assert {name for name in dir(pipeline()) if not name.startswith("_")} == set(CONTRACT.split())
+
+
+def private_members() -> set[str]:
+    """The names that the facade, the session and what hangs from it keep to themselves."""
+    rooms = [ROOT / "jvpipe/session", ROOT / "jvpipe/runtime"]
+    files = [ROOT / "jvpipe/pipeline.py", *(file for room in rooms for file in room.rglob("*.py"))]
+    return {name for file in files for name in re.findall(r"self\.(_[a-z]\w*)", file.read_text())}
+
+
+def reaches(source: str, names: set[str]) -> list[str]:
+    """The private members that a text takes of another object than its own, in code or in a name to monkeypatch."""
+    return re.findall(rf"(?<!self)(?<!cls)\.(?:{'|'.join(sorted(names))})\b", source)
+
+
+def test_a_reach_for_a_private_member_is_seen() -> None:
+    name = "_x"
+    source = f"pipe.session.{name}\nself.{name}\nrow._replace(a=1)\nsetattr('jvpipe.session.adapt.{name}', 0)"
+    assert reaches(source, {name, "_y"}) == [f".{name}", f".{name}"]
+
+
+def test_tests_and_experiments_take_no_private_member_of_the_facade_or_the_session() -> None:
+    names = private_members()
+    files = [file for folder in ("tests", "experiments") for file in (ROOT / folder).rglob("*.py")]
+    assert len(names) > 50
+    assert len(files) > 100
+    assert not {f"{file.relative_to(ROOT)}: {reach}" for file in files for reach in reaches(file.read_text(), names)}

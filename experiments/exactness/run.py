@@ -46,7 +46,7 @@ class _Runs:
 
         self.subject, self.count = subject, 0
         pipe, self.expected = self._trained(1)
-        self.graph, self.peak_bytes = pipe.graph, pipe.ledger.peak[0]
+        self.graph, self.peak_bytes = pipe.session.graph, pipe.ledger.peak[0]
         self.plan_of = jvpipe.Plan.from_cuts
 
     def others(self) -> Iterator[tuple[str, bytes]]:

@@ -69,7 +69,7 @@ class Question:
         except jvpipe.MemoryLimitExceeded as error:
             self.smallest.add(error.smallest_limit_bytes)
             return None
-        return max(peak.bytes for peak in pipe.build.peaks[:HOST])
+        return max(peak.bytes for peak in pipe.session.compiled.peaks[:HOST])
 
     def wrong(self, limit: int) -> str:
         """What is wrong with the answers to a limit; nothing if all is well."""

@@ -57,7 +57,7 @@ def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], lis
         state, _ = pipe.step(state, batch)
         pipe.wait(state)
         taken.append(time.perf_counter() - start_s)
-    return taken, pipe.history
+    return taken, pipe.session.history
 
 
 def row(factor: float, steps_s: list[float], history: list[Any]) -> str:

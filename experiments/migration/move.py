@@ -49,14 +49,14 @@ def main() -> None:
 
     pipe = pipeline(old)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)
-    pipe.monitor()
+    pipe.session.monitor()
     link = measure_links(*jax.devices()).send
 
     def step(state: Any) -> tuple[Any, Step]:
         start_s = time.perf_counter()
         state, _ = pipe.step(state, batch)
         pipe.wait(state)
-        return state, seen(pipe.measured().spans, start_s, time.perf_counter())
+        return state, seen(pipe.session.measured().spans, start_s, time.perf_counter())
 
     found: dict[str, list[Step]] = {"old": [], "moving": [], "new": [], "moving back": []}
     asked_s = []
@@ -70,8 +70,8 @@ def main() -> None:
             found[name].append(done)
     found = {name: steps[1:] for name, steps in found.items()}
     own_s = LAYERS * (FORWARD_S + BACKWARD_S)
-    inside = [change for change in pipe.history if change.how == "inside"]
-    assert len(inside) == len(pipe.history), "each move was made inside its step"
+    inside = [change for change in pipe.session.history if change.how == "inside"]
+    assert len(inside) == len(pipe.session.history), "each move was made inside its step"
     moved_bytes, layers = inside[0].moved_bytes, len(inside[0].layers)
     live = [*found["moving"], *found["moving back"]]
     link_ms, asked_ms = 1e3 * link.seconds(moved_bytes), 1e3 * statistics.median(asked_s[2:])
@@ -111,7 +111,7 @@ def main() -> None:
             pipe.save(path, state)
             pipe = pipeline(new if pipe.plan.cuts == tuple(OLD) else old)
             state = pipe.restore(path)
-            pipe.monitor()
+            pipe.session.monitor()
             state, _ = pipe.step(state, batch)
             pipe.wait(state)
             taken_s = time.perf_counter() - start_s

@@ -170,7 +170,7 @@ def homes_of(subject: Subject, schedule: str, architecture: Architecture) -> lis
     loss_fn, optimizer = subject.supernet.loss_of(architecture), subject.workload.optimizer(1000, local=True)
     pipe = jvpipe.Pipeline(loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule)
     pipe.init(subject.supernet.params_of(architecture, jax.random.key(0)), subject.batch(), jax.random.key(0))
-    return streams.homes(pipe.graph, len(architecture.slots), pipe.plan.cuts)
+    return streams.homes(pipe.session.graph, len(architecture.slots), pipe.plan.cuts)
 
 
 def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvpipe.Pipeline, Any]:
@@ -197,14 +197,14 @@ def plans_at_home(
     pipe: jvpipe.Pipeline, first: Sequence[int], whole: Sequence[int]
 ) -> dict[str, Iterator[jvpipe.Plan]]:
     """The pipeline's own plan, and those of the variants that leave layers at home, the first choice first."""
-    assert pipe.planned is not None
-    problem = pipe.planned.problem
+    assert pipe.session.planned is not None
+    problem = pipe.session.planned.problem
 
     def kept(bounds: Sequence[int]) -> jvpipe.Plan:
         return jvpipe.Plan.from_cuts([j - i for i, j in pairwise(bounds)]).with_schedule(problem.schedule.name)
 
     def static(bounds: Sequence[int]) -> list[jvpipe.Plan]:
-        again = checkpointed(pipe.graph, kept(bounds), "always")
+        again = checkpointed(pipe.session.graph, kept(bounds), "always")
         return [again] if problem.schedule.synchronous else [kept(bounds), again]
 
     chosen = (d.plan(problem.costs, problem.schedule.name, "vpipe") for d in variants.chosen_at_home(problem, whole))
@@ -224,7 +224,7 @@ def alone(
     batch, params = subject.batch(), subject.supernet.params_of(architecture, jax.random.key(0))
     state = pipe.update_model(state, subject.supernet.loss_of(architecture), params)
     found: dict[str, Alone] = {}
-    bounds = [streams.home_bounds(pipe.graph, home, subject.stages) for home in homes]
+    bounds = [streams.home_bounds(pipe.session.graph, home, subject.stages) for home in homes]
     for name, wanted in plans_at_home(pipe, *bounds).items():
         for plan in wanted:
             try:

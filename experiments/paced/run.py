@@ -35,7 +35,7 @@ def main() -> None:
                 )
                 batch = layers.batch(2 * micro)
                 state = pipe.init(params, batch, None)
-                build = pipe.build
+                build = pipe.session.compiled
                 simulated, taken, peak_bytes = [], [], ()
                 for _ in range(5):  # layers and steps in turns, so that a slow moment of the machine hits both
                     costs = measured_costs(build.traced, jax.devices()[0], build.store, fates=False).layers

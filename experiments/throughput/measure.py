@@ -75,7 +75,7 @@ def pipeline(schedule: str, stages: int) -> dict[str, Any]:
     step = stepper(pipe, state, batch)
     step()
     first_s = time.perf_counter() - start
-    found = {"first_s": first_s, "programs": sum(pipe.programs.values()), "cuts": pipe.plan.cuts}
+    found = {"first_s": first_s, "programs": sum(pipe.session.programs.values()), "cuts": pipe.plan.cuts}
     return {"step_s": seconds(step)} | found
 
 

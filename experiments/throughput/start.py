@@ -32,7 +32,8 @@ def main() -> None:
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(state)
     found = {"imported_s": imported_s, "initialised_s": initialised_s, "start_s": time.perf_counter() - start_s}
-    print(json.dumps(found | {"layers": len(pipe.graph.layers), "programs": sum(pipe.programs.values())}))
+    session = pipe.session
+    print(json.dumps(found | {"layers": len(session.graph.layers), "programs": sum(session.programs.values())}))
 
 
 if __name__ == "__main__":

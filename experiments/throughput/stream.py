@@ -58,12 +58,12 @@ def both(*, apart: bool) -> Started:
 def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
     """Runs on; the state, seconds per micro-batch after some warm steps, and the busy share of the devices."""
     batch, spans, began_s, losses = model.transformer_batch(), [], 0.0, []
-    pipe.monitor()
+    pipe.session.monitor()
     for n, found in enumerate(pipe.run(state, [batch] * (WARM + STEPS + 1))):
         state = found[0]
         losses.append(found[1]["loss"])
         if n >= 1:
-            measured = pipe.measured(before=True)  # of the step before: the next one is under way
+            measured = pipe.session.measured(before=True)  # of the step before: the next one is under way
             if n - 1 == WARM - 1:
                 began_s = time.perf_counter()
             elif WARM <= n - 1 < WARM + STEPS:
@@ -91,11 +91,11 @@ def work(turns: int = 4) -> None:
     tasks: dict[str, dict[Any, list[float]]] = {name: defaultdict(list) for name in pipes}
     for turn in range(turns + WARM):
         for name, (pipe, state) in pipes.items():
-            pipe.monitor()
+            pipe.session.monitor()
             for found, _ in pipe.run(state, [batch]):
                 pipes[name] = pipe, jax.block_until_ready(found)
             taken: dict[str, float] = defaultdict(float)  # by task, over its layers
-            for span in pipe.measured().spans if turn >= WARM else ():
+            for span in pipe.session.measured().spans if turn >= WARM else ():
                 if span.kind in COMPUTE:
                     taken[span.name] += span.end_s - span.start_s
             for task, seconds in taken.items():

@@ -53,7 +53,14 @@ class ArchitectureSearch:
     def run(
         self, pipe: Pipeline, state: State, batches: Iterable[Tree], num_steps: int
     ) -> Iterator[tuple[State, Metrics, Architecture]]:
-        """Trains architectures for so many steps in all; the state is that of `first`, as `Pipeline.init` made it."""
+        """Trains one architecture after another.
+
+        Args:
+            pipe: trains them.
+            state: that of `first`, as `Pipeline.init` made it.
+            batches: a stream of them.
+            num_steps: of all architectures together.
+        """
         batches, candidate = iter(batches), self.first
         with ThreadPoolExecutor(1) as background:
             for done in range(0, num_steps, self.steps):

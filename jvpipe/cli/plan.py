@@ -34,7 +34,7 @@ from jvpipe.report.reasons import cut_reasons
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import micro_batch_shapes
 from jvpipe.session.planning import Planned
-from jvpipe.session.splitting import Candidate, Splitter, crowded
+from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.model import trace_model
 
@@ -65,7 +65,7 @@ def _error(mistake: Exception) -> int:
 
 
 def problem_of(options: Options) -> Problem:
-    """What the options ask of a planner."""
+    """The question that the options put to a planner."""
     schedule, limit, link = find_schedule(options.schedule), parse_bytes(options.memory_limit), INFINITE
     hardware = "a100-40gb" if options.hardware is None and options.graph is None else options.hardware
     cluster = None if hardware is None else find_cluster(hardware)
@@ -141,25 +141,31 @@ def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], Optimizer
     return model.traced, cut
 
 
-def with_splits(options: Options, problem: Problem, found: Answer) -> tuple[Problem, Answer]:
-    """The plan with layers cut in two, where that is faster. Nothing runs: that it keeps the bits is assumed."""
-    cluster, decision = problem.cluster, found.decision
+def with_splits(options: Options, problem: Problem, whole: Answer) -> tuple[Problem, Answer]:
+    """Cuts layers in two where that makes the plan faster. Nothing runs: that it keeps the bits is assumed.
+
+    Args:
+        options: name the model, which is traced again.
+        problem: with whole layers.
+        whole: the answer to it.
+    """
+    cluster, decision = problem.cluster, whole.decision
     if cluster is None or decision is None or not crowded(_planned(problem, decision)):
-        return problem, found
+        return problem, whole
     start_s = time.perf_counter()
     traced, cut = traced_model(options)
 
-    def plan(traced: Traced) -> Candidate:
+    def plan(traced: Traced) -> CutCandidate:
         optimizer = cut(traced)
         finer = replace(problem, costs=estimate(traced, cluster, optimizer, options.microbatches))
-        return Candidate(traced, optimizer, _planned(finer, find_planner(found.planner).decide(finer)))
+        return CutCandidate(traced, optimizer, _planned(finer, find_planner(whole.planner).decide(finer)))
 
-    begin = Candidate(traced, cut(traced), _planned(problem, decision))
-    best = Splitter(cluster.device, lambda whole, layer, halves: True).better(begin, plan)
+    begin = CutCandidate(traced, cut(traced), _planned(problem, decision))
+    best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     problem, decision = best.planned.problem, best.planned.decision
-    planning_s = found.planning_s + time.perf_counter() - start_s
+    planning_s = whole.planning_s + time.perf_counter() - start_s
     evaluation = evaluate(problem, decision)
-    return problem, Answer(found.planner, planning_s, decision, evaluation, splits=best.traced.splits)
+    return problem, Answer(whole.planner, planning_s, decision, evaluation, splits=best.traced.splits)
 
 
 def _planned(problem: Problem, decision: Decision) -> Planned:
@@ -194,9 +200,9 @@ def _show(problem: Problem, answers: Sequence[Answer], bound_s: float) -> None:
 def _write(options: Options, problem: Problem, answers: Sequence[Answer], bound_s: float) -> None:
     """Writes all answers as JSON, and pictures of the first."""
     if options.json is not None:
-        found = [as_json(problem, each, bound_s) for each in answers]
+        documents = [as_json(problem, each, bound_s) for each in answers]
         with writing("--json", options.json) as path:
-            path.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=2) + "\n")
+            path.write_text(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2) + "\n")
     decision = answers[0].decision
     if decision is None or (options.timeline is None and options.figure is None):
         return

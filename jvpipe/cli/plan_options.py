@@ -1,4 +1,4 @@
-"""What `python -m jvpipe.plan` is given, and what of it no planner need be asked."""
+"""The options of `python -m jvpipe.plan`, and the checks of them that need no planner."""
 
 from dataclasses import dataclass
 

@@ -33,7 +33,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """What the run was asked to do, and on which data."""
+        """The options of the run, and the digest of its data."""
         return self.path / "config.json"
 
     @property
@@ -43,7 +43,7 @@ class RunDir:
 
     @property
     def explanation(self) -> Path:
-        """Why the plan is what it is, in words."""
+        """The reasons for the plan, in words."""
         return self.path / "plan.txt"
 
     @property
@@ -57,7 +57,7 @@ class RunDir:
         return self.path / "timeline.json"
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step belongs."""
+        """The folder for the checkpoint of a step."""
         return self.path / "checkpoints" / f"{step:08d}"
 
     def checkpoints(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Which plan a run of the command line follows: one from a file, the one it had, or one that is yet to be made."""
+"""The plan that a run of the command line follows: from a file, as it had it, or yet to be made."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,13 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
 
 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """The plan that a resumed run left at `path`, if it is asked for nothing that the plan does not follow from."""
+    """Reads the plan that a resumed run left, if it is asked for nothing that the plan does not follow from.
+
+    Args:
+        path: of its plan.json.
+        options: of this run.
+        before: those of the run that is resumed.
+    """
     if options["remeasure"] or not path.exists() or any(options[name] != before.get(name) for name in DECIDES):
         return None
     sealed.read(path)  # whether it is what the run wrote
@@ -41,7 +47,7 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 
 
 def devices_of(plan: Plan) -> int:
-    """How many devices a plan needs.
+    """The number of devices that a plan needs.
 
     >>> devices_of(Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]))
     2

@@ -16,7 +16,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` was given; a file without a digest is believed, as they were once written so.
+    """Reads what `write` was given; a file without a digest is believed, as they were once written so.
 
     Raises:
         OSError: there is no file.

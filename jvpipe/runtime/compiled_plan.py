@@ -28,7 +28,7 @@ from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.model import backward_program, forward_program, layer_programs, single_backward_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.runtime.controller import Bound, bind
+from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.state import piece_program
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 @dataclass(eq=False)
-class Build:
+class CompiledPlan:
     """Everything that a step of one batch shape needs; what is not asked for is not compiled."""
 
     traced: Traced
@@ -48,7 +48,7 @@ class Build:
     microbatches: int
     devices: tuple[Device, ...]
     store: ProgramStore
-    origin: tuple["Build", int] | None = None  # a stream came here from this build, at this micro-batch of its lowering
+    previous: tuple["CompiledPlan", int] | None = None  # where a stream came from, at which micro-batch of its lowering
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -57,8 +57,8 @@ class Build:
             )
         self.schedule.check(len(self.plan.stages), self.microbatches)
         self.executables: dict[tuple[Hashable, Device], Program] = {}  # which programs are used where
-        self._steps: dict[int, tuple[Step, Bound]] = {}
-        self._drains: dict[int, tuple[Step, Bound]] = {}
+        self.bound_steps: dict[int, tuple[Step, Bound]] = {}
+        self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
@@ -75,13 +75,13 @@ class Build:
         return self.schedule.lists(len(self.plan.stages), self.microbatches)
 
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
-        """How each micro-batch of a step runs; `first` numbers its programs."""
+        """The layout of each micro-batch of a step; `first` numbers its programs."""
         graph, (signatures, *last) = self.traced.graph, self._signatures
-        found = [MicrobatchLayout.of(graph, self.plan, signatures, first)] * self.microbatches
+        layouts = [MicrobatchLayout.of(graph, self.plan, signatures, first)] * self.microbatches
         if last:
             kept = Fates.of(graph, self.plan.without_fates())
-            found[-1] = MicrobatchLayout(first + 1, graph, self.plan, kept, last[0])
-        return found
+            layouts[-1] = MicrobatchLayout(first + 1, graph, self.plan, kept, last[0])
+        return layouts
 
     @cached_property
     def step(self) -> Bound:
@@ -95,15 +95,15 @@ class Build:
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """How a stream runs: under this plan, if it did not begin under others."""
-        if self.origin is None:
+        """The plans of a stream, in turn: this one, after those under which it began."""
+        if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
-        earlier, start = self.origin
+        earlier, start = self.previous
         return (*earlier.spans, PlanSpan(start, self.layouts(len(earlier.spans))[0]))
 
     @property
     def _span_programs(self) -> list[Sequence[LayerPrograms]]:
-        return [*(self.origin[0]._span_programs if self.origin else ()), self.programs[0]]
+        return [*(self.previous[0]._span_programs if self.previous else ()), self.programs[0]]
 
     @cached_property
     def stream(self) -> StreamLowering:
@@ -113,10 +113,10 @@ class Build:
 
     @property
     def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
-        """What a stream had in flight when it came from one plan to the next, by step."""
-        if self.origin is None:
+        """The values in flight when the stream came from one plan to the next, by step."""
+        if self.previous is None:
             return {}
-        earlier, start = self.origin
+        earlier, start = self.previous
         step = start // self.microbatches
         had = {step: frozenset(earlier.stream.steps[step - 1].after)} if step else {}
         return earlier._in_flight_at_switch | had
@@ -124,31 +124,31 @@ class Build:
     def stream_step(self, steps: int) -> tuple[Step, Bound]:
         """The step of a stream after so many steps."""
         n = min(steps, len(self.stream.steps) - 1)
-        if n not in self._steps:
+        if n not in self.bound_steps:
             step = self.stream.steps[n]
-            if self.origin and n == self.stream.switch_step > 0:
-                step = dropping(step, self.origin[0].stream.steps[n - 1])
-            self._steps[n] = step, self.bound(step.lowered, self._span_programs)
-        return self._steps[n]
+            if self.previous and n == self.stream.switch_step > 0:
+                step = dropping(step, self.previous[0].stream.steps[n - 1])
+            self.bound_steps[n] = step, self.bound(step.lowered, self._span_programs)
+        return self.bound_steps[n]
 
     def drain(self, steps: int) -> tuple[Step, Bound]:
-        """What is left to do of a stream after so many steps."""
+        """The rows that finish a stream after so many steps."""
         n = min(steps, len(self.stream.steps))
-        if n not in self._drains:
+        if n not in self.bound_drains:
             step = self.stream.drain(n)
             assert step.before == self.stream.steps[n - 1].after
-            self._drains[n] = step, self.bound(step.lowered, self._span_programs)
-        return self._drains[n]
+            self.bound_drains[n] = step, self.bound(step.lowered, self._span_programs)
+        return self.bound_drains[n]
 
-    def repeating(self, steps: int) -> int:
-        """After so many steps of a stream, those after which it is alike: once it repeats itself that is the first."""
+    def representative(self, steps: int) -> int:
+        """The steps of a stream after which it is as after so many: the first ones once it repeats itself."""
         return min(steps, len(self.stream.steps)) if steps else 0
 
-    def settled(self, steps: int) -> tuple["Build", int]:
-        """Once nothing of an earlier plan is left in flight: the build of this plan alone, and where its stream is."""
-        if self.origin is None or steps < len(self.stream.steps):
+    def without_previous(self, steps: int) -> tuple["CompiledPlan", int]:
+        """Drops the plans that the stream came from once nothing of them is in flight; tells where its stream is."""
+        if self.previous is None or steps < len(self.stream.steps):
             return self, steps
-        alone = replace(self, origin=None)
+        alone = replace(self, previous=None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
 
@@ -157,13 +157,13 @@ class Build:
         """The most bytes on each device, and last on the host, in any step."""
         if self.schedule.synchronous:
             return self.peaks_of(self.step)
-        found = range(self.stream.switch_step, len(self.stream.steps))
-        return self.peaks_of(*(self.stream_step(n)[1] for n in found), *(self.drain(n + 1)[1] for n in found))
+        numbers = range(self.stream.switch_step, len(self.stream.steps))
+        return self.peaks_of(*(self.stream_step(n)[1] for n in numbers), *(self.drain(n + 1)[1] for n in numbers))
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while one of these runs."""
-        found = [peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds]
-        return tuple(max(column, key=lambda peak: peak.bytes) for column in zip(*found, strict=True))
+        by_bound = [peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds]
+        return tuple(max(column, key=lambda peak: peak.bytes) for column in zip(*by_bound, strict=True))
 
     @cached_property
     def evaluation_peaks(self) -> tuple[Peak, ...]:
@@ -176,7 +176,7 @@ class Build:
         return self.bound(lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches))
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
-        """Rows made ready to run; `programs` are those of the rows' forms, if they are not this build's."""
+        """Rows made ready to run; `programs` are those of the rows' layouts, if they are not this plan's."""
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
         known = programs or self.programs
         wanted = [(self._program(lowered, row, known), self.devices[row.place]) for row in tasks.values()]
@@ -188,18 +188,18 @@ class Build:
         )
 
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
-        """What compiles a program that says when an array has arrived; None if no program overwrites that array."""
+        """Gives what compiles a program that says when an array has arrived; None if nothing overwrites that array."""
         match moved.value.kind:
             case ValueKind.PARAMETER | ValueKind.GRADIENT | ValueKind.DELTA | ValueKind.APPLIED:
-                found = self._parameter(moved.value)
+                array = self._parameter(moved.value)
             case ValueKind.OPTIMIZER:
-                found = shape(self.optimizer.state[moved.value.index].array)
+                array = shape(self.optimizer.state[moved.value.index].array)
             case ValueKind.UPDATES:
-                found = weights.COUNT
+                array = weights.COUNT
             case kind:
                 assert not VALUES[kind].alone, f"nobody says how to mark {moved.value}"
                 return None
-        program = Program(("arrival", found.shape, str(found.dtype)), lambda x: [jax.numpy.int32(0)], (found,))
+        program = Program(("arrival", array.shape, str(array.dtype)), lambda x: [jax.numpy.int32(0)], (array,))
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
@@ -249,13 +249,13 @@ class Build:
 
 
 def _operand(row: Row, kind: type[R]) -> R:
-    """What a row runs, which is of this kind."""
+    """The operand of a row, which is of this kind."""
     assert isinstance(row.run, kind), row
     return row.run
 
 
 def _task(row: Row) -> tuple[Kind, int, Run, int, int, int]:
-    """What distinguishes executables: rows that differ in the micro-batch alone share one."""
+    """The key of a row's executable: rows that differ in the micro-batch alone share one."""
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
 
 

@@ -7,20 +7,17 @@ names arrays, so its own time per row is what limits small models.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from operator import itemgetter
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import jax
 
 from jvpipe import _jax
-from jvpipe._jax import Device
-from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
+from jvpipe.runtime.binding import Bound
+from jvpipe.runtime.dispatch import dispatch_ready
 from jvpipe.runtime.monitor import WATCHED, Monitor
 from jvpipe.runtime.tensors import Ledger
-from jvpipe.runtime.turns import turns
 
 # feeds[kind, index][m] is what micro-batch m reads from the host
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
@@ -35,154 +32,6 @@ class StageError(RuntimeError):
 
     state: Any = None
     table: Sequence[Any] = ()
-
-
-class Instruction(NamedTuple):
-    """A row bound to what runs it, so that running it looks nothing up.
-
-    `run` is an executable, or a copy; `feed` names what comes from the host. `born_bytes` are held on device `target`
-    from the row on, `freed_bytes` on device `source` no longer; `temporary_bytes` only while the row runs. `mark` gives
-    a program that reads a moved array alone, which others may overwrite.
-    """
-
-    run: Callable[..., Any]
-    feed: tuple[str, int] | None
-    gather: Callable[[list[Any]], Sequence[Any]]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...]
-    target: int
-    born_bytes: int
-    temporary_bytes: int
-    source: int
-    freed_bytes: int
-    watched: bool
-    row: Row
-    mark: Callable[[], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A lowered step, ready to run."""
-
-    lowered: Lowered
-    instructions: tuple[Instruction, ...]
-
-    @cached_property
-    def targets(self) -> list[int]:
-        """Where what each row makes lies."""
-        return [it.target for it in self.instructions]
-
-    @cached_property
-    def leaves_host(self) -> frozenset[int]:
-        """The rows that free bytes of the host."""
-        return frozenset(i for i, it in enumerate(self.instructions) if it.source == HOST and it.frees)
-
-    @property
-    def temporary_bytes(self) -> list[int]:
-        """What each row's program needs while it runs."""
-        return [it.temporary_bytes for it in self.instructions]
-
-    def compile_marks(self) -> None:
-        """Makes ready what only a run that is measured needs."""
-        for it in self.instructions:
-            if it.mark:
-                it.mark()
-
-
-def bind(
-    lowered: Lowered,
-    devices: Sequence[Device],
-    executable_of: Callable[[Row], Any],
-    calls_host: Callable[[Row], bool],
-    mark_of: Callable[[Buffer], Callable[[], Any] | None],
-) -> Bound:
-    """Binds rows to executables and copies; rows that call the host can fail and are watched."""
-    buffers = lowered.buffers
-    temporary_bytes: dict[int, int] = {}  # by executable
-    bound = []
-    for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
-        target, source = (_place(buffers, found) if found else row.place for found in (born, dead))
-        feed, temporary, mark = None, 0, None
-        match row.kind:
-            case Kind.SEND | Kind.RETURN | Kind.MOVE:
-                run = _in_list(_jax.copier(devices[target]))
-                mark = mark_of(buffers[row.writes[0]]) if row.kind is Kind.MOVE else None
-            case Kind.OUT:
-                run = _in_list(_jax.swapper(devices[row.place], "pinned_host"))
-            case Kind.IN:
-                run = _in_list(_jax.swapper(devices[row.place], "device"))
-            case Kind.FREE:
-                run = _wait
-            case Kind.DROP:
-                run = _nothing
-            case Kind.FEED:
-                leaf = buffers[row.writes[0]].value
-                feed, run = (leaf.kind, leaf.index), _jax.feeder(devices[target])
-            case (
-                Kind.F
-                | Kind.B
-                | Kind.R
-                | Kind.E
-                | Kind.U
-                | Kind.ZERO
-                | Kind.LOSS
-                | Kind.WEIGHT
-                | Kind.SHIFT
-                | Kind.SETTLE
-            ):
-                run = executable_of(row)
-                if id(run) not in temporary_bytes:
-                    temporary_bytes[id(run)] = run.memory_analysis().temp_size_in_bytes
-                temporary = temporary_bytes[id(run)]
-            case _:
-                assert_never(row.kind)
-        born_bytes, dead_bytes = (sum(buffers[b].bytes for b in found) for found in (born, dead))
-        bound.append(
-            Instruction(
-                run=run,
-                feed=feed,
-                gather=_gather(row.reads),
-                writes=row.writes,
-                frees=dead,
-                target=target,
-                born_bytes=born_bytes,
-                temporary_bytes=temporary,
-                source=source,
-                freed_bytes=dead_bytes,
-                watched=calls_host(row),
-                row=row,
-                mark=mark,
-            )
-        )
-    return Bound(lowered, tuple(bound))
-
-
-def _place(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
-    """Where some buffers lie; those that are born or die together do so in one place."""
-    (place,) = {buffers[b].memory for b in ids}
-    return place
-
-
-def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
-    """Returns once the copy is there; it may have been used and gone."""
-    if copy is not None:
-        copy.block_until_ready()
-    return ()
-
-
-def _nothing(*arrays: jax.Array) -> tuple[()]:
-    return ()
-
-
-def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    return lambda x: [copy(x)]
-
-
-def _gather(ids: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that picks these ids from the table."""
-    if len(ids) > 1:
-        return itemgetter(*ids)
-    return (lambda table: (table[ids[0]],)) if ids else (lambda table: ())
 
 
 # moved buffers that are not known to be there: the number of the row, the row, and what gives its marker
@@ -213,14 +62,14 @@ class Moment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What a row that can fail has yielded once it has run."""
+    """An array that a row which can fail has yielded once it has run."""
 
     array: jax.Array
     row: Row
     at: Moment
 
     def error(self) -> Exception | None:
-        """What the row failed with, once it has run."""
+        """Waits for the row; returns the error that it failed with."""
         try:
             self.array.block_until_ready()
         except Exception as error:
@@ -264,7 +113,7 @@ class Controller:
         leaves_host = bound.leaves_host if self.host_limited else ()
         row = None
         try:
-            for index in turns(lowered.rows, bound.targets, table, leaves_host):
+            for index in dispatch_ready(lowered.rows, bound.targets, table, leaves_host):
                 it = instructions[index]
                 run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
                 live[target] += born
@@ -291,10 +140,8 @@ class Controller:
                     table[b] = None
                 live[source] -= freed
         except BaseException as error:
-            failure = self.failure(error, row, at) if isinstance(error, Exception) else None
             live[:] = before
-            while len(self.marks) > marked:  # what this run did concerns nobody any more
-                self.marks.pop()
+            failure = self._abandoned(error, row, at, marked)
             if failure is None:
                 raise
             failure.table = table
@@ -303,6 +150,13 @@ class Controller:
         for b in lowered.metrics:  # these are the caller's from here on
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
+
+    def _abandoned(self, error: BaseException, row: Row | None, at: Moment, marked: int) -> StageError | None:
+        """Forgets all marks but the first `marked`: this run failed; returns what to raise, None for an interrupt."""
+        failure = self.failure(error, row, at) if isinstance(error, Exception) else None
+        while len(self.marks) > marked:
+            self.marks.pop()
+        return failure
 
     def check(self) -> None:
         """Raises the first failure, if it is known by now."""
@@ -324,7 +178,13 @@ class Controller:
         self.marks.popleft()
 
     def failure(self, error: Exception, row: Row | None = None, at: Moment | None = None) -> StageError:
-        """What to raise for an error: it tells of the row that failed first, as far as that is known."""
+        """Makes what to raise for an error: it tells of the row that failed first, as far as that is known.
+
+        Args:
+            error: that came up.
+            row: that ran then, if one did.
+            at: when that was.
+        """
         marked = ((mark, mark.error()) for mark in self.marks)
         if first := next(((mark, cause) for mark, cause in marked if cause), None):
             (_, row, at), error = first
@@ -334,6 +194,11 @@ class Controller:
 
 def describe(row: Row, at: Moment, microbatches: int) -> str:
     """A row in words.
+
+    Args:
+        row: a row of a step.
+        at: that step.
+        microbatches: of a step.
 
     >>> describe(Row(Kind.B, 1, 1, 4, -1, (), ()), Moment(3, flows=True), 8)
     'step 2, micro-batch 7: stage 1, task 1B7[layer 4], device 1'

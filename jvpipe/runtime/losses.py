@@ -23,7 +23,7 @@ _log = logging.getLogger("jvpipe")
 
 
 class Losses(NamedTuple):
-    """What a step gave under a plan: the losses of its micro-batches if they are known `apart`, else that of all."""
+    """The losses of a step under a plan: those of its micro-batches if they are known `apart`, else that of all."""
 
     step: int
     plan: Plan

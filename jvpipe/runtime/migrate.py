@@ -21,15 +21,15 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.splice import spliced
 from jvpipe.lowering.step import lower_move, lower_step
+from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.compiled_plan import Build
-from jvpipe.runtime.controller import Bound
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """A plan that took another one's place: when, why, what moved, and how.
 
     `layers` are (layer, device before, device after). `how`: "inside" a step, "between" two steps, or "by host":
@@ -58,42 +58,52 @@ class Change:
 class Migration:
     """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone.
 
-    In a stream it is made for a state that is `flight` steps into the stream of the old build, or as far as it repeats
-    itself since; `steps` is where that is in the stream of the new one.
+    In a stream it is made for a state that is `stream_steps` steps into the stream of the old plan, or as far as that
+    repeats itself since; `steps` is where that is in the stream of the new one.
     """
 
-    change: Change
-    old: Build
-    new: Build
+    change: PlanChange
+    old: CompiledPlan
+    new: CompiledPlan
     bound: Bound
-    flight: int = 0
+    stream_steps: int = 0
     steps: int = 0
 
 
-def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limits, flight: int = 0) -> Migration:
+def prepare_migration(
+    old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, limits: Limits, stream_steps: int = 0
+) -> Migration:
     """Lowers and compiles a change of plan at (step, micro-batch), as asked for if the memory allows.
 
     A stream that has no room for it while it flows is drained first.
+
+    Args:
+        old: the plan in use.
+        new: the plan to come.
+        at: (step, micro-batch) from which it holds.
+        why: for the records.
+        limits: kept while layers move.
+        stream_steps: those of the stream of `old` then; 0 if nothing is in flight.
 
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
     limits.check(new.peaks, new.devices)
     (step, microbatch), layers = at, moved_layers(old.plan, new.plan)
-    flight = old.repeating(flight)
+    stream_steps = old.representative(stream_steps)
     for how in ("inside", "between", "by host"):
         made, steps, m = new, 0, 0
         if how != "inside":
             bound = new.bound(_moves(old, new, by_host=how == "by host"))
             peaks = new.peaks_of(bound)
-        elif not (microbatch or flight):
+        elif not (microbatch or stream_steps):
             continue
         elif old.schedule.synchronous:
             bound, m = _step(old, new, microbatch), microbatch
             peaks = new.peaks_of(bound)
         else:
-            settled, steps = old.settled(flight)
-            made, m = replace(new, origin=(settled, steps * new.microbatches + microbatch)), microbatch
+            alone, steps = old.without_previous(stream_steps)
+            made, m = replace(new, previous=(alone, steps * new.microbatches + microbatch)), microbatch
             bound, peaks = made.stream_step(steps)[1], made.peaks
         try:
             limits.check(peaks, new.devices, "while layers move")
@@ -102,13 +112,13 @@ def prepare(old: Build, new: Build, at: tuple[int, int], why: str, limits: Limit
                 raise
             continue
         moved_bytes = _bytes_of(bound.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
-        change = Change(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
-        return Migration(change, old, made, bound, flight, steps)
+        change = PlanChange(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
+        return Migration(change, old, made, bound, stream_steps, steps)
     raise AssertionError("the last way raises")
 
 
-def rescued(migration: Migration, state: State, table: Sequence[Any]) -> State:
-    """What a failed move between two steps leaves, whole under the old plan: what is gone there is brought back.
+def state_after_failed_move(migration: Migration, state: State, table: Sequence[Any]) -> State:
+    """Makes the state that a failed move left whole under the old plan: what is gone there is brought back.
 
     Args:
         migration: the move.
@@ -118,11 +128,11 @@ def rescued(migration: Migration, state: State, table: Sequence[Any]) -> State:
     if not any(x.is_deleted() for x in state.arrays):
         return state
     buffers, old = migration.bound.lowered.buffers, migration.old
-    found: dict[Name, Any] = {}
+    alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
-            found.setdefault(name_of(buffer), x)
-    values = {name: to_host(x) for name, x in found.items()}
+            alive.setdefault(name_of(buffer), x)
+    values = {name: to_host(x) for name, x in alive.items()}
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
@@ -143,7 +153,7 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     return tuple((layer, d, after[layer]) for layer, d in before.items() if after[layer] != d)
 
 
-def _step(old: Build, new: Build, microbatch: int) -> Bound:
+def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> Bound:
     """A step whose micro-batches run under the old plan, then under the new one."""
     layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
     lists = spliced(old.lists, new.lists, microbatch)
@@ -151,10 +161,10 @@ def _step(old: Build, new: Build, microbatch: int) -> Bound:
     return new.bound(lowered, [*old.programs, *new.programs])
 
 
-def _moves(old: Build, new: Build, *, by_host: bool) -> Lowered:
+def _moves(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> Lowered:
     return lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
 
 
 def _bytes_of(lowered: Lowered, kind: Kind) -> int:
-    """What the copies of a kind carry."""
+    """Bytes that the copies of a kind carry."""
     return sum(lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes)

@@ -16,7 +16,7 @@ from jvpipe.ir.layers import Array
 from jvpipe.ir.values import Owner
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import StageError
 from jvpipe.runtime.state import Placing, name_of
 from jvpipe.runtime.tensors import Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
@@ -48,19 +48,19 @@ class ModelChange:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an array of the new model comes from; `index` is that of the old model's buffer that stays or is copied."""
+    """The origin of an array of the new model; `index` is that of the old model's buffer that stays or is copied."""
 
     how: Literal["stay", "copy", "return", "make"]
     index: int = -1
 
 
-def prepare_takeover(
-    old: Build, new: Build, given: Mapping[str, Sequence[Any]], parked: Parked, limits: Limits
-) -> "Takeover":
+def plan_model_switch(
+    old: CompiledPlan, new: CompiledPlan, given: Mapping[str, Sequence[Any]], parked: Parked, limits: Limits
+) -> "ModelSwitch":
     """Checks everything; nothing has happened yet.
 
     Args:
-        old: the build that a state belongs to.
+        old: the compiled plan that a state belongs to.
         new: the one that takes it over.
         given: leaves of the "parameter" and "state" of the new model, for those that are new.
         parked: what lies on the host.
@@ -70,23 +70,23 @@ def prepare_takeover(
         ValueError: an array has the path of one of the old model and another shape or type, or lacks its values.
         MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within it.
     """
-    found = Takeover(old, new, given, parked, by_host=False)
-    found.check()
-    replace(limits, parked=found.parked_after).check(new.peaks, new.devices)
+    switch = ModelSwitch(old, new, given, parked, by_host=False)
+    switch.check()
+    replace(limits, parked=switch.parked_after).check(new.peaks, new.devices)
     try:
-        replace(limits, host_bytes=None).check(found.peaks, new.devices)
+        replace(limits, host_bytes=None).check(switch.peaks, new.devices)
     except MemoryLimitExceeded:
-        found = replace(found, by_host=True)
-    limits.check(found.peaks, new.devices, "while one model takes over from another")
-    return found
+        switch = replace(switch, by_host=True)
+    limits.check(switch.peaks, new.devices, "while one model takes over from another")
+    return switch
 
 
 @dataclass(frozen=True)
-class Takeover:
-    """How a build takes over another one's arrays; `by_host`: what leaves has to go before anything arrives."""
+class ModelSwitch:
+    """Turns one compiled plan's arrays into another's; `by_host`: what leaves has to go before anything arrives."""
 
-    old: Build
-    new: Build
+    old: CompiledPlan
+    new: CompiledPlan
     given: Mapping[str, Sequence[Any]]
     parked: Parked
     by_host: bool
@@ -117,7 +117,7 @@ class Takeover:
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
-        """Of each persistent buffer of the new build."""
+        """Of each persistent buffer of the new compiled."""
         owners, before = _parameters_of_state(self.new), frozenset(self._before)
         pool: dict[tuple[Identity, int], list[int]] = {}  # what can stay, by device
         for i, (identity, buffer) in enumerate(zip(self._before, self.old.persistent, strict=True)):
@@ -144,28 +144,28 @@ class Takeover:
 
     @cached_property
     def parks(self) -> dict[Identity, int]:
-        """What is kept on the host from here on, and the buffer that holds it."""
-        after, found = frozenset(self._after), dict[Identity, int]()
+        """The arrays that are kept on the host from here on, and the buffer that holds each."""
+        after, parks = frozenset(self._after), dict[Identity, int]()
         for i in self.leaving:
             kind, array = self._before[i]
             if kind != "constant" and (kind, array) not in after:
-                found.setdefault((kind, array), i)
-        return found
+                parks.setdefault((kind, array), i)
+        return parks
 
     @cached_property
     def parked_after(self) -> Parked:
-        """What is parked once the new model has taken over; of what leaves now, not yet its values."""
-        back = {found for found, source in zip(self._after, self.sources, strict=True) if source.how == "return"}
-        return {found: value for found, value in (self.parked | self.parks).items() if found not in back}
+        """The arrays on the host once the new model has taken over; of what leaves now, not yet the values."""
+        back = {it for it, source in zip(self._after, self.sources, strict=True) if source.how == "return"}
+        return {it: value for it, value in (self.parked | self.parks).items() if it not in back}
 
     def change(self, step: int) -> ModelChange:
-        """For the records."""
-        found: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
+        """The entry of the history for this switch, made before a step."""
+        paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for (kind, array), source in zip(self._after, self.sources, strict=True):
             if kind == "parameter":
-                found[source.how if source.how in found else "kept"][array.name] = None
+                paths[source.how if source.how in paths else "kept"][array.name] = None
         parked = tuple(array.name for kind, array in self.parks if kind == "parameter")
-        kept, returned, new = map(tuple, found.values())
+        kept, returned, new = map(tuple, paths.values())
         copied = zip(self.new.persistent, self.sources, strict=True)
         moved = sum(buffer.bytes for buffer, source in copied if source.how == "copy")
         return ModelChange(step, kept, returned, new, parked, moved, "by host" if self.by_host else "beside")
@@ -261,14 +261,14 @@ class Takeover:
         there = {identity: x for identity, x in zip(self._before, arrays, strict=True) if not x.is_deleted()}
         values = {**there, **left}
         constants = self.old.traced.loss.constants
-        found = []
+        restored = []
         for x, identity, buffer in zip(arrays, self._before, self.old.persistent, strict=True):
             if x.is_deleted():
                 kind, index = name_of(buffer)
                 value = constants[index] if kind == "constant" else values[identity]
                 x = jax.device_put(value, self.old.devices[buffer.memory], may_alias=False)
-            found.append(x)
-        return tuple(found)
+            restored.append(x)
+        return tuple(restored)
 
     def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
         for i in self.leaving:
@@ -277,30 +277,30 @@ class Takeover:
             ledger.drop(buffer.memory, buffer.bytes)
 
 
-def _placing(build: Build) -> Placing:
-    return Placing(build.traced.graph, build.optimizer, build.persistent, build.devices)
+def _placing(compiled: CompiledPlan) -> Placing:
+    return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, compiled.devices)
 
 
-def _identities(build: Build) -> tuple[Identity, ...]:
+def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
     """Of each persistent buffer."""
-    graph, optimizer = build.traced.graph, build.optimizer
+    graph, optimizer = compiled.traced.graph, compiled.optimizer
     known: dict[str, Callable[[int], Array]] = {
         "parameter": lambda i: graph.parameters[i].array,
         "optimizer": lambda i: optimizer.state[i].array,
         "state": lambda i: graph.state[i],
         "constant": lambda i: graph.constants[i],
     }
-    names = map(name_of, build.persistent)
+    names = map(name_of, compiled.persistent)
     return tuple((kind, known[kind](index)) for kind, index in names)
 
 
-def _parameters_of_state(build: Build) -> dict[Any, Identity]:
+def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
     """The parameter that a leaf of the optimizer's state belongs to, by the leaf's index."""
-    parameters = [parameter.array for parameter in build.traced.graph.parameters]
+    parameters = [parameter.array for parameter in compiled.traced.graph.parameters]
     paths = [tuple(array.name.split("/")) for array in parameters]
-    leaves = [tuple(leaf.array.name.split("/")) for leaf in build.optimizer.state]
-    found = enumerate(match_paths(leaves, paths))
-    return {j: ("parameter", parameters[p]) for j, p in found if p is not None}
+    leaves = [tuple(leaf.array.name.split("/")) for leaf in compiled.optimizer.state]
+    matches = enumerate(match_paths(leaves, paths))
+    return {j: ("parameter", parameters[p]) for j, p in matches if p is not None}
 
 
 def _peak(size: int, holders: tuple[tuple[Any, int], ...]) -> Peak:

@@ -1,4 +1,4 @@
-"""What each task took, seen without holding the pipeline up.
+"""Seconds of each task, seen without holding the pipeline up.
 
 Every program yields a marker, four bytes that nothing takes; a copy to the host or back is its own. A thread per device
 waits on the markers in their order, another on the copies, and notes when each is there. A task started when its
@@ -34,7 +34,7 @@ _TICK_S = 1e-9  # what ran took some time, though the watcher may wake too late 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step did, and the moves between the step before and it.
+    """Spans and seconds of a step, and of the moves between the step before and it.
 
     `swapped_bytes` went to the host; their copies took `copy_s` both ways, of which devices were idle for `exposed_s`,
     each by its name for `exposed`. Forwards that ran again took `rerun_s`.
@@ -60,7 +60,7 @@ class Measured:
         took: dict[tuple[object, Kind], list[float]] = defaultdict(list)
         for span in self.spans:
             took[span.args["layer"], span.kind].append(max(span.end_s - span.start_s, _TICK_S))
-        middle = {key: statistics.median(found) for key, found in took.items()}
+        middle = {key: statistics.median(seconds) for key, seconds in took.items()}
         kinds = [{kind for layer, kind in middle if layer == i} for i in range(layers)]
         ran = [bool(_BEGIN & known) and bool(_END & known) for known in kinds]
         return [sum(middle.get((i, kind), 0.0) for kind in _PASSES) if ran[i] else 0.0 for i in range(layers)]
@@ -111,19 +111,31 @@ class Monitor:
             self._records.append(self._now)
 
     def dispatched(self, index: int, row: Row, mark: jax.Array | None) -> None:
-        """A row has been dispatched; `mark` is there when it has run, or else more will be said of it."""
+        """Notes that a row has been dispatched.
+
+        Args:
+            index: its number in the step.
+            row: the row.
+            mark: an array that is there when it has run; None if `watch` or `arrived` will tell of that.
+        """
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
         if mark is not None:
             self.watch(index, row, mark)
 
     def watch(self, index: int, row: Row, mark: jax.Array) -> None:
-        """`mark` is there when a row has run."""
+        """Has a thread wait for a row.
+
+        Args:
+            index: its number in the step.
+            row: the row.
+            mark: an array that is there when it has run.
+        """
         assert self._now is not None, "begun"
         self._queues[self._place(row, self._now.lowered)].put((self._now, index, mark))
 
     def arrived(self, index: int) -> None:
-        """What a row has moved is there."""
+        """Notes that an array has arrived which a row moved."""
         assert self._now is not None, "begun"
         self._now.ended[index] = time.perf_counter()
 
@@ -137,12 +149,12 @@ class Monitor:
         return record
 
     def measured(self, *, before: bool = False) -> Measured:
-        """What the last step did, or the one `before`; waits for its end."""
+        """Reads the last step, or the one `before`; waits for its end."""
         self.close()
         return self.read(self._records[0 if before else -1])
 
     def read(self, record: Record) -> Measured:
-        """What a closed record says; waits for its end. Any thread may ask."""
+        """Reads a closed record; waits for its end. Any thread may ask."""
         for passed in record.passed:
             passed.wait()
         rows, buffers = record.lowered.rows, record.lowered.buffers
@@ -186,7 +198,7 @@ class Monitor:
         return Measured((*moves, *spans), swapped, copy_s, exposed_s, took_s[Kind.R], exposed)
 
     def _place(self, row: Row, lowered: Lowered) -> int:
-        """Who watches a row: of its device, of the device's link to the host, or of the links from other devices."""
+        """The queue of a row: of its device, of the device's link to the host, or of the links from other devices."""
         devices = len(self._names) // 2
         if row.kind is Kind.MOVE:
             return lowered.buffers[row.writes[0]].memory + 2 * devices

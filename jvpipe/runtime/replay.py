@@ -23,15 +23,15 @@ from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import forward_program
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import piece_program
 
 
 class Replay:
-    """A sequential run of a build's model: parameters by version, everything else by micro-batch.
+    """A sequential run of a model: parameters by version, everything else by micro-batch.
 
     Args:
-        build: whose layers and fates.
+        compiled: the plan whose layers and fates it follows.
         parameters: the leaves at the start, as the layers see them.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
@@ -41,15 +41,15 @@ class Replay:
 
     def __init__(
         self,
-        build: Build,
+        compiled: CompiledPlan,
         parameters: Sequence[Any],
         state: dict[tuple[int, int], Any],
         model_state: Sequence[Any],
         constants: Sequence[Any],
         version: int = 0,
     ) -> None:
-        self._graph = build.traced.graph
-        self._enter(build)
+        self._graph = compiled.traced.graph
+        self._enter(compiled)
         self._versions = {(p, version): x for p, x in enumerate(parameters)}
         self._optimizer, self._model_state, self._constants = dict(state), list(model_state), constants
         self._memory: dict[tuple[int, int], Any] = {}  # delta, or the last update, by parameter and version
@@ -63,12 +63,16 @@ class Replay:
         newest = dict(sorted(self._versions))
         return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
 
-    def microbatch(self, build: Build, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
-        """Forward, backward and updates of one micro-batch, as its uses say; returns its loss.
+    def microbatch(self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
+        """Runs forward, backward and updates of one micro-batch; returns its loss.
 
-        `build` has the backwards and the optimizer: those of a synchronous beginning are others.
+        Args:
+            compiled: has the backwards and the optimizer: those of a synchronous beginning are others.
+            uses: which versions were read and made.
+            batch: the leaves of the micro-batch.
+            seed: the words of its key.
         """
-        self._enter(build)
+        self._enter(compiled)
         self._at = {(use.kind, use.layer): use for use in uses}
         self._values: dict[Ref, Any] = {Ref(ValueKind.BATCH, i): x for i, x in enumerate(batch)}
         self._values |= {Ref(ValueKind.CONSTANT, i): x for i, x in enumerate(self._constants)}
@@ -96,20 +100,20 @@ class Replay:
             self._update()
         return float(self._values[Ref(ValueKind.LOSS, 0)])
 
-    def _enter(self, build: Build) -> None:
-        self._build, self._fates = build, Fates.of(self._graph, build.plan)
-        self._stage = {layer: s for s, stage in enumerate(build.plan.stages) for layer in stage.layers}
+    def _enter(self, compiled: CompiledPlan) -> None:
+        self._compiled, self._fates = compiled, Fates.of(self._graph, compiled.plan)
+        self._stage = {layer: s for s, stage in enumerate(compiled.plan.stages) for layer in stage.layers}
 
     def forget(self) -> None:
         """A drain: what was remembered of updates is gone."""
         self._memory, self._count = {}, {}
 
     def _programs(self, layer: Layer) -> LayerPrograms:
-        return self._build.programs[0][layer.id]
+        return self._compiled.programs[0][layer.id]
 
     def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
-        (executable,) = self._build.store.compile([(program, self._build.devices[0])])
-        device = self._build.devices[0]
+        (executable,) = self._compiled.store.compile([(program, self._compiled.devices[0])])
+        device = self._compiled.devices[0]
         given = [jax.device_put(x, device) for x in arguments]
         given = [jnp.copy(x) if i in program.donated else x for i, x in enumerate(given)]
         return list(executable(*given))
@@ -138,7 +142,7 @@ class Replay:
         return self._again[layer.id]
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
-        """What a backward finds where its forward read: made again if it was dropped."""
+        """Reads for a backward what its forward read: recomputed if it was dropped."""
         if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) is Fate.RECOMPUTE:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
             return self._rerun(producer)[producer.writes.index(ref)]
@@ -164,7 +168,7 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         sums = [layer.reads[i].index for i in signature.gradients]
-        program = self._build.backward_program(self._programs(layer))
+        program = self._compiled.backward_program(self._programs(layer))
         if len(program.inputs) > len(arguments):
             arguments += [self._sums.get((p, layer.id), self._zero(p)) for p in sums]
         out = self._run(program, arguments)
@@ -179,12 +183,12 @@ class Replay:
         """Every layer's update, from the gradients that were added up since the last one."""
         total: list[Any] = []
         if self._graph.weighted:
-            found = list(self._weights.values())
-            shape = self._build.traced.loss_shapes[1]
-            total = self._run(weights.total(shape, len(found)), found)
+            parts = list(self._weights.values())
+            shape = self._compiled.traced.loss_shapes[1]
+            total = self._run(weights.total(shape, len(parts)), parts)
         before: dict[int, dict[int, int]] = {}  # by layer, the versions that the update starts from
         values: dict[Slot, Any] = {}
-        for piece in self._build.optimizer.update:
+        for piece in self._compiled.optimizer.update:
             layer = piece.layer
             if layer is None or (Kind.U, layer) not in self._at:
                 continue
@@ -222,7 +226,7 @@ class Replay:
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
         """PipeMare's mean of the updates and its scaling, XPipe's last update."""
-        schedule, tau = self._build.schedule, len(self._build.plan.stages) - 1 - self._stage[layer]
+        schedule, tau = self._compiled.schedule, len(self._compiled.plan.stages) - 1 - self._stage[layer]
         if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
             self._count.pop(layer, None)
             return

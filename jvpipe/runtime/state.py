@@ -24,21 +24,21 @@ from jvpipe.trace.keys import lift_key_constants
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "words"],
-    meta_fields=["step", "flight", "updates", "model"],
+    meta_fields=["step", "stream_steps", "updates", "model"],
 )
 @dataclass(frozen=True)
 class State:
     """Arrays in the order of the buffer table's persistent rows, the words of the run's key, and steps done.
 
-    `updates` is how often parameters were updated. In an asynchronous stream `flight` is the number of its steps so
-    far; then there are also the arrays of the micro-batches in flight. It is 0 when nothing is. All states of one
+    `updates` is how often parameters were updated. In an asynchronous stream `stream_steps` is the number of its steps
+    so far; then there are also the arrays of the micro-batches in flight. It is 0 when nothing is. All states of one
     pipeline's `model` have the same.
     """
 
     arrays: tuple[jax.Array, ...]
     words: np.ndarray | None
     step: int
-    flight: int = 0
+    stream_steps: int = 0
     updates: int = 0
     model: object = None
 
@@ -84,6 +84,11 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     """Each leaf of what `fn(rng)` returns, as something to be made on its own device.
 
     Each leaf has its own program (leaves alike share one), so no device ever holds more than it owns.
+
+    Args:
+        store: where the programs are compiled.
+        fn: makes the whole tree from a key.
+        rng: that key.
     """
     closed = jaxprs.flatten(fn, rng)
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
@@ -107,8 +112,8 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             return compiled(*(jax.device_put(known[v], device) for v in inputs))[0]
 
         def needs(device: Device) -> int:
-            found = store.compile([(program, device)])[0].memory_analysis()
-            return found.temp_size_in_bytes + found.argument_size_in_bytes
+            needed = store.compile([(program, device)])[0].memory_analysis()
+            return needed.temp_size_in_bytes + needed.argument_size_in_bytes
 
         return Leaf(make, needs)
 
@@ -116,7 +121,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
 
 
 def name_of(buffer: Buffer) -> Name:
-    """What a persistent array is called, wherever it lies."""
+    """The name of a persistent array, wherever it lies."""
     return buffer.value.kind, buffer.value.index
 
 
@@ -148,7 +153,13 @@ class Placing:
         return (*(Peak(most[d], None, holders[d]) for d in range(len(self.devices))), Peak(0, None, ()))
 
     def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
-        """Every persistent array from the leaves of each name; optimizer state without leaves is made anew."""
+        """Makes every persistent array; optimizer state without leaves is initialised.
+
+        Args:
+            ledger: counts them.
+            leaves: put or make the arrays, by name.
+            store: where programs are compiled.
+        """
         table: dict[Key, jax.Array] = {}
         first: dict[Name, Key] = {}  # the first array of a name; a parameter's others are copies of it
         for buffer in self.buffers:
@@ -168,10 +179,10 @@ class Placing:
 
     def values(self, arrays: Sequence[jax.Array]) -> dict[Name, jax.Array]:
         """One array for each name."""
-        found: dict[Name, jax.Array] = {}
+        values: dict[Name, jax.Array] = {}
         for buffer, array in zip(self.buffers, arrays, strict=True):
-            found.setdefault(name_of(buffer), array)
-        return found
+            values.setdefault(name_of(buffer), array)
+        return values
 
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
@@ -184,27 +195,27 @@ class Placing:
             table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """What `initialise_optimizer` makes of what the table has already: the most bytes at once, by device."""
+        """The most bytes at once, by device, that `initialise_optimizer` makes of what the table has already."""
         pieces, lacking = self._initialising(table)
         size: dict[Key, int] = {buffer.spot: buffer.bytes for buffer in self.buffers}
-        found = [0] * len(self.devices)
+        most = [0] * len(self.devices)
         for piece in pieces:
             d, _, writes = self._piece_keys(piece)
-            found[d] = max(found[d], sum(size.get(key, 0) for key in writes if key not in lacking))
-        return found
+            most[d] = max(most[d], sum(size.get(key, 0) for key in writes if key not in lacking))
+        return most
 
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
         lacking: set[Key] = {b.spot for b in self.buffers if b.owner is Owner.OPTIMIZER and b.spot not in table}
-        found = []
+        making = []
         for piece in reversed(self.optimizer.init):
             _, reads, writes = self._piece_keys(piece)
             if not lacking.isdisjoint(writes):
-                found.append(piece)
+                making.append(piece)
                 lacking.update(
                     key for slot, key in zip(piece.reads, reads, strict=True) if slot.kind is not SlotKind.PARAMETER
                 )
-        return found[::-1], lacking
+        return making[::-1], lacking
 
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
         """The device of an initialising piece, and the names of what it reads and writes."""
@@ -218,7 +229,7 @@ class Placing:
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:
-    """Where an initialising piece finds or leaves an array; small ones are fetched from wherever they lie."""
+    """The key of what an initialising piece reads or writes; small values are fetched from wherever they lie."""
     match slot.kind:
         case SlotKind.PARAMETER:
             return Spot(Value(ValueKind.PARAMETER, slot.index, version=0), d)

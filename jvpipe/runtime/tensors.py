@@ -43,7 +43,13 @@ class Ledger:
         self.versions = VersionLedger()
 
     def hold(self, device: int, size: int, temporary: int = 0) -> None:
-        """Counts bytes that a device holds from now on, and some that it holds for a moment."""
+        """Counts bytes that a device holds from now on.
+
+        Args:
+            device: its index; `HOST` for the host.
+            size: bytes.
+            temporary: bytes beside these that it holds for a moment.
+        """
         self.live[device] += size
         self.peak[device] = max(self.peak[device], self.live[device] + temporary)
 
@@ -77,7 +83,7 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
 
 
 def parked_bytes(parked: Iterable[Identity]) -> int:
-    """What parked arrays take on the host."""
+    """Bytes of parked arrays on the host."""
     return sum(array.bytes for _, array in parked)
 
 
@@ -93,9 +99,15 @@ class Limits:
     parked: Mapping[Identity, Any] = field(default_factory=dict)
 
     def check(self, peaks: Sequence[Peak], devices: Sequence[Device], idle: str = "between steps") -> None:
-        """Raises `MemoryLimitExceeded` if a device, or the host, would hold more bytes than its limit.
+        """Checks that no device, nor the host, would hold more bytes than its limit.
 
-        `idle` says when that is if it is at no task.
+        Args:
+            peaks: the most bytes of each device, and last of the host.
+            devices: for the message.
+            idle: says when that is if it is at no task.
+
+        Raises:
+            MemoryLimitExceeded: it would.
         """
         worst, host, beside = max(peaks[:HOST], key=lambda peak: peak.bytes), peaks[HOST], parked_bytes(self.parked)
         if self.device_bytes is not None and worst.bytes > self.device_bytes:

@@ -31,7 +31,7 @@ class Reads:
 
 @dataclass
 class VersionLedger:
-    """What was read and made, in the order in which it was dispatched; a drain is a None.
+    """The reads and updates of a run, in the order in which they were dispatched; a drain is a None.
 
     That of a run that was resumed in flight is not `complete`: it knows of the micro-batches in flight then, and of
     what came later.
@@ -41,7 +41,13 @@ class VersionLedger:
     complete: bool = True
 
     def record(self, uses: Sequence[Use], microbatch: int, version: int) -> None:
-        """Adds the uses of a step, whose numbers count from these."""
+        """Adds the uses of a step.
+
+        Args:
+            uses: numbered from the step's own start.
+            microbatch: the number of the run's micro-batch from which they count.
+            version: the version from which they count.
+        """
         self._runs.append((uses, microbatch, version))
 
     def drained(self) -> None:
@@ -57,19 +63,19 @@ class VersionLedger:
 
     def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
         """The uses of each micro-batch, in their order; and whether nothing was in flight after it."""
-        found: dict[int, list[Use]] = {}
+        uses_of: dict[int, list[Use]] = {}
         drained = set()
         for run in self._runs:
             if run is None:
-                drained.add(max(found))
+                drained.add(max(uses_of))
             else:
                 uses, microbatch, version = run
                 for use in uses:
-                    found.setdefault(use.microbatch + microbatch, []).append(use.moved(microbatch, version))
-        yield from ((found[m], m in drained) for m in sorted(found))
+                    uses_of.setdefault(use.microbatch + microbatch, []).append(use.moved(microbatch, version))
+        yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
-        """What happened to a layer and a micro-batch."""
+        """The reads of a layer and a micro-batch; KeyError if it has not passed there."""
         table = self.table()
         if at not in table:
             raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")
@@ -84,17 +90,17 @@ class VersionLedger:
                 made.setdefault(use.layer, []).append((use.microbatch, use.version))
             else:
                 read[use.kind][use.layer, use.microbatch] = use.version
-        found = {}
+        reads = {}
         for (layer, m), version in read[Kind.F].items():
             updates = made.get(layer, [])
             later = updates[bisect_left(updates, (m, 0)) :][:1]
-            found[layer, m] = Reads(version, read[Kind.B].get((layer, m)), later[0][1] if later else None)
-        return found
+            reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), later[0][1] if later else None)
+        return reads
 
     def staleness(self, layers: int) -> tuple[int, ...]:
         """The staleness of each layer's last update; 0 before there was one."""
         made: dict[int, tuple[int, int]] = {}  # by layer, the last update: its micro-batch, the version before it
-        found: dict[int, int] = {}
+        stale: dict[int, int] = {}
         for run in reversed(self._runs):  # asked for at every step, so it looks no further back than it must
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
@@ -102,10 +108,10 @@ class VersionLedger:
                 if use.kind is Kind.U:
                     made.setdefault(use.layer, (m, v - 1))
                 elif use.kind is Kind.F and use.layer in made and made[use.layer][0] == m:
-                    found.setdefault(use.layer, made[use.layer][1] - v)
-            if len(found) == layers:
+                    stale.setdefault(use.layer, made[use.layer][1] - v)
+            if len(stale) == layers:
                 break
-        return tuple(found.get(layer, 0) for layer in range(layers))
+        return tuple(stale.get(layer, 0) for layer in range(layers))
 
     def to_json(self) -> Any:
         """For a checkpoint: all that happened to the micro-batches in flight, and to those of the last updates."""
@@ -134,16 +140,16 @@ class VersionLedger:
         return 0
 
     @staticmethod
-    def from_json(found: Any) -> "VersionLedger":
+    def from_json(saved: Any) -> "VersionLedger":
         """From a checkpoint; once all runs were in it."""
-        if isinstance(found, list):
-            found = {"complete": True, "runs": found}
+        if isinstance(saved, list):
+            saved = {"complete": True, "runs": saved}
 
         def use(values: Any) -> Use:
             kind, layer, m, version, tied, shift = values
             return Use(Kind(kind), layer, m, version, tuple((p, v) for p, v in tied), shift)
 
         runs: list[tuple[Sequence[Use], int, int] | None] = []
-        for run in found["runs"]:
+        for run in saved["runs"]:
             runs.append(run and (tuple(map(use, run[0])), run[1], run[2]))
-        return VersionLedger(runs, found["complete"])
+        return VersionLedger(runs, saved["complete"])

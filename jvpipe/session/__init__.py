@@ -1,1 +1,1 @@
-"""What stands between facade and engine: compiled plans, arguments, planning, migrations asked for, adapting."""
+"""Between facade and engine: compiled plans, arguments, planning, migrations asked for, adapting."""

@@ -1,4 +1,4 @@
-"""What a user gives, checked: devices, batches, the optimizer."""
+"""Checks of what a user gives: devices, batches, the optimizer."""
 
 import inspect
 import math
@@ -13,10 +13,9 @@ from jvpipe._jax import Device, Tracer
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, abstract, canonical, path_name
-from jvpipe.trace.stacks import Stacks
 
 Tree = Any
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
@@ -31,10 +30,21 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
-    """A name, known or not."""
+    """A name, known or not.
+
+    Args:
+        name: of the option.
+        value: what was given.
+        usual: a name for the message to suggest.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a name such as '{usual}', not {_kind(value)}{_uncalled(value)}")
     return value
+
+
+def checked_schedule(schedule: Any) -> Schedule:
+    """A schedule, by its name or as it is."""
+    return find_schedule(schedule if isinstance(schedule, Schedule) else checked_name("schedule", schedule, "1f1b"))
 
 
 def checked_fates(fates: Any) -> dict[str, str]:
@@ -147,51 +157,12 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
 def reported_limit(devices: Sequence[Device]) -> int | None:
     """The memory that the smallest of the devices reports; None if they do not (CPUs)."""
     stats = [device.memory_stats() for device in devices]
-    limits = [found["bytes_limit"] for found in stats if found and "bytes_limit" in found]
+    limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
     return min(limits, default=None)
 
 
-def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
-    """The leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
-
-    Args:
-        given: arrays.
-        split: the shapes of the pipeline's own tree, its stacks split.
-        stacks: these.
-        what: what the tree is, for the message.
-
-    Raises:
-        ValueError: its containers, paths, shapes or types are others.
-
-    >>> stacks = Stacks(jax.tree.structure({"w": 0}), (2,))
-    >>> split = stacks.split({"w": jax.ShapeDtypeStruct((2, 3), np.float32)})
-    >>> [leaf.shape for leaf in leaves_like({"w": np.zeros((2, 3))}, split, stacks, "params")]
-    [(3,), (3,)]
-    >>> leaves_like({"w": np.zeros(3)}, split, stacks, "params")
-    Traceback (most recent call last):
-    ...
-    ValueError: params: 'w' is float32[3], it must be float32[2, 3]
-    """
-    wanted = stacks.join(split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype))
-    there, here = map(_types, (abstract(given), wanted))
-    for path, needed in here.items():
-        if (found := there.get(path, "missing")) != needed:
-            raise ValueError(f"{what}: '{path}' is {found}, it must be {needed}")
-    if jax.tree.structure(given) != jax.tree.structure(wanted):
-        more = next((f"there is no '{path}'" for path in there if path not in here), "the containers are others")
-        raise ValueError(f"{what}: {more} in the tree of this pipeline: give one with the same leaves")
-    leaves = zip(jax.tree.leaves(stacks.split_like(split, given)), jax.tree.leaves(split), strict=True)
-    return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
-
-
-def _types(tree: Tree) -> dict[str, str]:
-    """The shape and type of each leaf, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}
-
-
 def batch_shapes(batch: Tree) -> Any:
-    """What tells one traced batch from another: types are those that leaves have on a device."""
+    """The key of a traced batch: its tree, and the shapes and types that its leaves have on a device."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
 
@@ -228,7 +199,14 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """What the micro-batches of a step read from the host, by (kind, index); `words` are those of the run's key."""
+    """Slices what the micro-batches of a step read from the host, by (kind, index).
+
+    Args:
+        batch: a whole one.
+        words: those of the run's key, if it has one.
+        step: the number of the step.
+        microbatches: how many the batch is split into.
+    """
     feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
     for i, leaf in enumerate(map(_feedable, jax.tree.leaves(batch))):
         size = len(leaf) // microbatches
@@ -264,12 +242,20 @@ def cut_for(
     *,
     grad_norm: bool,
 ) -> OptimizerCut:
-    """The optimizer in pieces, for the updates of a schedule.
+    """Cuts the optimizer into pieces, for the updates of a schedule.
+
+    Args:
+        optimizer: any optax transformation.
+        graph: the layers that own the parameters.
+        params: their tree, split into layers.
+        microbatches: of a step.
+        schedule: says how many of them an update takes.
+        grad_norm: also compute the gradient's norm.
 
     Raises:
         ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
     """
-    found = cut_optimizer(
+    cut = cut_optimizer(
         optimizer,
         abstract(params),
         [p.owner for p in graph.parameters],
@@ -277,11 +263,11 @@ def cut_for(
         microbatches=None if graph.weighted else schedule.period(microbatches),
         grad_norm=grad_norm,
     )
-    if not schedule.synchronous and (found.cross_layer or grad_norm):
-        name = " and ".join(found.cross_layer) or "grad_norm=True"
+    if not schedule.synchronous and (cut.cross_layer or grad_norm):
+        name = " and ".join(cut.cross_layer) or "grad_norm=True"
         raise ValueError(
             f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are updated "
             "at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a time, such as "
             "optax.adaptive_grad_clip or optax.clip"
         )
-    return found
+    return cut

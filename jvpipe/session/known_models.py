@@ -10,10 +10,10 @@ import jax
 
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.model_change import Parked, Takeover, prepare_takeover
+from jvpipe.runtime.model_change import ModelSwitch, Parked, plan_model_switch
 from jvpipe.runtime.tensors import Limits
 from jvpipe.session.arguments import batch_shapes, micro_batch_shapes
-from jvpipe.session.compiled_plans import Builds
+from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.trace.leaves import abstract
 
 Tree = Any
@@ -23,61 +23,77 @@ REMEMBERED = 64
 
 
 class KnownModels:
-    """Builds by the loss function they were traced from (that very object) and the shapes of its parameters.
+    """Remembers compiled plans by the loss they were traced from (that very object) and the shapes of its parameters.
 
     `parked` are arrays on the host that the present model lacks.
     """
 
     def __init__(self, store: ProgramStore) -> None:
         self._store = store
-        self._found: OrderedDict[Hashable, Builds] = OrderedDict()
+        self._known: OrderedDict[Hashable, CompiledPlans] = OrderedDict()
         self._lock = RLock()  # a model may be prepared in the background
         self.parked: Parked = {}
 
-    def of(self, present: Builds, loss_fn: Loss, params: Tree, model_state: Tree) -> Builds:
-        """The builds of a loss, traced at the present one's batch and planned anew if it has not been met.
+    def compiled_for(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
+        """Finds the compiled plans of a loss; one that is new is traced at the present one's batch and planned.
+
+        Args:
+            present: those of the model that is trained.
+            loss_fn: the very object that is looked for.
+            params: arrays or shapes.
+            model_state: likewise; by default the present one's.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
         """
-        _, rng, old_state = present.inputs
-        params, model_state = abstract(params), old_state if model_state is None else abstract(model_state)
+        trees = present.trees
+        params, model_state = abstract(params), trees.model_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
         with self._lock:
-            self._found[self._key(present, present.settings.loss_fn, present.inputs[0], old_state)] = present
-            if key not in self._found:
-                self._found[key] = self._made(present, loss_fn, params, rng, model_state)
-            self._found.move_to_end(key)
-            while len(self._found) > REMEMBERED:
-                self._found.popitem(last=False)
-            return self._found[key]
+            self._known[self._key(present, present.settings.loss_fn, trees.params, trees.model_state)] = present
+            if key not in self._known:
+                self._known[key] = self._traced(present, loss_fn, params, model_state)
+            self._known.move_to_end(key)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+            return self._known[key]
 
-    def takeover(self, old: Builds, new: Builds, params: Tree, model_state: Tree, limits: Limits) -> Takeover:
-        """How one model takes over from another; what `prepare_takeover` raises, this raises."""
-        given = {"parameter": jax.tree.leaves(new.stacks.split(params)), "state": jax.tree.leaves(model_state)}
-        return prepare_takeover(old.first, new.first, given, self.parked, limits)
+    def plan_switch(
+        self, old: CompiledPlans, new: CompiledPlans, params: Tree, model_state: Tree, limits: Limits
+    ) -> ModelSwitch:
+        """Plans how one model takes over from another; raises what `plan_model_switch` raises.
 
-    def _made(self, present: Builds, loss_fn: Loss, params: Tree, rng: jax.Array | None, model_state: Tree) -> Builds:
+        Args:
+            old: those of the present model.
+            new: those of the one that takes over.
+            params: values, for the parameters that are new.
+            model_state: likewise.
+            limits: kept at every instant.
+        """
+        given = {"parameter": jax.tree.leaves(new.trees.stacks.split(params)), "state": jax.tree.leaves(model_state)}
+        return plan_model_switch(old.current, new.current, given, self.parked, limits)
+
+    def _traced(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
         if isinstance(settings.stages, Plan):  # it was given for the layers of another model
             stages = settings.stages.stages
             settings = replace(settings, stages=len(stages), places=tuple(stage.devices[0] for stage in stages))
-        builds = Builds(settings, self._store, present)
+        compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
-            builds.trace(params, present.batch, rng, model_state)
+            compiled_plans.trace(params, trees.batch, trees.rng, model_state)
         except KeyError as error:
-            micro = micro_batch_shapes(present.batch, settings.microbatches)
-            rest = (model_state, micro, rng) if settings.has_state else (micro, rng)
+            micro = micro_batch_shapes(trees.batch, settings.microbatches)
+            rest = (model_state, micro, trees.rng) if settings.has_state else (micro, trees.rng)
             path = _missing(loss_fn, params, *rest) or error.args[0]
             raise ValueError(
                 f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
                 "reads (of those that are kept the value does not matter)"
             ) from error
-        return builds
+        return compiled_plans
 
     @staticmethod
-    def _key(present: Builds, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
-        return id(loss_fn), *map(batch_shapes, (params, present.batch, model_state))
+    def _key(present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
+        return id(loss_fn), *map(batch_shapes, (params, present.trees.batch, model_state))
 
 
 class _MissingError(Exception):
@@ -99,9 +115,9 @@ def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):
             return tree
-        found = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
-        found.path = path
-        return found
+        watching = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
+        watching.path = path
+        return watching
 
     try:
         jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)

@@ -1,4 +1,4 @@
-"""The migrations of a pipeline: those that wait for their moment, and those that have been."""
+"""The migrations of a pipeline: those that wait for their moment, and the history of those that were made."""
 
 import logging
 from collections import deque
@@ -6,53 +6,77 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.ir.plan import Plan
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Moment, StageError
-from jvpipe.runtime.migrate import Change, Migration, prepare, rescued
+from jvpipe.runtime.migrate import Migration, PlanChange, prepare_migration, state_after_failed_move
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import Limits
-from jvpipe.session.compiled_plans import Builds
+from jvpipe.session.compiled_plans import CompiledPlans
 
 _log = logging.getLogger("jvpipe")
 
 
-class Moves:
-    """What is to move, in the order of its moments, and the history of what has."""
+class Migrations:
+    """Queues migrations in the order of their moments, and makes each when it is due.
+
+    Args:
+        compiled_plans: those of the model; a migration that is made changes their plan.
+        controller: runs what moves.
+        limits: kept while layers move.
+        warmup_updates: the first updates of an asynchronous run, which are made in synchronous steps.
+    """
 
     def __init__(
-        self, builds: Builds, controller: Controller, limits: Limits, microbatches: int, warmup_updates: int
+        self, compiled_plans: CompiledPlans, controller: Controller, limits: Limits, warmup_updates: int
     ) -> None:
-        self._builds, self._controller, self._limits = builds, controller, limits
-        self._microbatches, self._warmup_updates = microbatches, warmup_updates
+        self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
+        self._warmup_updates = warmup_updates
         self.queue: deque[Migration] = deque()
-        self.history: list[Change] = []
+        self.history: list[PlanChange] = []
 
-    def ask(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
-        """Prepares a migration and lets it wait for its moment; what `Pipeline.migrate` raises, this raises."""
+    def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
+        """Prepares a migration and queues it; raises what `Pipeline.migrate` raises.
+
+        Args:
+            state: the newest.
+            plan: the plan to come.
+            at: (step, micro-batch) from which it holds; now unless given.
+            why: kept in `history`.
+        """
+        microbatches = self._controller.microbatches
         step, microbatch = at or (state.step, 0)
-        if step < state.step or not 0 <= microbatch < self._microbatches:
+        if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
                 f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
-                f"{self._microbatches - 1}"
+                f"{microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
             _log.warning("a migration is under way: the next one waits for step %d", earliest)
             step, microbatch = earliest, 0
-        old = self.queue[-1].new if self.queue else self._builds.first
-        flight = state.flight + step - state.step if state.flight else 0
-        new = self._builds.under(plan, old)
-        self.queue.append(self._prepared(old, new, (step, microbatch), why, flight))
+        old = self.queue[-1].new if self.queue else self._compiled_plans.current
+        stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
+        new = self._compiled_plans.with_plan(plan, old)
+        self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
-    def between(self, state: State, drain: Callable[[State], State], build: Build | None = None) -> State:
-        """Makes the moves that are due between two steps; those inside the next one wait for it, if `build` runs it."""
+    def run_due(self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None) -> State:
+        """Makes the migrations that are due between two steps; returns the state after them.
+
+        Args:
+            state: the newest.
+            drain: finishes what is in flight.
+            compiled: runs the next step; a migration due inside that step waits for it if this is its plan.
+
+        Raises:
+            StageError: a copy failed; its `state` is whole under the old plan.
+        """
         while self.queue and (change := self.queue[0].change).step <= state.step:
-            migration, old = self.queue[0], self._builds.first
-            runs = build in (None, old) and state.updates >= self._warmup_updates
+            migration, old = self.queue[0], self._compiled_plans.current
+            runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
-            foreseen = migration.old, migration.flight, change.microbatch
-            if foreseen != (old, old.repeating(state.flight), m):
-                new = replace(migration.new, origin=None)
-                migration = self._prepared(old, new, (state.step, m), change.why, state.flight)
+            foreseen = migration.old, migration.stream_steps, change.microbatch
+            if foreseen != (old, old.representative(state.stream_steps), m):
+                new = replace(migration.new, previous=None)
+                migration = self._prepared(old, new, (state.step, m), change.why, state.stream_steps)
                 self.queue[0] = migration
             if migration.change.how == "inside":
                 break
@@ -63,38 +87,44 @@ class Moves:
             try:
                 arrays, _ = self._controller.run(migration.bound, state.arrays, {}, Moment(state.step))
             except StageError as error:
-                error.state = rescued(migration, state, error.table)
+                error.state = state_after_failed_move(migration, state, error.table)
                 error.add_note(
                     "Nothing has moved and nothing is lost: go on with the `state` of this error, or save it."
                 )
                 raise
             state = replace(state, arrays=arrays)
-            self.made(migration)
+            self.commit(migration)
         return state
 
-    def _prepared(self, old: Build, new: Build, at: tuple[int, int], why: str, flight: int) -> Migration:
-        found = prepare(old, new, at, why, self._limits, flight)
+    def _prepared(
+        self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
+    ) -> Migration:
+        migration = prepare_migration(old, new, at, why, self._limits, stream_steps)
         if self._controller.monitor:
-            found.bound.compile_marks()
-        return found
+            migration.bound.compile_marks()
+        return migration
 
-    def follow(self, builds: Builds) -> None:
-        """Another model is trained from here on."""
-        self.drop("model")
-        self._builds = builds
+    def pop_due_inside(self, step: int) -> Migration | None:
+        """Removes and returns the migration that is due inside a step, if there is one."""
+        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
 
-    def drop(self, whose: str) -> None:
-        """Forgets what was to come: it was of the model, or the run, before."""
+    def commit(self, migration: Migration) -> None:
+        """Notes that a migration was made: the new plan holds from here on."""
+        self._compiled_plans.adopt(migration.new)
+        self.history.append(migration.change)
+        _log.info("%s", migration.change)
+
+    def begin_run(self) -> None:
+        """Forgets what was to come and what has been: that was another run's."""
+        self._discard("run")
+        self.history = []
+
+    def follow(self, compiled_plans: CompiledPlans) -> None:
+        """Trains another model from here on; what was to come was of the one before."""
+        self._discard("model")
+        self._compiled_plans = compiled_plans
+
+    def _discard(self, whose: str) -> None:
         if self.queue:
             _log.warning("migrations that were to come are dropped: they were of the %s before", whose)
             self.queue.clear()
-
-    def inside(self, step: int) -> Migration | None:
-        """The migration that is due inside a step; it waits no longer, whatever comes of it."""
-        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
-
-    def made(self, migration: Migration) -> None:
-        """From here on the new plan holds."""
-        self._builds.switch(migration.new)
-        self.history.append(migration.change)
-        _log.info("%s", migration.change)

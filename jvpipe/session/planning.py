@@ -33,7 +33,7 @@ _NEAR = 1.2
 
 @dataclass(frozen=True)
 class Request:
-    """What the user wants of a plan; `places[s]` is the device of stage s."""
+    """A request for a plan; `places[s]` is the device of stage s."""
 
     planner: str
     stages: int
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def chooses(self) -> bool:
-        """Whether fates are to be chosen: by a planner that does, under a limit."""
+        """True if fates are to be chosen: by a planner that does, under a limit."""
         return self.memory_limit_bytes is not None and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
 

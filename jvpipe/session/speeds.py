@@ -41,11 +41,10 @@ def _search(
         after, source = np.full(layers + 1, np.inf), np.zeros(layers + 1, int)
         for j in range(s + 1, layers - (stages - 1 - s) + 1):
             took = slow * (total[j] - total[:j]) + fixed
-            found = (
-                np.maximum(best[:j], took) if most_s == np.inf else best[:j] + np.where(took <= most_s, took, np.inf)
-            )
-            source[j] = int(found.argmin())
-            after[j] = found[source[j]]
+            within = np.where(took <= most_s, took, np.inf)
+            total_s = np.maximum(best[:j], took) if most_s == np.inf else best[:j] + within
+            source[j] = int(total_s.argmin())
+            after[j] = total_s[source[j]]
         best = after
         came.append(source)
     bounds = [layers]

@@ -2,7 +2,7 @@
 
 vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it pays, for each layer
 costs a dispatch per micro-batch. Which layers are cut may depend on the plan: only cuts that keep all bits are made
-(`programs.agreement`), so what a run computes does not.
+(`programs.bit_equality`), so what a run computes does not.
 """
 
 from collections.abc import Callable, Collection, Hashable
@@ -29,12 +29,12 @@ WORTH_S = 0.5e-3
 _PLACES = 3
 """How many places in a layer are tried."""
 
-Agree = Callable[[Traced, int, Traced], bool]
+KeepsBits = Callable[[Traced, int, Traced], bool]
 """Whether a layer of a model has the bits of the two that it is in another."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CutCandidate:
     """A model cut into layers, and its plan."""
 
     traced: Traced
@@ -43,17 +43,17 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """What a step takes, simulated."""
+        """Seconds of a step, simulated."""
         problem = self.planned.problem
         return simulated_step_s(problem, evaluate(problem, self.planned.decision).stages)
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Cuts layers in two on a kind of device; `agree` says whether that keeps their bits."""
+    """Cuts layers in two on a kind of device; `keeps_bits` says whether that changes no bit."""
 
     device: Accelerator
-    agree: Agree
+    keeps_bits: KeepsBits
 
     def finest(self, traced: Traced, stages: int) -> Traced:
         """A model with at least so many layers, if it can be cut so fine."""
@@ -64,7 +64,7 @@ class Splitter:
             traced = finer
         return traced
 
-    def better(self, begin: Candidate, plan: Callable[[Traced], Candidate]) -> Candidate:
+    def better(self, begin: CutCandidate, plan: Callable[[Traced], CutCandidate]) -> CutCandidate:
         """A plan with finer layers, if it is faster by more than `GAIN`; else the one that is there."""
         best = begin
         for _ in range(ROUNDS):
@@ -72,12 +72,12 @@ class Splitter:
             if finer is None:
                 return best
             try:
-                found = plan(finer)
+                candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
                 return best
-            if found.step_s > best.step_s * (1 - GAIN):
+            if candidate.step_s > best.step_s * (1 - GAIN):
                 return best
-            best = found
+            best = candidate
         return best
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
@@ -87,12 +87,12 @@ class Splitter:
         for layer in layers:
             if kinds[layer] not in where:
                 where[kinds[layer]] = self._place(traced, layer)
-        found = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
-        return split(traced, found) if found else None
+        cuts = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
+        return split(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        found = places(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
-        return next((p for p in found[:_PLACES] if self.agree(traced, layer, split(traced, {layer: p}))), None)
+        equations = places(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
+        return next((p for p in equations[:_PLACES] if self.keeps_bits(traced, layer, split(traced, {layer: p}))), None)
 
 
 def crowded(planned: Planned) -> list[int]:

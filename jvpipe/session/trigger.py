@@ -1,4 +1,4 @@
-"""When measured seconds ask for another plan, and for which cuts.
+"""Judges by measured seconds whether another plan would pay, and with which cuts.
 
 A slow device is not a slow layer. Layer l on the device d of its stage is modelled to take
 
@@ -27,12 +27,16 @@ _LEAST_S = 1e-9  # no layer takes nothing
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How much evidence is enough.
+    """Says how much evidence is enough for another plan.
 
-    `gain` is the share of a step's seconds that other cuts must save, `gain_home` that which the plan at home must,
-    in `steps` steps in a row. What a migration takes must be repaid within `horizon_steps`. A layer is as planned
-    within a factor of `layer`. If the plan counted on no seconds, those of `learn_steps` steps are what is expected,
-    after `skip_steps` in which all is new.
+    Args:
+        gain: the share of a step's seconds that other cuts must save.
+        gain_home: the same for returning to the plan at home.
+        steps: in so many steps in a row.
+        horizon_steps: within which a migration must repay the seconds that it takes.
+        layer: the factor within which a layer takes what was planned.
+        learn_steps: steps whose seconds are expected from then on, if the plan was made without any.
+        skip_steps: steps before these, in which all is new.
     """
 
     gain: float = 0.08
@@ -46,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a step took, per micro-batch: each layer's forward and backward, each stage's wait for copies."""
+    """Seconds of a step per micro-batch: each layer's forward and backward, each stage's wait for copies."""
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
@@ -61,7 +65,13 @@ class Replan:
     gain_s: float
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
-        """Whether what moves is there sooner than what it saves within the horizon."""
+        """True if moving takes fewer seconds than are saved within the horizon.
+
+        Args:
+            moved_bytes: that would move.
+            link: over which.
+            rule: has the horizon.
+        """
         return link.seconds(moved_bytes) < self.gain_s * rule.horizon_steps
 
 
@@ -71,7 +81,7 @@ class Trigger:
     >>> trigger, plan = Trigger([1.0] * 6, 4, synchronous=True), Plan.from_cuts([3, 3])
     >>> slow = Seen([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0.0, 0.0])
     >>> steps = [Seen([1.0] * 6, [0.0, 0.0]), slow, slow]
-    >>> [found.cuts if (found := trigger.observe(plan, seen)) else None for seen in steps]
+    >>> [replan.cuts if (replan := trigger.observe(plan, seen)) else None for seen in steps]
     [None, None, (4, 2)]
     """
 
@@ -110,10 +120,10 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         seconds, exposed_s = ([getattr(s, name) for s in self._window] for name in ("layer_s", "exposed_s"))
-        found = self._better(plan, Seen(np.mean(seconds, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist()))
+        replan = self._better(plan, Seen(np.mean(seconds, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist()))
         self._window.clear()
-        self._asked = found.cuts if found else None
-        return found
+        self._asked = replan.cuts if replan else None
+        return replan
 
     def refuse(self, cuts: tuple[int, ...]) -> None:
         """These cuts cannot be, or do not repay the way to them; not to be asked for again under this plan."""
@@ -156,16 +166,16 @@ class Trigger:
         return Replan(cuts, self._why(plan, seen, at_home), gain_s)
 
     def _step_s(self, slowest_s: float, all_s: float) -> float:
-        """A step's seconds: with a flush, one micro-batch goes through all stages, the others follow the slowest."""
+        """A step's seconds: (M - 1) slowest + all with a flush, else M slowest, of M micro-batches."""
         return (self._microbatches - self._synchronous) * slowest_s + self._synchronous * all_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """How many times longer the device of each stage takes than it should."""
+        """The device of each stage, by how many times longer it takes than it should."""
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
-        found = {d: _median(ratio[device == d], self._expected[device == d]) for d in set(device.tolist())}
-        return [found[stage.devices[0]] for stage in plan.stages]
+        slow = {d: _median(ratio[device == d], self._expected[device == d]) for d in set(device.tolist())}
+        return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
         """The stage that is furthest from what was planned."""

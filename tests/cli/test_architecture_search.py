@@ -90,7 +90,7 @@ def test_a_search_that_is_left_keeps_its_state(tmp_path: Any) -> None:
         seen.append(architecture)
         if len(seen) == 5:
             break
-    assert len(pipe.model_history) == 2
+    assert len(pipe.session.model_history) == 2
     pipe.save(tmp_path / "state", state)
     other = jvpipe.Pipeline(loss_of(seen[-1]), optax.adam(1e-2), 2, 2, "pipedream", planner="even")
     again = other.restore(tmp_path / "state")
@@ -103,7 +103,7 @@ def test_an_architecture_that_does_not_fit_is_told_and_the_state_stays() -> None
     first = search.first
     pipe = jvpipe.Pipeline(first.loss_fn, optax.adam(1e-2), 2, 2, planner="even")
     pipe.init(first.params, next(batches()), None)
-    limit = max(peak.bytes for peak in pipe.build.peaks)
+    limit = max(peak.bytes for peak in pipe.session.compiled.peaks)
     pipe = jvpipe.Pipeline(first.loss_fn, optax.adam(1e-2), 2, 2, planner="even", memory_limit=limit)
     state = pipe.init(first.params, next(batches()), None)
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="the limit"):

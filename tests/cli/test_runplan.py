@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jvpipe.cli.runplan import given_plan, kept_plan
-from jvpipe.cli.train import Options
+from jvpipe.cli.train_options import Options
 from jvpipe.ir.plan import Plan
 
 OPTIONS = Options(schedule="pipedream", stages=2)

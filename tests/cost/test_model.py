@@ -24,7 +24,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.schedules import find_schedule
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 
@@ -115,7 +115,7 @@ def test_with_the_temporaries_of_programs_too(name: str) -> None:
     found = measured_costs(model, devices[0], shared_store(), optimizer(name), MICROBATCHES, fates=False)
     layers = len(model.graph.layers)
     order = find_schedule("1f1b")
-    build = Build(model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store())
+    build = CompiledPlan(model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store())
     problem = Problem(found, 2, order, MICROBATCHES)
     bounds = [0, *accumulate(build.plan.cuts)]
     for s, peak in enumerate(build.peaks[:2]):

@@ -73,7 +73,7 @@ def test_gradients_equal_plain_jax(name: str) -> None:
     for stages, micro in ((1, 1), (2, 3)):
         loss, gradients, new_state = plain_gradients(m, grad, micro)
         pipe, state = start(m, stages, micro, "1f1b", optax.sgd(1.0))
-        layers = len(pipe.graph.layers)
+        layers = len(pipe.session.graph.layers)
         before = jax.tree.leaves(pipe.params(state))
         state, metrics = pipe.step(state, batch_of(m, micro))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -94,7 +94,7 @@ def trained(m: Case, stages: int, schedule: str, *, apart: bool = False) -> tupl
         state, metrics = pipe.step(state, batch_of(m, 4))
         losses.append(float(metrics["loss"]))
     arrays = [*jax.tree.leaves(pipe.params(state)), *jax.tree.leaves(pipe.model_state(state))]
-    return arrays, losses, len(pipe.graph.layers)
+    return arrays, losses, len(pipe.session.graph.layers)
 
 
 def assert_same_bits(ours: tuple[list[Any], list[float], int], theirs: tuple[list[Any], list[float], int]) -> None:

@@ -62,7 +62,7 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
         jax.block_until_ready(state)
         held = sum(x.nbytes for x in jax.tree.leaves(state.arrays))
         assert pipe.ledger.live == [held, 0], "something leaked"
-    assert pipe.ledger.peak == [peak.bytes for peak in pipe.build.peaks]
+    assert pipe.ledger.peak == [peak.bytes for peak in pipe.session.compiled.peaks]
     return jax.tree.leaves(pipe.params(state)), losses, pipe
 
 
@@ -73,14 +73,14 @@ def test_any_mix_of_fates_gives_the_same_bits(name: str) -> None:
     case, _, bfloat16 = name.partition(" in ")
     m = in_bfloat16(CASES[case]()) if bfloat16 else CASES[case]()
     params, losses, pipe = trained(m, 1, "gpipe")
-    layers = len(pipe.graph.layers)
+    layers = len(pipe.session.graph.layers)
     for seed, (stages, schedule) in enumerate([(1, "1f1b"), (2, "gpipe"), (3, "1f1b")]):
         cuts = tuple(layers // stages + (s < layers % stages) for s in range(stages))
-        ours = trained(m, drawn(pipe.graph, cuts, seed), schedule)
+        ours = trained(m, drawn(pipe.session.graph, cuts, seed), schedule)
         assert ours[1] == losses
         for a, b in zip(ours[0], params, strict=True):
             np.testing.assert_array_equal(a, b)
-        kinds = {row.kind for row in ours[2].build.lowered.rows}
+        kinds = {row.kind for row in ours[2].session.compiled.lowered.rows}
         if stages > 1:
             assert kinds >= {"OUT", "FREE", "IN"}
             assert ours[2].ledger.peak[HOST] > 0
@@ -122,9 +122,9 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     plan = drawn(graph, (layers // 2, layers - layers // 2), seed=5)
     pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(0.1), plan, MICRO)
     state = pipe.init(m.params, batch, key_of(m))
-    pipe.monitor()
+    pipe.session.monitor()
     state, _ = pipe.step(state, batch)
-    found, step = pipe.measured(), pipe.build.lowered
+    found, step = pipe.session.measured(), pipe.session.compiled.lowered
     out = [row for row in step.rows if row.kind == "OUT"]
     assert found.swapped_bytes == sum(step.buffers[row.writes[0]].bytes for row in out) > 0
     assert found.copy_s > 0
@@ -132,7 +132,7 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     assert found.rerun_s > 0
     shown = {"F", "R", "B", "U", "OUT", "IN"}
     assert sorted(s.kind for s in found.spans) == sorted(row.kind for row in step.rows if row.kind in shown)
-    assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe._devices}
+    assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe.session.settings.devices}
 
 
 def test_a_product_after_a_norm_has_the_same_bits_again() -> None:

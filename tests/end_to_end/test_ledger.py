@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.controller import Bound, Instruction
+from jvpipe.runtime.binding import Bound, Instruction
 from tests.end_to_end.test_fates import MICRO, drawn, trained
 from tests.zoo import CASES, Case, draws, dropout, mean_square, quick_key, regression_batch
 
@@ -35,13 +35,13 @@ def held(baseline: set[int], devices: tuple[Any, ...]) -> list[int]:
 def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages: int) -> None:
     m = CASES["pre-norm"]()
     batch = jax.tree.map(lambda x: np.resize(x, (2 * MICRO, *x.shape[1:])), m.batch)
-    graph = trained(m, 1, "gpipe")[2].graph
+    graph = trained(m, 1, "gpipe")[2].session.graph
     layers = len(graph.layers)
     plan = drawn(graph, (layers // 2, layers - layers // 2), seed=5)
     baseline = {id(array) for array in jax.live_arrays()}
     pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), plan, MICRO, schedule)
     state = pipe.init(m.params, batch, m.rng)
-    build, live, found = pipe.build, pipe.ledger.live, []
+    build, live, found = pipe.session.compiled, pipe.ledger.live, []
 
     def watching(it: Instruction) -> Instruction:
         def run(*args: Any) -> Any:
@@ -91,10 +91,10 @@ def random_case(seed: int) -> Case:
 def test_random_fates_of_random_graphs_are_exact_and_leak_nothing(seed: int, schedule: str, stages: int) -> None:
     m = random_case(seed)
     params, losses, plain = trained(m, 1, "gpipe")
-    layers = len(plain.graph.layers)
+    layers = len(plain.session.graph.layers)
     stages = min(stages, layers)
     cuts = tuple(layers // stages + (s < layers % stages) for s in range(stages))
-    ours = trained(m, drawn(plain.graph, cuts, seed), schedule)  # it looks at the ledger after every step
+    ours = trained(m, drawn(plain.session.graph, cuts, seed), schedule)  # it looks at the ledger after every step
     assert ours[1] == losses
     for a, b in zip(ours[0], params, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -128,7 +128,7 @@ def test_a_model_of_another_library_trains_as_in_plain_jax(case_of: Callable[[],
     for ours, theirs, before in zip(jax.tree.leaves(trained), params, jax.tree.leaves(case.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
         assert not np.array_equal(ours, before)
-    assert len(pipe.graph.layers) >= 3
+    assert len(pipe.session.graph.layers) >= 3
 
 
 @permissive

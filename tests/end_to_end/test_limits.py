@@ -78,7 +78,7 @@ def trained(limit: int | None) -> tuple[jvpipe.Pipeline, list[float]]:
     return pipe, losses
 
 
-@pytest.mark.usefixtures("punctual")
+@pytest.mark.usefixtures("copies_never_late")
 def test_five_limits_from_the_defaults_peak_down_to_the_smallest_hold() -> None:
     default, losses = trained(None)
     peak, smallest = max(default.ledger.peak[:HOST]), refused(1_000)
@@ -88,14 +88,14 @@ def test_five_limits_from_the_defaults_peak_down_to_the_smallest_hold() -> None:
         pipe, ours = trained(limit)
         assert ours == losses  # to the bit
         assert max(pipe.ledger.peak[:HOST]) <= limit
-        assert pipe.ledger.peak == [found.bytes for found in pipe.build.peaks]  # as simulated
+        assert pipe.ledger.peak == [found.bytes for found in pipe.session.compiled.peaks]  # as simulated
         assert any(stage.fates for stage in pipe.plan.stages) == (limit < peak)
     assert refused(smallest - 1) == smallest
 
 
 def test_a_host_limit_is_kept() -> None:
     pipe, _ = start(None, fates={"*": "swap"})
-    on_host = pipe.build.peaks[HOST].bytes
+    on_host = pipe.session.compiled.peaks[HOST].bytes
     assert on_host > 0
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="the host would hold"):
         start(None, fates={"*": "swap"}, host_memory_limit=on_host - 1)

@@ -18,7 +18,7 @@ def test_a_deep_bert_compiles_its_distinct_layers_only() -> None:
     state = pipe.init(workload.init, batch, jax.random.key(0, impl="unsafe_rbg"))
     state, metrics = pipe.step(state, batch)
     assert np.isfinite(float(metrics["loss"]))
-    distinct = len({id(p) for p in layer_programs(shared_store(), pipe.build.traced)})
-    assert len(pipe.graph.layers) > 22
+    distinct = len({id(p) for p in layer_programs(shared_store(), pipe.session.compiled.traced)})
+    assert len(pipe.session.graph.layers) > 22
     assert distinct <= 6
-    assert max(pipe.programs.values()) <= 4 * distinct  # forward, backward, sums of gradients, update
+    assert max(pipe.session.programs.values()) <= 4 * distinct  # forward, backward, sums of gradients, update

@@ -95,7 +95,7 @@ def test_the_replay_gives_the_same_bits_with_any_fates(name: str, case: str, sta
     assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)[0])
     held = sum(x.nbytes for x in state.arrays)
     assert pipe.ledger.live == [held, 0], "something leaked"
-    assert pipe.ledger.peak == [peak.bytes for peak in pipe.build.peaks]
+    assert pipe.ledger.peak == [peak.bytes for peak in pipe.session.compiled.peaks]
     assert pipe.ledger.peak[HOST] > 0
 
 
@@ -121,7 +121,7 @@ def test_every_schedule_replays_at_every_number_of_stages(name: str, stages: int
     params, losses = jvpipe.replay(pipe.ledger, pipe, m.params, batches, None)
     assert_same(pipe.params(state), params)
     assert len(losses) == 2 * MICRO
-    kinds = {row.kind for step in pipe.build.stream.steps for row in step.lowered.rows}
+    kinds = {row.kind for step in pipe.session.compiled.stream.steps for row in step.lowered.rows}
     shown = {"R"} if stages == 1 else {"R", "OUT", "IN"}  # a backward that follows at once leaves nothing to swap
     assert shown <= kinds, "the case shows nothing"
 
@@ -192,7 +192,7 @@ def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> 
     pipe.save(tmp_path / "flight", begun)
     later = pipeline(m, schedule, plan)
     resumed = later.restore(tmp_path / "flight")
-    assert resumed.flight == 3
+    assert resumed.stream_steps == 3
     resumed = ran(later, resumed, batches[3:])
     assert_same(later.params(resumed), whole.params(state))
     assert_same(later.model_state(resumed), whole.model_state(state))
@@ -269,7 +269,9 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
     state = pipe.init(m.params, batches[0], None)
     with pytest.raises(ValueError, match=r"loss of micro-batch 11 \(step 2\) is nan at stage 1, read with versions"):
         ran(pipe, state, batches)
-    assert len(pipe.ledger.versions.table()) == 4 * MICRO * len(pipe.graph.layers)  # one step more was under way
+    assert len(pipe.ledger.versions.table()) == 4 * MICRO * len(
+        pipe.session.graph.layers
+    )  # one step more was under way
 
 
 def test_pipemare_begins_synchronously_if_asked_to() -> None:
@@ -282,11 +284,11 @@ def test_pipemare_begins_synchronously_if_asked_to() -> None:
     assert_same(mare.params(ours), plain.params(theirs))
     assert_same(mare.params(ours), jvpipe.replay(mare.ledger, mare, m.params, batches, None)[0])
     ours = ran(mare, ours, batches[2:])
-    assert ours.flight == 3
+    assert ours.stream_steps == 3
     assert_same(mare.params(ours), jvpipe.replay(mare.ledger, mare, m.params, batches, None)[0])
     assert ours.updates == 2 + 3 * MICRO
     versions = mare.ledger.versions
     assert [versions[0, i] for i in (0, MICRO - 1, MICRO, 2 * MICRO)] == [
         Reads(forward, forward, forward + 1) for forward in (0, 0, 1, 2)
     ]
-    assert versions.staleness(len(mare.graph.layers))[-1] == 0
+    assert versions.staleness(len(mare.session.graph.layers))[-1] == 0

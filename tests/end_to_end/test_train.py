@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
-from jvpipe.cli.train import parse
+from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 
 LIMIT_S = 240

@@ -134,4 +134,4 @@ def test_a_pipeline_trains_it() -> None:
     plain = jax.jit(workload.loss_fn)(params, batch, None)
     np.testing.assert_allclose(losses[0], plain.total / plain.weight, rtol=1e-5)
     assert losses[1] < losses[0]
-    assert [p.array.name for p in pipe.graph.tied()] == ["embeddings/tokens/embedding"]
+    assert [p.array.name for p in pipe.session.graph.tied()] == ["embeddings/tokens/embedding"]

@@ -14,7 +14,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.controller import Bound
+from jvpipe.runtime.binding import Bound
 
 D, MICRO = 4, 4
 SHAPE = jax.ShapeDtypeStruct((), np.float32)
@@ -114,12 +114,12 @@ def told(pipe: jvpipe.Pipeline, state: jvpipe.State, batches: Sequence[Any], lat
 
 def coming(pipe: jvpipe.Pipeline, state: jvpipe.State) -> tuple[Callable[[Bound], None], Bound]:
     """The rows of the next step, and what replaces them."""
-    build = pipe.build
+    build = pipe.session.compiled
     if build.schedule.synchronous:
         return (lambda bound: setattr(build, "step", bound)), build.step
-    n = min(state.flight, len(build.stream.steps) - 1)
+    n = min(state.stream_steps, len(build.stream.steps) - 1)
     step, bound = build.stream_step(n)
-    return (lambda bound: build._steps.update({n: (step, bound)})), bound
+    return (lambda bound: build.bound_steps.update({n: (step, bound)})), bound
 
 
 @contextmanager
@@ -155,7 +155,10 @@ def test_every_failure_is_named_and_forgotten_after_a_restore(name: str, tmp_pat
             np.testing.assert_array_equal(ours, theirs)
 
     # Programs that fail on the host, after their dispatch or within it
-    later, late = [batch(2), batch(3)], 1 if pipe.build.schedule.synchronous else 2  # a backward may come a step later
+    later, late = (
+        [batch(2), batch(3)],
+        1 if pipe.session.compiled.schedule.synchronous else 2,
+    )  # a backward may come a step later
     for m in (0, MICRO - 1):
         for kind, (stage, layer) in enumerate([(1, 2), (0, 1)]):
             task = f"{stage}{'FB'[kind]}{m}"

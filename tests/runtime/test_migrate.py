@@ -13,8 +13,9 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.controller import Bound, Instruction, StageError
-from jvpipe.runtime.migrate import Migration, prepare
+from jvpipe.runtime.binding import Bound, Instruction
+from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.migrate import Migration, prepare_migration
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
@@ -71,10 +72,10 @@ def assert_same(ours: tuple[list[float], list[Any]], theirs: tuple[list[float], 
 
 def random_plan(pipe: jvpipe.Pipeline, draw: random.Random) -> jvpipe.Plan:
     """1 to 4 stages, any cuts, any devices, any fates."""
-    layers = len(pipe.graph.layers)
+    layers = len(pipe.session.graph.layers)
     stages = draw.randint(1, min(4, layers))
     bounds = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
-    plan = drawn(pipe.graph, tuple(b - a for a, b in pairwise(bounds)), draw.randrange(100))
+    plan = drawn(pipe.session.graph, tuple(b - a for a, b in pairwise(bounds)), draw.randrange(100))
     devices = draw.sample(range(4), stages)
     placed = (replace(stage, devices=(d,)) for stage, d in zip(plan.stages, devices, strict=True))
     return replace(plan, stages=tuple(placed))
@@ -94,11 +95,11 @@ def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
     pipe, state = started(m, random_plan(pipe, draw), schedule)
     moves = [((step, draw.randrange(MICRO)), random_plan(pipe, draw)) for step in range(STEPS)]
     assert_same(trained(m, pipe, state, moves), expected)
-    assert [(c.step, c.new.cuts) for c in pipe.history] == [(at[0], plan.cuts) for at, plan in moves]
-    assert any(c.how == "inside" for c in pipe.history)
+    assert [(c.step, c.new.cuts) for c in pipe.session.history] == [(at[0], plan.cuts) for at, plan in moves]
+    assert any(c.how == "inside" for c in pipe.session.history)
 
 
-@pytest.mark.usefixtures("punctual")
+@pytest.mark.usefixtures("copies_never_late")
 def test_a_move_is_counted_to_the_byte() -> None:
     """At every task of a step with a move inside, what the ledger counts is what JAX holds."""
     m = CASES["resnet"]()
@@ -108,31 +109,32 @@ def test_a_move_is_counted_to_the_byte() -> None:
     baseline = {id(array) for array in jax.live_arrays()}
     pipe = pipeline(m, jvpipe.Plan.from_cuts([2, 5]))
     state = pipe.init(m.params, batch_of(m, MICRO), key, m.state)
-    state = pipe.migrate(state, drawn(start.graph, (4, 3), seed=3), at=(0, 2))
-    (migration,) = pipe._moves.queue
+    state = pipe.migrate(state, drawn(start.session.graph, (4, 3), seed=3), at=(0, 2))
+    (migration,) = pipe.session.migrations.queue
     live, found = pipe.ledger.live, []
 
     def watching(it: Instruction) -> Instruction:
         def run(*args: Any) -> Any:
             expected = list(live)
             expected[it.target] -= it.born_bytes
-            found.append((it.row, expected, held(baseline, pipe.build.devices)))
+            found.append((it.row, expected, held(baseline, pipe.session.compiled.devices)))
             return it.run(*args)
 
         return it if it.feed else it._replace(run=run)
 
     bound = migration.bound
-    pipe._moves.queue[0] = replace(migration, bound=Bound(bound.lowered, tuple(map(watching, bound.instructions))))
+    watched = Bound(bound.lowered, tuple(map(watching, bound.instructions)))
+    pipe.session.migrations.queue[0] = replace(migration, bound=watched)
     state, metrics = pipe.step(state, batch_of(m, MICRO))
     del metrics
     assert {"MOVE", "FREE", "OUT", "IN"} <= {row.kind for row, *_ in found}
     for row, counted, real in found:
         assert counted == real, f"before {row}"
-    assert pipe.history[0].moved_bytes == sum(
+    assert pipe.session.history[0].moved_bytes == sum(
         bound.lowered.buffers[b].bytes for row in bound.lowered.rows if row.kind == "MOVE" for b in row.writes
     )
-    idle = [pipe._placing(build).peaks({}) for build in (migration.old, pipe.build)]
-    most = zip(pipe.build.peaks_of(bound), *idle, strict=True)
+    idle = [pipe.session.placing(build).peaks({}) for build in (migration.old, pipe.session.compiled)]
+    most = zip(pipe.session.compiled.peaks_of(bound), *idle, strict=True)
     assert pipe.ledger.peak == [max(peak.bytes for peak in place) for place in most]
 
 
@@ -163,13 +165,13 @@ def test_where_both_copies_do_not_fit_a_move_takes_another_way_or_is_refused() -
     plan, other = jvpipe.Plan.from_cuts([2, 2]), jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
     pipe, state = started(m, plan)
     expected = trained(m, pipe, state)
-    smallest = max(peak.bytes for peak in pipe.build.peaks)
+    smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
     ways = {}
     for limit in range(smallest, 2 * smallest, smallest // 10):
         pipe, state = started(m, plan, memory_limit=limit)
         assert_same(trained(m, pipe, state, [((1, 2), other)]), expected)
         assert max(pipe.ledger.peak[:HOST]) <= limit
-        ways.setdefault(pipe.history[0].how, limit)
+        ways.setdefault(pipe.session.history[0].how, limit)
     assert list(ways) == ["by host", "between", "inside"]
     pipe, state = started(m, plan, memory_limit=smallest)
     with pytest.raises(MemoryLimitExceeded, match="the limit is"):
@@ -198,7 +200,7 @@ def moments(migration: Migration) -> list[int]:
     return sorted({i for kind in found.values() for i in (*kind[:1], *kind[-1:])})
 
 
-@pytest.mark.usefixtures("punctual")
+@pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize("how", ["inside", "between", "by host"])
 def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
     """From the state as it was; that of the error, if values had left; from the checkpoint, if the update had begun."""
@@ -211,20 +213,20 @@ def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
     def asked(pipe: jvpipe.Pipeline, state: jvpipe.State) -> Migration:
         if how == "inside":
             pipe.migrate(state, there, at=(0, 2))
-            return pipe._moves.queue.pop()
-        old, new = pipe.build, pipe._builds.under(there)
+            return pipe.session.migrations.queue.pop()
+        old, new = pipe.session.compiled, pipe.session.compiled_plans.with_plan(there)
         limit = None if how == "between" else max(peak.bytes for peak in (*old.peaks, *new.peaks))
-        return prepare(old, new, (0, 0), how, Limits(limit))
+        return prepare_migration(old, new, (0, 0), how, Limits(limit))
 
     ways = set()
     for at in moments(asked(pipe, pipe.restore(tmp_path / "state"))):
         state = pipe.restore(tmp_path / "state")
         migration = broken(asked(pipe, state), at)
         assert migration.change.how == how
-        pipe._moves.queue.append(migration)
+        pipe.session.migrations.queue.append(migration)
         with pytest.raises(StageError, match="no link") as error:
             pipe.step(state, batch_of(m, MICRO))
-        assert (pipe.plan.cuts, pipe.history, len(pipe._moves.queue)) == ((2, 2), [], 0)
+        assert (pipe.plan.cuts, pipe.session.history, len(pipe.session.migrations.queue)) == ((2, 2), [], 0)
         assert pipe.plan.stages[0].devices == (0,)
         if any(x.is_deleted() for x in state.arrays):
             with pytest.raises(ValueError, match="if that step failed, go on from the last checkpoint"):
@@ -262,7 +264,7 @@ def test_a_move_that_comes_while_another_waits_is_queued_and_said(caplog: pytest
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]))
     assert "the next one waits for step 2" in caplog.text
     trained(m, pipe, state)
-    assert [(c.step, c.microbatch, c.new.cuts) for c in pipe.history] == [(1, 2, (3, 2)), (2, 0, (4, 1))]
+    assert [(c.step, c.microbatch, c.new.cuts) for c in pipe.session.history] == [(1, 2, (3, 2)), (2, 0, (4, 1))]
 
 
 def test_another_run_finds_no_move_that_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -273,7 +275,7 @@ def test_another_run_finds_no_move_that_waits(caplog: pytest.LogCaptureFixture) 
     assert "they were of the run before" in caplog.text
     assert_same(trained(m, pipe, state, steps=STEPS), expected)
     pipe.step(pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO))
-    assert (pipe.history, pipe.plan.cuts) == ([], (2, 3))
+    assert (pipe.session.history, pipe.plan.cuts) == ([], (2, 3))
 
 
 def test_any_cut_restores_what_another_saved_and_moves_on(tmp_path: Any) -> None:

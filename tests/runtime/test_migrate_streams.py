@@ -62,8 +62,8 @@ def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
     assert_same(pipe.params(state), again)
     assert len(each) == STEPS * MICRO
     assert all(np.isfinite(losses))
-    assert len(pipe.history) == len(moves)
-    assert all(change.how == "inside" for change in pipe.history)
+    assert len(pipe.session.history) == len(moves)
+    assert all(change.how == "inside" for change in pipe.session.history)
     lawful(pipe, schedule)
     state = jax.block_until_ready(pipe.drain(state))
     assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays), "something leaked"
@@ -73,8 +73,8 @@ def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
 def lawful(pipe: jvpipe.Pipeline, name: str) -> None:
     """No forward reads older weights than its stage's rule; S micro-batches after a change, none reads newer ones."""
     schedule = find_schedule(SCHEDULES[name])
-    moments = [(c.step * MICRO + c.microbatch, c.new) for c in pipe.history]
-    plans = [(0, pipe.history[0].old), *moments]
+    moments = [(c.step * MICRO + c.microbatch, c.new) for c in pipe.session.history]
+    plans = [(0, pipe.session.history[0].old), *moments]
     tables = {S: versions(schedule, schedule.with_updates(S, MICRO, 2 * STEPS), MICRO) for S in range(1, 5)}
     for (layer, m), reads in pipe.ledger.versions.table().items():
         start, plan = [leg for leg in plans if leg[0] <= m][-1]
@@ -103,7 +103,7 @@ def test_a_run_saved_on_the_way_goes_on_to_the_bit(tmp_path: Path) -> None:
     moves: dict[tuple[int, int], Any] = {(1, 3): there}
     whole, ended, _ = run(m, "pipedream", 3, moves, 4)
     pipe, state, _ = run(m, "pipedream", 3, moves, 2)
-    assert pipe.build.origin is not None, "the earlier plan is still in flight"
+    assert pipe.session.compiled.previous is not None, "the earlier plan is still in flight"
     pipe.save(tmp_path / "state", state)
     plan = jvpipe.checkpoint_plan(tmp_path / "state")
     assert plan == pipe.plan == there.with_schedule("pipedream")
@@ -119,7 +119,7 @@ def test_a_run_that_broke_on_the_way_goes_on_from_its_checkpoint(tmp_path: Path)
     pipe, state, _ = run(m, "pipedream", here, {}, 1)
     pipe.save(tmp_path / "plain", pipe.drain(state))
     pipe, state, _ = run(m, "pipedream", here, {(1, 1): there}, 2)
-    assert pipe.build.origin is not None, "the earlier plan is still in flight"
+    assert pipe.session.compiled.previous is not None, "the earlier plan is still in flight"
     found = []
     for one in (pipe, pipeline(m, there, "pipedream")):
         state = one.restore(tmp_path / "plain")
@@ -137,10 +137,10 @@ def test_a_limit_is_kept_on_the_way(schedule: str) -> None:
     m, here = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2])
     there = jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
     plain, *_ = run(m, schedule, here, {}, 1)
-    least = max(peak.bytes for peak in plain.build.peaks)
+    least = max(peak.bytes for peak in plain.session.compiled.peaks)
     ways = []
     for limit in (least, 2 * least):
         pipe, _, _ = run(m, schedule, here, {(1, 2): there}, 3, memory_limit=limit)
         assert max(pipe.ledger.peak[:HOST]) <= limit
-        ways += [change.how for change in pipe.history]
+        ways += [change.how for change in pipe.session.history]
     assert ways in (["between", "inside"], ["by host", "inside"])

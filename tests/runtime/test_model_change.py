@@ -74,7 +74,7 @@ def stepped(pipe: jvpipe.Pipeline, state: jvpipe.State, given: Any, steps: int =
 
 
 def parked_bytes(pipe: jvpipe.Pipeline) -> int:
-    return sum(value.nbytes for value in pipe._models.parked.values())
+    return sum(value.nbytes for value in pipe.session.known_models.parked.values())
 
 
 def streamed(
@@ -148,7 +148,7 @@ def test_what_is_removed_comes_back_as_it_left() -> None:
     state, _ = stepped(pipe, state, given := batches())
     left = pipe.params(state)
     state = pipe.update_model(state, loss_of(B), params_of(B))
-    change = pipe.model_history[-1]
+    change = pipe.session.model_history[-1]
     assert change.parked == ("b/bias", "b/kernel", "d/bias", "d/kernel")
     assert [path[0] for path in change.new] == ["x", "x", "y", "y", "z", "z"]
     state, _ = stepped(pipe, state, given)
@@ -159,7 +159,7 @@ def test_what_is_removed_comes_back_as_it_left() -> None:
     for name, found in (("a", trained), ("c", trained), ("head", trained), ("b", left), ("d", left)):
         jax.tree.map(np.testing.assert_array_equal, back[name], found[name])
     assert (trained["a"]["kernel"] != left["a"]["kernel"]).any()
-    assert pipe.model_history[-1].returned == change.parked
+    assert pipe.session.model_history[-1].returned == change.parked
 
 
 def test_the_host_holds_what_is_parked_within_its_limit() -> None:
@@ -178,7 +178,7 @@ def test_the_host_holds_what_is_parked_within_its_limit() -> None:
     with pytest.raises(MemoryLimitExceeded, match=f"the host would hold {2 * block:,} bytes") as error:
         pipe.update_model(state, loss_of(B), params_of(B))
     assert error.value.smallest_limit_bytes == 2 * block
-    assert (pipe.model_history, pipe.ledger.host_bytes) == ([], 0)
+    assert (pipe.session.model_history, pipe.ledger.host_bytes) == ([], 0)
     assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
 
     pipe, state = started(host_memory_limit=4 * block)
@@ -210,7 +210,7 @@ def test_another_run_finds_nothing_parked(tmp_path: Any) -> None:
         state = pipe.update_model(state, loss_of(names), params_of(names))
     assert pipe.ledger.host_bytes == parked_bytes(pipe) > 0
     state = pipe.restore(tmp_path / "in flight")
-    assert state.flight > 0
+    assert state.stream_steps > 0
     assert pipe.ledger.host_bytes == parked_bytes(pipe) == 0
 
     pipe, state = started()
@@ -218,8 +218,8 @@ def test_another_run_finds_nothing_parked(tmp_path: Any) -> None:
     state = pipe.init(params_of(C), next(batches()), None)
     assert pipe.ledger.host_bytes == 0
     state = pipe.update_model(state, loss_of(A), params_of(A))
-    assert pipe.model_history[-1].returned == ()
-    assert [path[0] for path in pipe.model_history[-1].new] == ["b", "b", "c", "c"]
+    assert pipe.session.model_history[-1].returned == ()
+    assert [path[0] for path in pipe.session.model_history[-1].new] == ["b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipemare"])
@@ -233,7 +233,7 @@ def test_a_stream_in_flight_is_drained_first(schedule: str) -> None:
                 state = pipe.update_model(state, loss_of(names), params_of(names))
             for state, metrics in pipe.run(state, given, 3):  # noqa: B007, B020
                 losses.append(float(metrics["loss"]))
-            assert state.flight > 0
+            assert state.stream_steps > 0
         return losses, pipe.params(state)
 
     (losses, params), (expected, plain) = run(drains=False), run(drains=True)
@@ -311,14 +311,14 @@ def test_the_limit_is_kept_or_nothing_happens() -> None:
     names: Names = ("u", "v", "w", "t")
     pipe, state = started()
     state = pipe.update_model(state, loss_of(names), params_of(names))
-    assert pipe.model_history[-1].how == "beside"
+    assert pipe.session.model_history[-1].how == "beside"
     expected = stepped(pipe, state, batches())[1]
-    smallest = max(peak.bytes for peak in pipe.build.peaks)
+    smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
     ways = set()
     for limit in (smallest, 2 * smallest):
         pipe, state = started(memory_limit=limit)
         state = pipe.update_model(state, loss_of(names), params_of(names))
-        ways.add(pipe.model_history[-1].how)
+        ways.add(pipe.session.model_history[-1].how)
         assert stepped(pipe, state, batches())[1] == expected
         assert max(pipe.ledger.peak[:HOST]) <= limit
     pipe, state = started(memory_limit=smallest)
@@ -326,7 +326,7 @@ def test_the_limit_is_kept_or_nothing_happens() -> None:
     many: Names = (*A, "e", "f", "g", "h", "i", "j")
     with pytest.raises(MemoryLimitExceeded, match=r"the limit is|of the limit|keeps the limit"):
         pipe.update_model(state, loss_of(many), params_of(many))
-    assert pipe.model_history == []
+    assert pipe.session.model_history == []
     assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
 
 
@@ -361,7 +361,7 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch:
     room, plan = 20_000, jvpipe.Plan.from_cuts([3, 3])  # the widest layer needs 35,000
     free = jvpipe.Pipeline(loss_fn, OPTIMIZER, plan, MICRO)
     free.init(kernels(800, 20, 20), batch, None)
-    limit = free.build.peaks[0].bytes + room
+    limit = free.session.compiled.peaks[0].bytes + room
     pipe = jvpipe.Pipeline(loss_fn, OPTIMIZER, plan, MICRO, memory_limit=limit)
     state = pipe.init(kernels(800, 20, 20), batch, None)
     assert not needs, "a given plan asks for no seconds"
@@ -369,8 +369,8 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch:
     assert needs, "there was room for the narrow ones"
     assert max(needs) <= room
     assert estimated, "there was none for the wide one"
-    assert pipe.planned is not None
-    assert 0 < pipe.planned.problem.costs.layers[2].forward_s < 1
+    assert pipe.session.planned is not None
+    assert 0 < pipe.session.planned.problem.costs.layers[2].forward_s < 1
     pipe.step(state, batch)
     assert max(pipe.ledger.peak[:HOST]) <= limit
 
@@ -393,7 +393,7 @@ def test_mistakes_are_told_and_nothing_has_happened() -> None:
         pipe.update_model(
             state, lambda params, batch, rng: jnp.mean(params["a"] * batch["x"]), {"a": np.ones((1, 1), np.float32)}
         )
-    assert pipe.model_history == []
+    assert pipe.session.model_history == []
     losses = [float(metrics["loss"]) for _, metrics in pipe.run(state, given, 2)]
     other = started(schedule="pipedream", optimizer=optax.sgd(0.1))
     assert losses == [float(metrics["loss"]) for _, metrics in other[0].run(other[1], batches(), 4)][2:]
@@ -405,7 +405,7 @@ def test_a_failure_on_the_way_leaves_the_state_whole(how: str, target: str, monk
     names: Names = ("a", "v", "w", "t") if how == "by host" else B
     options: Any = {"schedule": "pipedream", "optimizer": optax.sgd(0.1)} if how == "in flight" else {}
     pipe, state = started(**options)
-    smallest = max(peak.bytes for peak in pipe.build.peaks)
+    smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
     if how == "by host":  # room for one model at a time
         pipe, state = started(memory_limit=smallest)
 
@@ -427,8 +427,8 @@ def test_a_failure_on_the_way_leaves_the_state_whole(how: str, target: str, monk
         broken.setattr(target, fails)
         with pytest.raises(jvpipe.StageError, match="could not be changed: no link") as told:
             pipe.update_model(state, loss_of(names), params_of(names))
-    assert pipe.model_history == []
-    assert not pipe._models.parked
+    assert pipe.session.model_history == []
+    assert not pipe.session.known_models.parked
     state = told.value.state
     assert sum(pipe.ledger.live[:HOST]) == sum(x.nbytes for x in state.arrays)
     found = before + trained(pipe, state, given, 2)[1]

@@ -24,10 +24,10 @@ def ends_s(spans: Sequence[Span]) -> dict[str, float]:
 def test_a_task_does_not_begin_before_the_step_before_has_ended_on_its_device() -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN)
-    pipe.monitor()
+    pipe.session.monitor()
     for _ in range(5):  # nothing waits: steps are dispatched while earlier ones run
         state, _ = pipe.step(state, batch_of(m, MICRO))
-    earlier, later = pipe.measured(before=True), pipe.measured()
+    earlier, later = pipe.session.measured(before=True), pipe.session.measured()
     for device, end_s in ends_s(earlier.spans).items():
         assert min(span.start_s for span in later.spans if span.device == device) >= end_s
 
@@ -35,9 +35,9 @@ def test_a_task_does_not_begin_before_the_step_before_has_ended_on_its_device() 
 def test_any_thread_can_read_a_record_and_moves_between_steps_are_none() -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN)
-    pipe.monitor()
+    pipe.session.monitor()
     state, _ = pipe.step(state, batch_of(m, MICRO))
-    monitor = pipe._controller.monitor
+    monitor = pipe.session.controller.monitor
     assert monitor is not None
     record = monitor.close()
     assert record is not None
@@ -47,14 +47,14 @@ def test_any_thread_can_read_a_record_and_moves_between_steps_are_none() -> None
     layer_s = found[0].layer_s(5)
     assert min(layer_s) > 0
     state = jax.block_until_ready(pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2])))
-    assert pipe.history[0].how == "between"
-    assert pipe.measured() == found[0]
+    assert pipe.session.history[0].how == "between"
+    assert pipe.session.measured() == found[0]
 
 
 def copied_bytes(pipe: jvpipe.Pipeline, links: Sequence[tuple[int, int]]) -> list[int]:
     """What the measured timeline says that went over each link between devices."""
-    names = [str(device) for device in pipe._devices]
-    spans = [span for span in pipe.measured().spans if span.kind == "MOVE"]
+    names = [str(device) for device in pipe.session.settings.devices]
+    spans = [span for span in pipe.session.measured().spans if span.kind == "MOVE"]
     assert all(span.start_s <= span.end_s for span in spans)
     return [sum(s.args["bytes"] for s in spans if s.device == f"{names[a]} to {names[b]}") for a, b in links]
 
@@ -63,14 +63,14 @@ def copied_bytes(pipe: jvpipe.Pipeline, links: Sequence[tuple[int, int]]) -> lis
 def test_the_copies_of_a_migration_are_seen_with_their_bytes(schedule: str) -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN, schedule)
-    pipe.monitor()
+    pipe.session.monitor()
     stream = pipe.run(state, (batch_of(m, MICRO) for _ in range(3)))
     state, _ = next(stream)
     assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, 0]
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]), at=(1, 2))
     state, _ = next(stream)
-    assert pipe.history[0].how == "inside"
-    assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, pipe.history[0].moved_bytes]
+    assert pipe.session.history[0].how == "inside"
+    assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, pipe.session.history[0].moved_bytes]
     state, _ = next(stream)
     assert copied_bytes(pipe, [(0, 1), (1, 0)]) == [0, 0]
 
@@ -78,13 +78,13 @@ def test_the_copies_of_a_migration_are_seen_with_their_bytes(schedule: str) -> N
 def test_the_copies_between_two_steps_are_told_with_the_second() -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN)
-    pipe.monitor()
+    pipe.session.monitor()
     state, _ = pipe.step(state, batch_of(m, MICRO))
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]))
     assert copied_bytes(pipe, [(1, 0)]) == [0]
     state, _ = pipe.step(state, batch_of(m, MICRO))
-    assert pipe.history[0].how == "between"
-    assert copied_bytes(pipe, [(1, 0)]) == [pipe.history[0].moved_bytes]
+    assert pipe.session.history[0].how == "between"
+    assert copied_bytes(pipe, [(1, 0)]) == [pipe.session.history[0].moved_bytes]
     state, _ = pipe.step(state, batch_of(m, MICRO))
     assert copied_bytes(pipe, [(1, 0)]) == [0]
 

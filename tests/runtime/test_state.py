@@ -33,7 +33,7 @@ def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> N
     batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
     pipe = pipeline()
     pipe.init(init, batch, key)
-    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe.build.peaks)
+    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe.session.compiled.peaks)
     most = max(while_made.values())
     assert most > step, "the case shows nothing"
     pipeline(memory_limit=most).init(init, batch, key)
@@ -53,5 +53,5 @@ def test_a_limit_that_is_named_is_enough_to_make_the_parameters() -> None:
     pipe = pipeline(told.value.smallest_limit_bytes)
     pipe.init(init, batch, key)
     most = max(pipe.ledger.peak_bytes.values())
-    assert most > max(peak.bytes for peak in pipe.build.peaks), "the case shows nothing"
+    assert most > max(peak.bytes for peak in pipe.session.compiled.peaks), "the case shows nothing"
     assert most == told.value.smallest_limit_bytes

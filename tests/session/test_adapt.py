@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jvpipe
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.monitor import Measured
 from jvpipe.session import adapt
 from jvpipe.session.trigger import Seen
@@ -25,7 +25,7 @@ class Devices:
 
     slowness = dict.fromkeys(range(4), 1.0)
 
-    def seen(self, measured: Measured, build: Build) -> Seen:
+    def seen(self, measured: Measured, build: CompiledPlan) -> Seen:
         layer_s = [self.slowness[stage.devices[0]] for stage in build.plan.stages for _ in stage.layers]
         assert all(s > 0 for s in measured.layer_s(len(layer_s))), "every layer's tasks were seen"
         return Seen(layer_s, [0.0] * len(build.plan.stages))
@@ -47,7 +47,7 @@ def trained(
     for step, (after, metrics) in enumerate(pipe.run(state, batches)):
         state = after
         losses.append(float(metrics["loss"]))
-        pipe._adapter.wait()  # so that what the thread finds does not depend on who is faster
+        pipe.session.adapter.wait()  # so that what the thread finds does not depend on who is faster
         devices.slowness = SLOW if step + 1 in slow else dict.fromkeys(SLOW, 1.0)
     state = pipe.drain(state)
     return losses, jax.tree.leaves(pipe.params(state))
@@ -61,13 +61,17 @@ def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(schedule: s
     pipe.adapt()
     found = trained(m, pipe, state, devices, range(5, 11))
     assert_same(found, expected)
-    assert [(c.step, c.old.cuts, c.new.cuts) for c in pipe.history] == [(7, (3, 2), (4, 1)), (13, (4, 1), (3, 2))]
-    assert [c.why for c in pipe.history] == [
+    history = pipe.session.history
+    assert [(c.step, c.old.cuts, c.new.cuts) for c in history] == [
+        (7, (3, 2), (4, 1)),
+        (13, (4, 1), (3, 2)),
+    ]
+    assert [c.why for c in pipe.session.history] == [
         "stage 1 takes 2.5 times what was planned",
         "every stage takes what was planned again",
     ]
     assert pipe.plan == HOME.with_schedule(schedule)
-    assert all(c.moved_bytes > 0 for c in pipe.history)
+    assert all(c.moved_bytes > 0 for c in pipe.session.history)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -77,25 +81,25 @@ def test_what_was_made_ready_is_used_as_it_is(schedule: str, devices: Devices, m
     def prepared(*args: Any) -> Any:
         raise AssertionError("lowered again while the pipeline waits")
 
-    monkeypatch.setattr("jvpipe.session.migrations.prepare", prepared)
+    monkeypatch.setattr("jvpipe.session.migrations.prepare_migration", prepared)
     m = CASES["mlp"]()
     pipe, state = started(m, HOME, schedule)
     pipe.adapt()
-    offer = pipe._adapter.offer
-    monkeypatch.setattr(pipe._adapter, "offer", lambda step: None if step % 2 else offer(step))
+    offer = pipe.session.adapter.offer
+    monkeypatch.setattr(pipe.session.adapter, "offer", lambda step: None if step % 2 else offer(step))
     trained(m, pipe, state, devices, range(5, 11))
-    assert [(c.step, c.new.cuts) for c in pipe.history] == [(8, (4, 1)), (14, (3, 2))]
-    assert {c.how for c in pipe.history} == {"between" if schedule == "1f1b" else "inside"}
+    assert [(c.step, c.new.cuts) for c in pipe.session.history] == [(8, (4, 1)), (14, (3, 2))]
+    assert {c.how for c in pipe.session.history} == {"between" if schedule == "1f1b" else "inside"}
 
 
 def test_what_does_not_fit_is_said_and_left(devices: Devices, caplog: pytest.LogCaptureFixture) -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, HOME)
-    smallest = max(peak.bytes for peak in pipe.build.peaks)
+    smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
     pipe, state = started(m, HOME, memory_limit=smallest)
     pipe.adapt()
     trained(m, pipe, state, devices, range(5, 16))
-    assert pipe.history == []
+    assert pipe.session.history == []
     said = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: ")
@@ -108,13 +112,13 @@ def test_off_is_off_and_what_the_user_moves_stays(devices: Devices) -> None:
     pipe.adapt()
     pipe.adapt(on=False)
     trained(m, pipe, state, devices, range(5, 16))
-    assert pipe.history == []
+    assert pipe.session.history == []
     pipe, state = started(m, HOME)
     pipe.adapt()
     user = jvpipe.Plan.from_cuts([2, 3])
     state = pipe.migrate(state, user, at=(2, 1))
     trained(m, pipe, state, devices, range(8, 12), steps=18)
-    assert [c.new.cuts for c in pipe.history] == [(2, 3), (4, 1), (2, 3)]
+    assert [c.new.cuts for c in pipe.session.history] == [(2, 3), (4, 1), (2, 3)]
 
 
 def test_real_seconds_are_read_beside_a_run() -> None:
@@ -128,4 +132,4 @@ def test_real_seconds_are_read_beside_a_run() -> None:
         state, metrics = pipe.step(state, batch_of(m, MICRO))
         start, expected = plain.step(start, batch_of(m, MICRO))
         np.testing.assert_array_equal(metrics["loss"], expected["loss"])
-    pipe._adapter.wait()
+    pipe.session.adapter.wait()

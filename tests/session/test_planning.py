@@ -52,6 +52,6 @@ def test_links_between_devices_are_measured_and_counted(
     params = [np.ones(shape, np.float32) for shape in pairwise(WIDTHS)]
     pipe = jvpipe.Pipeline(waisted, optax.sgd(0.1), 2, 4, planner=planner, devices=jax.devices()[:2])
     pipe.init(params, {"x": np.ones((8, WIDTHS[0]), np.float32)}, None)
-    assert pipe.planned is not None
-    assert pipe.planned.problem.peer == send
+    assert pipe.session.planned is not None
+    assert pipe.session.planned.problem.peer == send
     assert WIDTHS[pipe.plan.cuts[0]] == crossing

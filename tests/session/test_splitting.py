@@ -23,7 +23,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import micro_batch_shapes
 from jvpipe.session.planning import Planned
-from jvpipe.session.splitting import Candidate, Splitter
+from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import places, split
 from jvpipe.trace.loss import trace_loss
@@ -67,14 +67,14 @@ def three_blocks() -> Traced:
     return build_graph(loss, [next(i for i in adds if i > bias) + 1 for bias in biases[:2]])
 
 
-def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> Candidate:
+def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> CutCandidate:
     """The plan of a model on devices for which the lightest layer's forward takes a second."""
     unit = worth / (2 * 2 * ROWS * WIDTH * 8)
     layers = (LayerCost(x.name, x.flops * unit, 2 * x.flops * unit, (Option(0),)) for x in traced.graph.layers)
     problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
     decision = jvpipe(problem)
     planned = Planned(decision.plan(problem.costs, "1f1b", "jvpipe"), problem, decision)
-    return Candidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
+    return CutCandidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
 
 
 def always(whole: Traced, layer: int, halves: Traced) -> bool:
@@ -97,13 +97,13 @@ def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
 def test_whole_layers_stay(why: str) -> None:
     begin = by_flops(three_blocks(), worth=1e-5 if why == "layers are light" else 1.0)
 
-    def plan(traced: Traced) -> Candidate:
+    def plan(traced: Traced) -> CutCandidate:
         if why == "no finer plan":
             raise Infeasible("nothing fits", stage=0, excess_bytes=1, smallest_limit_bytes=1)
         return begin
 
-    agree: Callable[[Traced, int, Traced], bool] = always if why != "bits differ" else lambda *_: False
-    assert Splitter(CORE, agree).better(begin, plan) is begin
+    keeps_bits: Callable[[Traced, int, Traced], bool] = always if why != "bits differ" else lambda *_: False
+    assert Splitter(CORE, keeps_bits).better(begin, plan) is begin
 
 
 def test_even_stages_stay() -> None:
@@ -131,19 +131,19 @@ def test_a_transformer_has_the_same_bits_with_halves() -> None:
     plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], devices=[0] * 4, splits=halves.splits)
     alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
     cut, pipe = run(case.params, case.batch, case.loss_fn, plan)
-    assert len(pipe.build.traced.graph.layers) == len(whole.graph.layers) + 2
+    assert len(pipe.session.compiled.traced.graph.layers) == len(whole.graph.layers) + 2
     assert cut == alone
 
 
 def test_more_stages_than_layers_cut_layers() -> None:
     params, given = parameters(*[8] * 6), batch()
     alone, pipe = run(params, given, feed_forward, 1, planner="even")
-    layers = len(pipe.build.traced.graph.layers)
+    layers = len(pipe.session.compiled.traced.graph.layers)
     finer, pipe = run(params, given, feed_forward, layers + 1)
     assert len(pipe.plan.stages) == layers + 1
     assert pipe.plan.splits
     named = re.findall(r"^  layer +\d+ (\S+)", pipe.explain(), re.MULTILINE)
-    assert len(set(named)) == len(named) == len(pipe.graph.layers)  # halves are told apart
+    assert len(set(named)) == len(named) == len(pipe.session.graph.layers)  # halves are told apart
     assert finer == alone
     again, other = run(params, given, feed_forward, Plan.from_json(pipe.plan.to_json()))
     assert (again, other.plan.splits) == (alone, pipe.plan.splits)
@@ -155,7 +155,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
     params, given = parameters(*[8] * 6), batch()
     pipe = Pipeline(feed_forward, SGD, stages=1, microbatches=2, planner="even", devices=jax.devices()[:1])
     state = pipe.init(params, given, jax.random.key(0))
-    whole = pipe.build.traced
+    whole = pipe.session.compiled.traced
     halves = split(whole, {3: places(whole, 3, lambda eqns, _: [1.0] * len(eqns))[0]})
     plan = Plan.from_cuts([len(halves.graph.layers)], splits=halves.splits)
     with pytest.raises(ValueError, match="a plan with other layers needs a new pipeline"):

@@ -1,1 +1,1 @@
-"""States as files: what is written, and how it is found whole again."""
+"""States as files: written whole, and checked when they are read."""

@@ -102,12 +102,12 @@ def load_meta(path: str | Path) -> dict[str, Any]:
 
 
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
-    """What `Pipeline.save` was given as `extra`."""
+    """Reads what `Pipeline.save` was given as `extra`."""
     return load_meta(path)["extra"]
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder holds a checkpoint that was written to its end."""
+    """True if a folder holds a checkpoint that was written to its end."""
     return generations.newest(path) is not None or (path / "meta").is_dir()
 
 
@@ -124,14 +124,23 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def check_paths(saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
-    """Raises ValueError unless saved arrays have the wanted names, shapes and types; names the first that differs."""
+    """Checks that saved arrays have the wanted names, shapes and types.
+
+    Args:
+        saved: arrays by path.
+        wanted: shapes and types by path.
+        where: the checkpoint, for the message.
+
+    Raises:
+        ValueError: they differ; the message names the first.
+    """
     for path, (shape, dtype) in wanted.items():
         if path not in saved:
             raise ValueError(f"{where} is of another model: it has no parameter '{path}'")
-        found = saved[path]
-        if (tuple(found.shape), str(found.dtype)) != (tuple(shape), dtype):
+        array = saved[path]
+        if (tuple(array.shape), str(array.dtype)) != (tuple(shape), dtype):
             raise ValueError(
-                f"{where} is of another model: its parameter '{path}' is {found.dtype}{list(found.shape)}, "
+                f"{where} is of another model: its parameter '{path}' is {array.dtype}{list(array.shape)}, "
                 f"this model's is {dtype}{list(shape)}"
             )
     if extra := sorted(set(saved) - set(wanted)):
@@ -147,12 +156,12 @@ def to_host(array: jax.Array) -> Any:
 
 
 def _words(value: Any) -> np.ndarray:
-    """What a checkpoint can hold: of keys their words."""
+    """An array as a checkpoint can hold it: of keys their words."""
     return np.asarray(jax.random.key_data(value) if is_key(value) else value, order="C")
 
 
 def _is_native(array: np.ndarray) -> bool:
-    """Whether the format knows the type of an array; others are written as bytes."""
+    """True if the format knows the type of an array; others are written as bytes."""
     return (array.dtype.isbuiltin == 1 and array.dtype.itemsize <= 8) or str(array.dtype) == "bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""What is in flight between the steps of an asynchronous stream, and how it becomes a plain state.
+"""States in flight between the steps of an asynchronous stream: their names, and the plain state in them.
 
 A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight has those of
 `Step.after`: every live version of the weights, residuals, edges, sums of gradients.
@@ -12,27 +12,27 @@ import jax
 from jvpipe import _jax
 from jvpipe.ir.buffers import Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import Ledger
 
 
-def names_of(build: Build, flight: int) -> tuple[Spot, ...]:
+def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
     """The names of a state's arrays after so many steps of a stream."""
-    if not flight:
-        return tuple(buffer.spot for buffer in build.persistent)
-    return build.stream.step(flight - 1).after
+    if not stream_steps:
+        return tuple(buffer.spot for buffer in compiled.persistent)
+    return compiled.stream.step(stream_steps - 1).after
 
 
-def plain_arrays(build: Build, state: State) -> tuple[jax.Array, ...]:
+def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     """The newest of everything that a plain state has; what is in flight is left out."""
-    if not state.flight:
+    if not state.stream_steps:
         return state.arrays
-    arrays = dict(zip(names_of(build, state.flight), state.arrays, strict=True))
+    arrays = dict(zip(names_of(compiled, state.stream_steps), state.arrays, strict=True))
     newest = _newest(arrays)
     plain = []
-    for buffer in build.persistent:
-        array, device = newest[_holder(buffer.spot)], build.devices[buffer.place]
+    for buffer in compiled.persistent:
+        array, device = newest[_holder(buffer.spot)], compiled.devices[buffer.place]
         plain.append(array if array.devices() == {device} else jax.device_put(array, device))
     return tuple(plain)
 
@@ -75,24 +75,26 @@ def _newest(arrays: dict[Spot, jax.Array]) -> dict[_Holder, jax.Array]:
 
 
 def _holder(spot: Spot) -> _Holder:
-    """What may have several versions; parameters and optimizer state wherever they lie, as layers may be on the way."""
+    """The key of all versions of a value; of parameters and optimizer state wherever they lie: layers may be moving."""
     here = spot.value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
     return spot.value.kind, spot.value.index, spot.value.layer, spot.place if here else NONE
 
 
-def restore_in_flight(build: Build, flight: int, values: Mapping[str, Any], ledger: Ledger) -> tuple[jax.Array, ...]:
+def restore_in_flight(
+    compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
+) -> tuple[jax.Array, ...]:
     """Puts the arrays of a state in flight each where it lay.
 
     Args:
-        build: what the state belongs to.
-        flight: the steps of its stream.
+        compiled: what the state belongs to.
+        stream_steps: the steps of its stream.
         values: host arrays by their names.
         ledger: counts them.
 
     Raises:
-        ValueError: the names are not those of this build's stream.
+        ValueError: the names are not those of this plan's stream.
     """
-    step = build.stream.step(flight - 1)
+    step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
@@ -104,7 +106,7 @@ def restore_in_flight(build: Build, flight: int, values: Mapping[str, Any], ledg
         value = values[name]
         buffer = step.lowered.buffers[b]
         ledger.hold(buffer.memory, buffer.bytes)
-        device = build.devices[buffer.place]
+        device = compiled.devices[buffer.place]
         array = jax.device_put(value, device, may_alias=False)
         arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
     return tuple(arrays)

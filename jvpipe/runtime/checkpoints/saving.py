@@ -12,7 +12,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.runtime.checkpoints import skeleton
 from jvpipe.runtime.checkpoints.checkpoint import check_paths, load_meta, save_checkpoint, to_host
 from jvpipe.runtime.checkpoints.flight import names_of
-from jvpipe.runtime.compiled_plan import Build
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
@@ -21,19 +21,19 @@ from jvpipe.trace.loss import KeyKind
 
 @dataclass(frozen=True)
 class Saving:
-    """How the states of a build are kept."""
+    """Writes the states of a compiled plan, and checks what was written."""
 
-    build: Build
+    compiled: CompiledPlan
     schedule: Schedule
     microbatches: int
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """What the arrays of each kind are called in a checkpoint."""
-        graph = self.build.traced.graph
+        """The names of the arrays of each kind in a checkpoint."""
+        graph = self.compiled.traced.graph
         return {
             "parameter": [p.array.name for p in graph.parameters],
-            "optimizer": [leaf.array.name for leaf in self.build.optimizer.state],
+            "optimizer": [leaf.array.name for leaf in self.compiled.optimizer.state],
             "state": [array.name for array in graph.state],
         }
 
@@ -47,7 +47,17 @@ class Saving:
         versions: VersionLedger,
         extra: dict[str, Any],
     ) -> None:
-        """Writes a state; `values` are its newest arrays by kind, `shapes` what it was traced with."""
+        """Writes a state.
+
+        Args:
+            path: a folder.
+            state: at rest, or in flight.
+            values: its newest arrays by kind, on the host.
+            rng: the key of the run.
+            shapes: the trees that the model was traced with.
+            versions: the ledger of the run, of which a state in flight needs the end.
+            extra: the caller's own; what JSON can hold.
+        """
         arrays = {kind: dict(zip(names, values[kind], strict=True)) for kind, names in self.names.items()}
         meta = {
             "step": state.step,
@@ -58,14 +68,14 @@ class Saving:
             "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
             "extra": extra,
         }
-        if state.flight:
+        if state.stream_steps:
             meta["flight"] = {
-                "steps": state.flight,
+                "steps": state.stream_steps,
                 "bound_to": self._binding,
-                "legs": [[span.start, span.layout.plan.to_json()] for span in self.build.spans],
+                "legs": [[span.start, span.layout.plan.to_json()] for span in self.compiled.spans],
                 "versions": versions.to_json(),
             }
-            names = map(str, names_of(self.build, state.flight))
+            names = map(str, names_of(self.compiled, state.stream_steps))
             arrays["flight"] = {name: to_host(x) for name, x in zip(names, state.arrays, strict=True)}
         save_checkpoint(path, arrays, meta)
 
@@ -75,16 +85,16 @@ class Saving:
         Raises:
             ValueError: they are of another model.
         """
-        found: dict[Name, Leaf] = {}
+        leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
             check_paths(arrays.get(kind, {}), dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
-            found |= {(kind, i): given_leaves([arrays[kind][name]])[0] for i, name in enumerate(names)}
-        return found
+            leaves |= {(kind, i): given_leaves([arrays[kind][name]])[0] for i, name in enumerate(names)}
+        return leaves
 
-    def check_flight(self, path: str | Path, flight: Mapping[str, Any]) -> None:
+    def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
         """Raises ValueError if what was in flight belongs to another schedule, other cuts or fates."""
-        if flight["bound_to"] != self._binding:
-            saved, cuts, _, _, micro = flight["bound_to"]
+        if in_flight["bound_to"] != self._binding:
+            saved, cuts, _, _, micro = in_flight["bound_to"]
             raise ValueError(
                 f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
                 "the same schedule, cuts, fates and micro-batches can go on from it. Use these (its plan is "
@@ -93,12 +103,12 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
-        plan = self.build.plan
+        plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
         return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches]
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
-        graph, optimizer = self.build.traced.graph, self.build.optimizer
+        graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
         arrays = {
             "parameter": [p.array for p in graph.parameters],
             "optimizer": [leaf.array for leaf in optimizer.state],
@@ -109,8 +119,8 @@ class Saving:
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
     """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
-    flight = load_meta(path).get("flight")
-    return Plan.from_json(flight["legs"][-1][1]) if flight else None
+    in_flight = load_meta(path).get("flight")
+    return Plan.from_json(in_flight["legs"][-1][1]) if in_flight else None
 
 
 def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
@@ -125,12 +135,12 @@ def saved_inputs(path: str | Path, meta: Mapping[str, Any]) -> tuple[Any, Any, j
         ValueError: it does not know the containers of one of them.
     """
     shapes = meta["shapes"]
-    if unknown := [name for name, found in shapes.items() if found is None]:
+    if unknown := [name for name, shape in shapes.items() if shape is None]:
         raise ValueError(
             f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
         )
     try:
-        trees = {name: skeleton.load(found) for name, found in shapes.items()}
+        trees = {name: skeleton.load(shape) for name, shape in shapes.items()}
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}, or call init") from problem
     rng = None

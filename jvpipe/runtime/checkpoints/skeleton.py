@@ -29,13 +29,13 @@ def dump(tree: Tree) -> Any:
         return None
 
 
-def load(found: Any) -> Tree:
+def load(dumped: Any) -> Tree:
     """The tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
 
     Raises:
         ValueError: the class of a container is not there.
     """
-    ((kind, inside),) = found.items()
+    ((kind, inside),) = dumped.items()
     match kind:
         case "dict":
             return {k: load(v) for k, v in inside.items()}
@@ -75,7 +75,7 @@ def _dump(tree: Tree) -> Any:
 
 
 def _told(kept: Any) -> Any:
-    """What flattening kept, as JSON: tuples apart from lists."""
+    """The data that flattening kept, as JSON: tuples apart from lists."""
     if isinstance(kept, tuple):
         return {"tuple": [_told(x) for x in kept]}
     if isinstance(kept, list):
@@ -98,7 +98,7 @@ def _plain(told: Any) -> Any:
 def _class(name: str) -> type:
     module, _, inside = name.partition(":")
     try:
-        found = attrgetter(inside)(sys.modules[module])
+        container = attrgetter(inside)(sys.modules[module])
     except (KeyError, AttributeError) as problem:
         raise ValueError(f"the containers are of class {inside} of {module}: import that before restore") from problem
-    return found
+    return container

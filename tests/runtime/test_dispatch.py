@@ -9,7 +9,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.turns import turns
+from jvpipe.runtime.dispatch import dispatch_ready
 
 
 def row(kind: Kind, place: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), layer: int = 0) -> Row:
@@ -53,7 +53,7 @@ def order(
         return len(done) >= ready_after or len(asked) > 100  # at last it comes, though nothing else happens
 
     monkeypatch.setattr(_jax, "is_ready", is_ready)
-    for index in turns(ROWS, targets, table, leaves_host):
+    for index in dispatch_ready(ROWS, targets, table, leaves_host):
         done.append(index)
         for b in ROWS[index].writes:
             table[b] = b
@@ -110,7 +110,7 @@ def test_nothing_is_dropped_before_all_that_moves_has_arrived(monkeypatch: pytes
 
         monkeypatch.setattr(_jax, "is_ready", is_ready)
         done = []
-        for index in turns(first, [found.place for found in first], table):
+        for index in dispatch_ready(first, [found.place for found in first], table):
             done.append(first[index])
             for b in first[index].writes:
                 table[b] = b

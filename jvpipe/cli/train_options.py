@@ -1,0 +1,106 @@
+"""The options of `python -m jvpipe.train`: given ones, else those of the run that is resumed, else the defaults."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import tyro
+
+from jvpipe.cli import export
+from jvpipe.cli.rundir import RunDir
+
+FIXED = ("model", "size", "dtype", "batch_size", "seed")
+"""What a resumed run cannot change; all else is placement, or how long to go on."""
+NOT_KEPT = ("resume", "remeasure", "export")
+"""Options that hold for one process alone."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Trains a model as a pipeline over the devices of this machine."""
+
+    model: str = "bert"
+    """Which model."""
+    size: str | None = None
+    """Which of its sizes; the smallest one if left out."""
+    dtype: str = "float32"
+    """The type to compute in (float32 or bfloat16); parameters are float32."""
+    stages: int = 2
+    """Over how many devices."""
+    microbatches: int = 4
+    """Into how many parts a batch is split."""
+    schedule: str = "1f1b"
+    """In which order the micro-batches run: gpipe, 1f1b; asynchronously: pipedream, 2bw, pipemare, xpipe."""
+    planner: str = "jvpipe"
+    """How layers are spread over stages: jvpipe, even, torchgpipe, vpipe, dawnpiper, ..."""
+    plan: str | None = None
+    """A plan to follow, such as the plan.json of a run: nothing is planned then."""
+    memory_limit: str | None = None
+    """What each device may hold, such as 2GiB."""
+    host_memory_limit: str | None = None
+    """What values swapped to the host may take there, of all devices together."""
+    checkpoint: str | None = None
+    """Which micro-batches are computed again from their stage's input: always, except_last, never."""
+    batch_size: int | None = None
+    """Examples per step; the model's own if left out."""
+    steps: int | None = None
+    """The total number of steps, those before a resume included; the model's own if left out."""
+    data: str | None = None
+    """A text file or a folder of them; by default the English prose that comes with Python."""
+    seed: int = 0
+    """Of parameters, dropout and the order of the data."""
+    remeasure: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measures layers anew; else what an earlier run of the same model has measured on this machine is used."""
+    run_dir: str | None = None
+    """Where the run is kept; by default a new folder in runs/."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other
+    stages, another planner, schedule or limit it is planned anew."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; there is always one of the last step."""
+    adapt: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Lets layers leave a device that has become slow, and come back."""
+    nas: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Searches architectures by regularised evolution: one after another is trained, blocks keep their parameters."""
+    nas_steps: int = 5
+    """Steps that each architecture is trained for at a time."""
+    export: str | None = None
+    """Writes the trained parameters to this .safetensors file."""
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """The options: given ones, else with --resume those of the run but --export, else the defaults."""
+    options = tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
+    if options.resume:
+        if options.run_dir is None:
+            raise ValueError("--resume needs --run-dir, the folder of the run to continue")
+        before = RunDir(Path(options.run_dir))
+        config = before.read_config()
+        if options.nas or config.get("nas"):
+            raise ValueError("--nas cannot be resumed: a search saves its last architecture alone. Begin a new run")
+        saved = _options_in(config, before.config)
+        if saved.get("data") and not options.data:
+            print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
+        options = tyro.cli(Options, args=arguments, default=Options(**saved), prog="python -m jvpipe.train")
+    for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every", "nas_steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.export:
+        export.check_writable(Path(options.export))
+    return options
+
+
+def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The options of a run, but for what it was to write elsewhere.
+
+    Raises:
+        ValueError: one is of another type than the command line's.
+    """
+    types = get_type_hints(Options)
+    saved = {name: config[name] for name in types if name in config and name not in NOT_KEPT}
+    for name, value in saved.items():
+        if type(value) not in (get_args(types[name]) or (types[name],)):
+            raise ValueError(f"{path} is not what a run wrote: {name} is {value!r}")
+    return saved

@@ -1,0 +1,149 @@
+"""The first plan of a model: planned and compiled, or compiled as it was given."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from jvpipe.cost.archive import Archive
+from jvpipe.cost.measure import Runs
+from jvpipe.cost.presets import accelerator_of
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.user_fates import checkpointed, with_fates
+from jvpipe.programs.bit_equality import same_bits, same_update
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import ProgramStore
+from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.state import Leaf, Name, Placing
+from jvpipe.session.planning import Planned, Request, decide, measure
+from jvpipe.session.settings import Settings
+from jvpipe.session.splitting import CutCandidate, Splitter
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import split_at
+
+
+@dataclass(frozen=True)
+class ModelPlanner:
+    """Plans a traced model; what it checks against the limits is what will run.
+
+    Args:
+        settings: what the user asked for.
+        store: where programs are compiled.
+        cut: cuts the optimizer for a model in these layers.
+        runs: seconds of programs that are known; what is measured is added.
+        room_bytes: what the device has for a program that is timed.
+        archive: where earlier processes kept what they measured.
+        leaves: what puts or makes the parameters, which takes room too.
+    """
+
+    settings: Settings
+    store: ProgramStore
+    cut: Callable[[Traced], OptimizerCut]
+    runs: Runs
+    room_bytes: int | None
+    archive: Archive
+    leaves: Mapping[Name, Leaf]
+    _checked: list[CompiledPlan] = field(default_factory=list)
+
+    def plan(self, traced: Traced, *, finer: bool) -> tuple[CompiledPlan, Planned | None]:
+        """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
+
+        Args:
+            traced: the model, in whole layers.
+            finer: also try layers cut in two.
+
+        Raises:
+            ValueError: there are more stages than layers, or the given plan does not fit.
+            MemoryLimitExceeded: no plan keeps the limit.
+        """
+        settings = self.settings
+        if isinstance(settings.stages, Plan):
+            plan = settings.stages.under(settings.schedule.name)
+            traced = split_at(traced, plan.splits)
+            return self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)), None
+        chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
+        splitter = self._splitter()
+        traced = splitter.finest(traced, settings.stages) if chooses else traced
+        layers = len(traced.graph.layers)
+        if settings.stages > layers:
+            raise ValueError(
+                f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
+            )
+        best = self._candidate(traced)
+        if chooses and finer:
+            best = splitter.better(best, self._candidate)
+        return self._check(best.traced, best.planned.plan, best.optimizer), best.planned
+
+    def _candidate(self, traced: Traced) -> CutCandidate:
+        """The planner's plan for a model cut into these layers."""
+        settings, optimizer = self.settings, self.cut(traced)
+        assert isinstance(settings.stages, int)
+        request = Request(
+            settings.planner,
+            settings.stages,
+            settings.schedule.name,
+            settings.microbatches,
+            settings.places,
+            settings.memory_limit_bytes,
+            settings.host_limit_bytes,
+        )
+        known = self.runs, self.room_bytes, self.archive
+        problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
+
+        def held_bytes_of(plan: Plan) -> list[int]:
+            compiled = self._check(traced, plan, optimizer)
+            placing = Placing(traced.graph, optimizer, compiled.persistent, settings.devices)
+            both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
+            most = [max(step.bytes, making.bytes) for step, making in both]
+            return [most[stage.devices[0]] for stage in plan.stages]
+
+        return CutCandidate(traced, optimizer, decide(request, problem, held_bytes_of))
+
+    def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
+        """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""
+        plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
+        compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
+        if compiled is None:
+            compiled = self._compiled(traced, plan, optimizer)
+            self._checked.append(compiled)
+        return compiled
+
+    def _compiled(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
+        return compile_plan(self.settings, self.store, traced, plan, optimizer)
+
+    def _splitter(self) -> Splitter:
+        device = self.settings.devices[0]
+
+        def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
+            updates = self.cut(whole), layer, self.cut(halves)
+            return same_bits(self.store, device, whole, layer, halves) and same_update(self.store, device, *updates)
+
+        return Splitter(accelerator_of(device), keeps_bits)
+
+    def _with_user_fates(self, traced: Traced, plan: Plan) -> Plan:
+        if self.settings.checkpoint is not None:
+            plan = checkpointed(traced.graph, plan, self.settings.checkpoint)
+        return with_fates(traced.graph, plan, self.settings.fates)
+
+
+def compile_plan(
+    settings: Settings, store: ProgramStore, traced: Traced, plan: Plan, optimizer: OptimizerCut
+) -> CompiledPlan:
+    """Makes a plan ready to run.
+
+    Args:
+        settings: those of the pipeline.
+        store: where programs are compiled, once they are asked for.
+        traced: the model.
+        plan: which layers run where.
+        optimizer: cut for these layers.
+
+    Raises:
+        ValueError: the plan does not fit the layers or the devices.
+    """
+    if plan.splits and plan.splits != traced.splits:
+        raise ValueError(
+            f"the plan splits layers before equations {list(plan.splits)}, this pipeline's are split before "
+            f"{list(traced.splits)}: a plan with other layers needs a new pipeline, Pipeline(stages=plan)"
+        )
+    plan = replace(plan, splits=traced.splits)
+    plan.check(len(traced.graph.layers), len(settings.devices))
+    return CompiledPlan(traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, store)

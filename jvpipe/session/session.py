@@ -1,0 +1,359 @@
+"""The session of a pipeline: its compiled plans and its controller, and the loop that runs one step after another."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jvpipe._jax import Device
+from jvpipe.ir.buffers import Peak
+from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.use import Use, synchronous_uses
+from jvpipe.ir.values import ValueKind
+from jvpipe.programs.store import shared_store
+from jvpipe.runtime.binding import Bound
+from jvpipe.runtime.checkpoints.checkpoint import to_host
+from jvpipe.runtime.checkpoints.flight import names_of, plain_arrays, with_leaves
+from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.controller import Controller, Feeds, Moment
+from jvpipe.runtime.losses import Losses, LossWatch
+from jvpipe.runtime.migrate import Migration, PlanChange
+from jvpipe.runtime.model_change import ModelChange
+from jvpipe.runtime.monitor import Measured, Monitor
+from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
+from jvpipe.runtime.tensors import Ledger, Limits
+from jvpipe.session.adapt import Adapter
+from jvpipe.session.arguments import feeds_of
+from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
+from jvpipe.session.known_models import KnownModels
+from jvpipe.session.migrations import Migrations
+from jvpipe.session.planning import Planned
+from jvpipe.session.settings import Settings
+from jvpipe.session.trees import Trees
+from jvpipe.trace.loss import key_words
+
+Tree = Any
+Metrics = dict[str, Any]
+
+
+class _StepRun(NamedTuple):
+    """The rows of a step, and the run's numbers after it; `migration` is made inside it."""
+
+    compiled: CompiledPlan
+    bound: Bound
+    uses: Sequence[Use]
+    updates: int
+    stream_steps: int
+    migration: Migration | None
+
+
+class Session:
+    """Runs what one pipeline was asked for; also what tools and tests look into, as `pipe.session`.
+
+    Args:
+        settings: the pipeline's options, checked.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = shared_store()
+        self.compiled_plans = CompiledPlans(settings, self.store)
+        self.known_models = KnownModels(self.store)
+        parked = self.known_models.parked
+        self.limits = Limits(settings.memory_limit_bytes, settings.host_limit_bytes, parked=parked)
+        self.ledger = Ledger(settings.devices)
+        self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
+        self.loss_watch = LossWatch(self.controller, settings.microbatches)
+        warmup_updates = settings.schedule.warmup_updates
+        self.migrations = Migrations(self.compiled_plans, self.controller, self.limits, warmup_updates)
+        self.adapter = Adapter(self.compiled_plans, self.migrations.queue, self.limits)
+        self.model_history: list[ModelChange] = []
+
+    # Looking
+
+    @property
+    def compiled(self) -> CompiledPlan:
+        """The compiled plan in use, at the batch shape that the model was first traced at."""
+        return self.compiled_plans.current
+
+    @property
+    def graph(self) -> LayerGraph:
+        """The layers of the model."""
+        return self.compiled.traced.graph
+
+    @property
+    def trees(self) -> Trees:
+        """The caller's pytrees."""
+        return self.compiled_plans.trees
+
+    @property
+    def planned(self) -> Planned | None:
+        """The numbers that the first plan was decided on; None if it was given."""
+        return self.compiled_plans.planned
+
+    @property
+    def history(self) -> list[PlanChange]:
+        """The plans that took another's place in this run: when, why, what moved."""
+        return self.migrations.history
+
+    @property
+    def programs(self) -> dict[Device, int]:
+        """The number of compiled programs that steps use, per device."""
+        used = set().union(*(compiled.executables for compiled in self.compiled_plans))
+        return {device: sum(d == device for _, d in used) for device in self.settings.devices}
+
+    def monitor(self, on: bool = True) -> None:
+        """Switches on the measuring of every task, or off."""
+        self.controller.monitor = Monitor(self.settings.devices) if on else None
+
+    def measured(self, *, before: bool = False) -> Measured:
+        """Tells what ran when in the last step, or the one `before`, and what was swapped; waits for its end."""
+        if self.controller.monitor is None:
+            raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
+        return self.controller.monitor.measured(before=before)
+
+    def params(self, state: State) -> Tree:
+        """The newest parameters as the caller gave them, as numpy arrays."""
+        return self.trees.join_params(self.host_values(state, ValueKind.PARAMETER))
+
+    def host_values(self, state: State, kind: ValueKind) -> list[Any]:
+        """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves."""
+        arrays = self.placing(self.compiled).values(self.plain_arrays(self.compiled, state))
+        try:
+            return [to_host(arrays[name]) for name in sorted(name for name in arrays if name[0] is kind)]
+        except Exception as error:
+            raise self.controller.failure(error) from error
+
+    def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
+        """The newest of everything that outlives a step; ValueError if the state is not whole or not this model's."""
+        self.check_state(state)
+        state.check(len(names_of(compiled, state.stream_steps)) if state.stream_steps else len(compiled.persistent))
+        return plain_arrays(compiled, state)
+
+    def check_state(self, state: State) -> None:
+        """Raises ValueError for what is no state of this pipeline's present model."""
+        model_id = self.compiled_plans.trees and self.compiled_plans.model_id
+        if not isinstance(state, State):
+            raise ValueError(
+                f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
+            )
+        if state.model is not model_id:
+            raise ValueError(
+                "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
+                "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
+            )
+
+    def check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
+        """Warns of losses that are not finite.
+
+        Args:
+            state: the newest.
+            wait: for losses that are not there yet.
+            last: look at those of the last step too.
+
+        Raises:
+            ValueError: a loss is not finite, and a parameter is NaN.
+        """
+        self.loss_watch.check(lambda: self.params(state), wait=wait, last=last)
+
+    # Beginning
+
+    def begin(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, leaves_of: LeavesOf) -> State:
+        """Begins a run: traces, plans, compiles and places.
+
+        Args:
+            params: arrays or shapes.
+            batch: a whole one, or its shapes.
+            rng: the key of the run.
+            model_state: arrays.
+            leaves_of: puts or makes the parameters, given how they are split into layers.
+        """
+        compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
+        states = given_leaves(jax.tree.leaves(model_state))
+        leaves = compiled_plans.take_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
+        words = None if rng is None else key_words(rng)
+        return self.place(compiled_plans, compiled_plans.current, leaves, words)
+
+    def place(
+        self,
+        compiled_plans: CompiledPlans,
+        compiled: CompiledPlan,
+        leaves: dict[Name, Leaf],
+        words: np.ndarray | None,
+        step: int = 0,
+        updates: int = 0,
+    ) -> State:
+        """Begins a run whose arrays are placed now, with nothing in flight.
+
+        Args:
+            compiled_plans: those of the model.
+            compiled: of these, or one that will take their place.
+            leaves: put or make the arrays by name; optimizer state without leaves is made anew.
+            words: those of the run's key.
+            step: the steps that are done.
+            updates: how often parameters were updated.
+        """
+        constants = given_leaves(compiled.traced.loss.constants)
+        leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
+        placing = self.placing(compiled)
+        self.reset(compiled, placing.peaks(leaves))
+        self.follow(compiled_plans)
+        arrays = placing.place(self.ledger, leaves, self.store)
+        return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
+
+    def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
+        """Forgets the run before, if the one to come and the making of its arrays keep the limits.
+
+        Args:
+            compiled: what is to run.
+            making: what is held at most on each device, and last on the host, while its arrays are made.
+
+        Raises:
+            MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
+        """
+        limits = replace(self.limits, parked={})
+        limits.check(compiled.peaks, self.settings.devices)
+        limits.check(making, self.settings.devices, "while its arrays are made")
+        self.known_models.parked.clear()
+        self.migrations.begin_run()
+        self.model_history = []
+        self.loss_watch.begin()
+        self.controller.marks.clear()
+        self.ledger.begin()
+
+    def placing(self, compiled: CompiledPlan) -> Placing:
+        """Says where the arrays of a plan lie between steps."""
+        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, self.settings.devices)
+
+    def follow(self, compiled_plans: CompiledPlans) -> None:
+        """Runs another model from here on."""
+        if compiled_plans is not self.compiled_plans:
+            self.compiled_plans = compiled_plans
+            self.migrations.follow(compiled_plans)
+            self.adapter.follow(compiled_plans)
+
+    # Running
+
+    def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
+
+        What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
+        another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
+        is not done before the one before it.
+        """
+        self.check_state(state)
+        self.controller.check()
+        self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
+        self.adapter.offer(state.step)
+        state = self.migrations.run_due(state, self.drain, self.compiled_plans.for_batch(batch))
+        run = self._step_run(state, batch)
+        state.check(run.bound.lowered.persistent)
+        earlier, feeds = len(self.controller.marks), self.feeds(batch, state.words, state.step)
+        moment = Moment(state.step, flows=bool(run.stream_steps))
+        arrays, values = self.controller.run(run.bound, state.arrays, feeds, moment)
+        if run.migration:
+            self.migrations.commit(run.migration)
+        else:
+            self.adapter.saw(self.controller.monitor, run.compiled, state.step, run.stream_steps)
+        compiled, stream_steps = run.compiled.without_previous(run.stream_steps)
+        if compiled is not run.compiled:
+            self.compiled_plans.adopt(compiled)
+        if run.uses:
+            self.ledger.versions.record(run.uses, state.step * self.settings.microbatches, state.updates)
+        metrics = self._metrics(run, state.step, values)
+        self.controller.settle(earlier)
+        updates = state.updates + run.updates
+        after = replace(state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates)
+        return after, metrics
+
+    def _step_run(self, state: State, batch: Tree) -> _StepRun:
+        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
+        compiled, migration = self.compiled_at(batch, state.updates), self.migrations.pop_due_inside(state.step)
+        schedule, microbatches = self.settings.schedule, self.settings.microbatches
+        if compiled.schedule.synchronous:
+            layers = len(compiled.traced.graph.layers)
+            uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
+            return _StepRun(compiled, migration.bound if migration else compiled.step, uses, 1, 0, migration)
+        before, compiled = (migration.steps, migration.new) if migration else (state.stream_steps, compiled)
+        step, bound = compiled.stream_step(before)
+        updates = microbatches // schedule.period(microbatches)
+        return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
+
+    def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
+        """The metrics of a step by name; its losses are looked at later."""
+        apart = run.stream_steps > 0  # then the losses of the micro-batches follow
+        losses = values[-self.settings.microbatches :] if apart else []
+        metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
+        self.loss_watch.add(Losses(step, run.compiled.plan, losses or [metrics["loss"]], apart=apart))
+        return metrics
+
+    def metrics_of(self, compiled: CompiledPlan, values: Sequence[jax.Array]) -> Metrics:
+        """Names what a step or an evaluation yielded."""
+        groups = len(compiled.traced.graph.aux_groups)
+        metrics: Metrics = {"loss": values[0]}
+        if self.settings.has_aux:
+            metrics["aux"] = jax.tree.unflatten(compiled.traced.loss.aux_tree, values[1 : 1 + groups])
+        if len(values) > 1 + groups:
+            metrics["grad_norm"] = values[1 + groups]
+        return metrics
+
+    def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
+        """Finds what runs a batch after so many updates: an asynchronous schedule may begin with synchronous steps."""
+        compiled = self.compiled_plans.for_batch(batch)
+        warms_up = updates < self.settings.schedule.warmup_updates
+        return self.compiled_plans.warmup_for(batch) if warms_up else compiled
+
+    def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
+        """Finds what a micro-batch of this run was computed with.
+
+        Args:
+            batch: its batch.
+            microbatch: its number, from the start of the run.
+            updates: those of the weights that it read.
+        """
+        compiled, moment = self.compiled_at(batch, updates), divmod(microbatch, self.settings.microbatches)
+        later = [change for change in self.history if (change.step, change.microbatch) > moment]
+        return replace(compiled, plan=later[0].old, previous=None) if later else compiled
+
+    def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
+        """Slices what the micro-batches of a step read from the host; see `feeds_of`.
+
+        Args:
+            batch: a whole one.
+            words: those of the run's key, if it has one.
+            step: the number of the step.
+        """
+        return feeds_of(batch, words, step, self.settings.microbatches)
+
+    def drain(self, state: State) -> State:
+        """Finishes what is in flight."""
+        self.check_state(state)
+        if not state.stream_steps:
+            return state
+        step, bound = self.compiled.drain(state.stream_steps)
+        state.check(bound.lowered.persistent)
+        arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
+        self.ledger.versions.record(step.uses, state.step * self.settings.microbatches, state.updates)
+        self.ledger.versions.drained()
+        if self.compiled.previous:
+            self.compiled_plans.adopt(replace(self.compiled, previous=None))
+        return replace(state, arrays=arrays, stream_steps=0)
+
+    def wait(self, state: State) -> State:
+        """Waits until a state is there; raises what went wrong on the way to it."""
+        try:
+            jax.block_until_ready(state)
+        except Exception as error:
+            raise self.controller.failure(error) from error
+        self.controller.settle()
+        self.check_losses(state, wait=True)
+        return state
+
+    def replace_optimizer_state(self, state: State, leaves: Sequence[Any]) -> State:
+        """Puts other values into the optimizer's state; consumes `state`."""
+        self.plain_arrays(self.compiled, state)  # which says if it is not whole
+        names = names_of(self.compiled, state.stream_steps)
+        arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
+        return replace(state, arrays=arrays)

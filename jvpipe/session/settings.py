@@ -1,0 +1,52 @@
+"""The options of a pipeline, checked: its loss, its optimizer, stages, schedule, limits and devices."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from jvpipe._jax import Device
+from jvpipe.ir.plan import Plan
+from jvpipe.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
+
+    Args:
+        loss_fn: the loss of the first model.
+        optimizer: as it was given.
+        stages: their number, or a plan for the first model's layers.
+        microbatches: how many a batch is split into.
+        schedule: in which order they run.
+        planner: the name of what chooses cuts and fates.
+        memory_limit_bytes: for each device.
+        host_limit_bytes: for swapped and parked values on the host.
+        fates: of tensors, by patterns of their names.
+        checkpoint: torchgpipe's mode.
+        devices: the distinct ones.
+        places: the device of each stage, as an index; empty if a plan was given.
+        has_aux: the loss returns something beside.
+        has_state: the loss carries a model state.
+        grad_norm: also report the global norm of the gradient.
+        remeasure: measure anew what an earlier process has measured.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    stages: int | Plan
+    microbatches: int
+    schedule: Schedule
+    planner: str
+    memory_limit_bytes: int | None
+    host_limit_bytes: int | None
+    fates: Mapping[str, str]
+    checkpoint: str | None
+    devices: tuple[Device, ...]
+    places: tuple[int, ...]
+    has_aux: bool
+    has_state: bool
+    grad_norm: bool
+    remeasure: bool = False
