@@ -337,7 +337,7 @@ def expect(message: str, **kwargs: Any) -> Any:
         ({"stages": 7}, "7 stages need as many layers, the model has 6"),
         ({"stages": 9}, "9 stages need 9 devices, there are 8"),
         ({"schedule": "1f1p"}, "unknown schedule '1f1p': did you mean '1f1b'"),
-        ({"schedule": "2bw", "microbatches": 1}, "2bw on 2 stages needs at least 2 micro-batches, 1 are given"),
+        ({"schedule": "2bw", "microbatches": 1}, "2bw on 2 stages needs at least 2 micro-batches, 1 is given"),
         ({"planner": "evn"}, "unknown planner 'evn': did you mean 'even'"),
         ({"stages": 0}, "stages must be a whole number of at least 1, not 0"),
         ({"microbatches": True}, "microbatches must be a whole number of at least 1, not True"),

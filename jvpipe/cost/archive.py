@@ -46,8 +46,9 @@ class Archive:
         if self.folder is None or (self.anew and self._path(what) not in self.since):
             return None
         try:
-            numbers = json.loads(self._path(what).read_text())["measured"]
-            return [float(x) for x in numbers] if all(float(x) >= 0 for x in numbers) else None
+            kept = json.loads(self._path(what).read_text())
+            numbers = [float(x) for x in kept["measured"]]
+            return numbers if kept["digest"] == _digest(numbers) and min(numbers, default=0.0) >= 0 else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -58,7 +59,7 @@ class Archive:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.folder, suffix=".draft", delete=False) as file:
-                json.dump({"measured": list(numbers)}, file)
+                json.dump({"measured": list(numbers), "digest": _digest(numbers)}, file)
             os.replace(file.name, self._path(what))
             self.since.add(self._path(what))
         except OSError:
@@ -67,6 +68,11 @@ class Archive:
     def _path(self, what: Sequence[str]) -> Path:
         assert self.folder is not None
         return self.folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()}.json"
+
+
+def _digest(numbers: Sequence[float]) -> str:
+    """Tells numbers that were damaged on the disk from those that were kept."""
+    return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
 
 
 def surroundings(device: Device) -> str:

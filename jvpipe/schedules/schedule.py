@@ -93,9 +93,10 @@ class Schedule:
                 f"{-(-microbatches // every) * every}"
             )
         if self.rule == "one behind" and microbatches < stages:
+            given = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
             raise ValueError(
-                f"{self.name} on {stages} stages needs at least {stages} micro-batches, {microbatches} are given: with "
-                f"fewer, a micro-batch would still be in flight two updates later. Use microbatches={stages}"
+                f"{self.name} on {stages} stages needs at least {stages} micro-batches, {given}: with fewer, a "
+                f"micro-batch would still be in flight two updates later. Use microbatches={stages}"
             )
 
 

@@ -65,7 +65,10 @@ def test_without_a_cache_nothing_is_kept(tmp_path: Path, clock: list[float]) -> 
     assert Archive.beside_the_cache().folder is None
 
 
-@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: "", lambda x: x.replace("measured", "m")])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda x: x[: len(x) // 2], lambda x: "", lambda x: x.replace("measured", "m"), lambda x: x.replace("[0.", "[1.")],
+)
 def test_what_is_damaged_is_measured_again(damage: Callable[[str], str], cache: Path, clock: list[float]) -> None:
     planned()
     count = len(clock)
