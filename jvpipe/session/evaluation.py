@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import HOST
-from jvpipe.ir.values import ValueKind
+from jvpipe.ir.values import Owner, ValueKind
 from jvpipe.runtime.checkpoints.flight import names_of, with_leaves
 from jvpipe.runtime.controller import Moment
 from jvpipe.runtime.state import State
@@ -28,7 +28,7 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
     """
     compiled, devices = session.compiled_plans.for_batch(batch), session.settings.devices
     arrays, peaks = session.plain_arrays(compiled, state), compiled.evaluation_peaks
-    owned = [buffer for buffer in compiled.persistent if params and buffer.owner == "parameter"]
+    owned = [buffer for buffer in compiled.persistent if params and buffer.owner is Owner.PARAMETER]
     beside = [sum(buffer.bytes for buffer in owned if buffer.memory == d) for d in range(len(devices))]
     peaks = (*(peak.beside("given parameters", n) for peak, n in zip(peaks, beside, strict=False)), peaks[HOST])
     session.limits.check(peaks, devices)

@@ -1,0 +1,65 @@
+"""Migrations wait for their moment, one per step, and are forgotten with their run."""
+
+import pytest
+
+import jvpipe
+from tests.session.tiny import BATCH, HERE, MICRO, THERE, begun
+
+
+def test_a_moment_that_is_over_or_none_is_refused_with_those_to_come() -> None:
+    pipe, state = begun()
+    state, _ = pipe.step(state, BATCH)
+    for at in ((0, 0), (1, MICRO), (1, -1)):
+        with pytest.raises(ValueError, match="is no moment to come: the next step is 1, its micro-batches are 0 to 1"):
+            pipe.session.migrations.request(state, THERE, at, "")
+    assert not pipe.session.migrations.queue
+
+
+def test_one_waits_for_the_step_after_that_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    pipe, state = begun()
+    migrations = pipe.session.migrations
+    migrations.request(state, THERE, (2, 1), "first")
+    migrations.request(state, HERE, (1, 0), "second")
+    assert [(it.change.step, it.change.microbatch, it.change.how) for it in migrations.queue] == [
+        (2, 1, "inside"),
+        (3, 0, "between"),
+    ]
+    assert "the next one waits for step 3" in caplog.text
+    assert [it.old.plan.cuts for it in migrations.queue] == [HERE.cuts, THERE.cuts], "each starts from the one before"
+    assert migrations.run_due(state, pipe.drain) is state, "neither is due"
+
+
+def test_one_inside_a_step_leaves_the_queue_for_that_step_alone() -> None:
+    pipe, state = begun()
+    migrations = pipe.session.migrations
+    migrations.request(state, THERE, (2, 1), "")
+    assert migrations.pop_due_inside(1) is None
+    migration = migrations.pop_due_inside(2)
+    assert migration is not None
+    assert migration.change.how == "inside"
+    assert not migrations.queue
+
+
+def test_one_that_is_due_between_steps_is_made_and_told() -> None:
+    pipe, state = begun()
+    after = pipe.session.migrations
+    after.request(state, THERE, None, "for a test")
+    state = after.run_due(state, pipe.drain)
+    (change,) = after.history
+    assert (change.how, change.why, change.layers) == ("between", "for a test", ((1, 0, 1),))
+    assert str(change) == (
+        f"step 0, micro-batch 0: for a test; cuts [2, 1] to [1, 2], {change.moved_bytes:,} bytes moved between; "
+        "layers 1 from 0 to 1"
+    )
+    assert pipe.plan.cuts == THERE.cuts
+    assert isinstance(pipe.step(state, BATCH)[0], jvpipe.State)
+
+
+def test_a_run_forgets_what_was_to_come_and_what_has_been(caplog: pytest.LogCaptureFixture) -> None:
+    pipe, state = begun()
+    migrations = pipe.session.migrations
+    state = pipe.migrate(state, THERE)
+    pipe.migrate(state, HERE, at=(4, 0))
+    migrations.begin_run()
+    assert (list(migrations.queue), migrations.history) == ([], [])
+    assert "they were of the run before" in caplog.text
