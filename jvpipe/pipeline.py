@@ -237,6 +237,7 @@ class Pipeline:
             MemoryLimitExceeded: an evaluation does not keep the limit.
             StageError: it failed; the state is whole.
         """
+        self.session.check_state(state)
         leaves = () if params is None else self.session.trees.split_params(params)
         return evaluate(self.session, state, batch, leaves)
 
@@ -354,6 +355,7 @@ class Pipeline:
             state: any valid one.
             extra: kept with it (JSON); `jvpipe.checkpoint_extra` reads it.
         """
+        self.session.check_state(state)
         checkpoints.save(self.session, path, state, extra or {})
 
     def restore(self, path: str | Path) -> State:

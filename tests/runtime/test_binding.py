@@ -47,7 +47,13 @@ def test_what_leaves_the_host_is_known_and_a_swap_goes_there_and_back() -> None:
         Row(Kind.FREE, 0, 0, 0, 0, (0, 1), (), (0,)),
         Row(Kind.IN, 0, 0, 0, 0, (1,), (2,), (1,)),
     )
-    step = bind(Lowered(rows, buffers, 1, (), (2,)), jax.devices()[:1], Executable, lambda row: False, lambda b: None)
+    step = bind(
+        Lowered(rows, buffers, 1, (), (2,)),
+        jax.devices()[:1],
+        lambda row: Executable(),
+        lambda row: False,
+        lambda b: None,
+    )
     assert step.targets == [HOST, 0, 0]
     assert step.leaves_host == {2}
     out, free, back = step.instructions

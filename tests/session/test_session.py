@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import jvpipe
+from jvpipe.schedules import PipeMare
 from tests.session.tiny import BATCH, HERE, PARAMS, THERE, begun, loss_fn, pipeline
 
 
@@ -44,7 +44,7 @@ def test_the_past_is_computed_with_the_plan_of_its_time() -> None:
 
 
 def test_a_warm_up_runs_synchronous_steps_first() -> None:
-    schedule = jvpipe.schedules.PipeMare(warmup_updates=2)
+    schedule = PipeMare(warmup_updates=2)
     pipe, _ = begun(schedule=schedule)
     names = [pipe.session.compiled_at(BATCH, updates).schedule.name for updates in range(4)]
     assert names == ["1f1b", "1f1b", "pipemare", "pipemare"]

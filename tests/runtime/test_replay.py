@@ -1,0 +1,61 @@
+"""A replay follows the versions that it is told, against plain JAX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.use import Use, synchronous_uses
+from jvpipe.runtime.replay import Replay
+from tests.session.tiny import BATCH, HERE, MICRO, PARAMS, begun, loss_fn
+
+MICRO_BATCHES = [{"x": BATCH["x"][2 * m : 2 * m + 2]} for m in range(MICRO)]
+
+
+def gradients(params: Sequence[Any], m: int) -> list[np.ndarray]:
+    return [np.asarray(g) for g in jax.grad(loss_fn)(params, MICRO_BATCHES[m], None)]
+
+
+def replayed(schedule: str, uses: Sequence[Sequence[Use]]) -> tuple[list[Any], list[float]]:
+    compiled = begun(HERE, schedule=schedule)[0].session.compiled
+    run = Replay(compiled, PARAMS, {}, [], compiled.traced.loss.constants)
+    losses = [run.microbatch(compiled, uses[m], [MICRO_BATCHES[m]["x"]], None) for m in range(MICRO)]
+    return run.parameters, losses
+
+
+def assert_close(a: Sequence[Any], b: Sequence[Any]) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_synchronous_step_is_one_update_by_the_mean_gradient() -> None:
+    uses = synchronous_uses(3, MICRO)
+    parameters, losses = replayed("1f1b", [[use for use in uses if use.microbatch == m] for m in range(MICRO)])
+    mean = [np.mean(each, axis=0) for each in zip(*(gradients(PARAMS, m) for m in range(MICRO)), strict=True)]
+    assert_close(parameters, [w - 0.5 * g for w, g in zip(PARAMS, mean, strict=True)])
+    assert_close(losses, [loss_fn(PARAMS, batch, None) for batch in MICRO_BATCHES])
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_a_micro_batch_reads_the_version_that_it_is_told(read: int) -> None:
+    """The second one reads the first weights or those of the first update."""
+
+    def uses(m: int, version: int) -> list[Use]:
+        reads = [Use(kind, layer, m, version) for layer in range(3) for kind in (Kind.F, Kind.B)]
+        return [*reads, *(Use(Kind.U, layer, m, m + 1) for layer in range(3))]
+
+    parameters, losses = replayed("pipedream", [uses(0, 0), uses(1, read)])
+    once = [w - 0.5 * g for w, g in zip(PARAMS, gradients(PARAMS, 0), strict=True)]
+    seen = once if read else PARAMS
+    assert_close(parameters, [w - 0.5 * g for w, g in zip(once, gradients(seen, 1), strict=True)])
+    assert_close(losses[1:], [loss_fn(seen, MICRO_BATCHES[1], None)])
+
+
+def test_a_micro_batch_in_flight_has_a_loss_and_no_update() -> None:
+    uses = [[Use(Kind.F, layer, m, 0) for layer in range(3)] for m in range(MICRO)]
+    parameters, losses = replayed("pipedream", uses)
+    assert_close(parameters, PARAMS)
+    assert_close(losses, [loss_fn(PARAMS, batch, None) for batch in MICRO_BATCHES])
