@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
-from jvpipe.planners.joint.smallest_limit import thrifty
+from jvpipe.planners.joint.smallest_limit import plan_within_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -46,10 +46,10 @@ def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
     return found if optimised or found is None else Decision.keeping_all(found.bounds)
 
 
-def _thrifty(problem: Problem) -> Decision | None:
-    """jvpipe's planner finds something wherever the thriftiest plan fits, which is found sooner than the fastest."""
-    found = thrifty(pricing_of(problem), problem.memory_limit_bytes or 0)
-    return found and Decision(found.bounds, found.choices)
+def _joint(problem: Problem) -> Decision | None:
+    """jvpipe's planner finds something wherever the plan of fewest bytes fits, which takes less time."""
+    plan = plan_within_bytes(pricing_of(problem), problem.memory_limit_bytes or 0)
+    return plan and Decision(plan.bounds, plan.choices)
 
 
 def _unless_infeasible(planner: Callable[[Problem], Decision]) -> Callable[[Problem], Decision | None]:
@@ -67,7 +67,7 @@ ATTEMPTS: dict[str, Callable[[Problem], Decision | None]] = {
     "pipedream": _unless_infeasible(pipedream),
     "vpipe": vpipe,
     "dawnpiper": dawnpiper,
-    "jvpipe": _thrifty,
+    "jvpipe": _joint,
 }
 """What planners decide, None if nothing; to name a limit that would do takes some of them twelve times as long."""
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
-from jvpipe.planners.model.problem import RERUN, RERUN_ON, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 from jvpipe.planners.published.vpipe import swap_recompute
 
 NAMES = ("static, first", "static", "swap/recompute", "full", "ideal")
@@ -25,7 +25,7 @@ def static_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision
     """What the upper layer would do, the first choice first."""
     if not problem.schedule.synchronous:
         yield Decision.keeping_all(bounds)
-    yield Decision(tuple(bounds), tuple(RERUN if i in bounds else RERUN_ON for i in range(bounds[-1])))
+    yield Decision(tuple(bounds), tuple(RECOMPUTE if i in bounds else RECOMPUTE_CHAIN for i in range(bounds[-1])))
 
 
 def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
@@ -33,7 +33,7 @@ def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision
     for share in (1.0, 0.95, 0.9, 0.8, 0.7):
         asked = replace(problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None)
         segments = Segments(asked)
-        moves = {k: Moves(asked, k) for k in set(segments.k)}
+        moves = {k: FateChanges(asked, k) for k in set(segments.k)}
         stages = [Selection(segments, moves[segments.k[s]], s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
         for stage in stages:
             swap_recompute(stage)

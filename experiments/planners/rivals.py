@@ -53,14 +53,14 @@ class Arguments:
 def chain(layers: int, slow: bool) -> tuple[Costs, Link]:
     """Unlike layers with edges of unlike sizes; on slow links a stage's transfers take about as long as its work."""
     draw = random.Random(layers)
-    found = []
+    drawn = []
     for i in range(layers):
         f, kept = draw.uniform(0.2, 1.8) / layers, draw.randint(5, 40) * MB
         options = (Option(kept), Option(0, kept), Option(kept // 3, 0, 0.4 * f, kept), Option(0, 0, 0.9 * f, kept))
         more = dict.fromkeys(("parameter_bytes", "gradient_bytes"), draw.randint(1, 8) * MB)
-        found.append(LayerCost(f"layer{i}", f, 2 * f, options, **more, input_bytes=4 * MB, temporary_bytes=4 * MB))
+        drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, **more, input_bytes=4 * MB, temporary_bytes=4 * MB))
     edges = tuple(Edge(i, (i + 1,), draw.choice((1, 2, 4, 8, 16)) * MB) for i in range(layers - 1))
-    return Costs(tuple(found), edges), Link(60e6 if slow else 12e9, 1e-5)
+    return Costs(tuple(drawn), edges), Link(60e6 if slow else 12e9, 1e-5)
 
 
 def dense(blocks: int) -> Costs:
@@ -126,9 +126,9 @@ def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> tuple[fl
     except Infeasible:
         return float("inf"), time.process_time() - start_s
     taken_s = time.process_time() - start_s
-    found, limit = evaluate(problem, decision), problem.memory_limit_bytes
-    fits = limit is None or found.peak_bytes <= limit
-    return simulated_step_s(problem, found.stages) if fits else float("inf"), taken_s
+    evaluation, limit = evaluate(problem, decision), problem.memory_limit_bytes
+    fits = limit is None or evaluation.peak_bytes <= limit
+    return simulated_step_s(problem, evaluation.stages) if fits else float("inf"), taken_s
 
 
 def rivals(problem: Problem) -> list[str]:

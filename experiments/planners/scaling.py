@@ -23,7 +23,7 @@ KINDS = ((1.0, 12, 16), (0.3, 40, 4), (1.6, 8, 32), (1.6, 30, 32))  # relative s
 def model(layers: int, stages: int, schedule: str, seed: int = 0) -> Problem:
     """A deep chain, every layer a little different."""
     draw = random.Random(seed)
-    found = []
+    drawn = []
     for i in range(layers):
         relative, kept_mb, parameter_mb = KINDS[i % len(KINDS)]
         f = 0.1 * relative / layers * draw.uniform(0.9, 1.1)
@@ -36,10 +36,10 @@ def model(layers: int, stages: int, schedule: str, seed: int = 0) -> Problem:
             Option(kept // 3, kept // 3, 0.3 * f, kept // 3),
             Option(0, 0, 0.9 * f, kept),
         )
-        found.append(LayerCost(f"layer{i}", f, 2 * f, options, held, held, 2 * held, inputs, 2 * inputs))
+        drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, held, held, 2 * held, inputs, 2 * inputs))
     edges = tuple(Edge(i, (i + 1,), 4 * MB) for i in range(layers - 1))
     link = Link(10e9, 1e-5)
-    return Problem(Costs(tuple(found), edges), stages, find_schedule(schedule), 2 * stages, host=link, peer=link)
+    return Problem(Costs(tuple(drawn), edges), stages, find_schedule(schedule), 2 * stages, host=link, peer=link)
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ def main() -> None:
     load = StageLoad(1.0, 2.0, recompute_s=0.3, out_s=0.4, in_s=0.4, send_s=0.1, return_s=0.1)
     for shared in (False, True):
         start = time.perf_counter()
-        found = simulate_lists(lists, [load] * STAGES, shared_link=shared)
+        timeline = simulate_lists(lists, [load] * STAGES, shared_link=shared)
         taken_s = time.perf_counter() - start
-        print(f"{len(found.tasks):,} tasks, {'shared' if shared else 'separate'} links: {taken_s:.1f} s")
+        print(f"{len(timeline.tasks):,} tasks, {'shared' if shared else 'separate'} links: {taken_s:.1f} s")
 
 
 if __name__ == "__main__":

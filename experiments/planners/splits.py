@@ -33,10 +33,10 @@ def planned(cluster_name: str, model: str, size: str, examples: int, stages: int
     return [(problem, whole), with_splits(options, problem, whole)]
 
 
-def row(name: str, stages: int, found: Sequence[tuple[Problem, Answer]]) -> str:
+def row(name: str, stages: int, answers: Sequence[tuple[Problem, Answer]]) -> str:
     """Slowest stage over the mean, its layers, step milliseconds; of both plans, and what is saved."""
     cells, steps = [], []
-    for problem, each in found:
+    for problem, each in answers:
         if each.decision is None or each.evaluation is None:
             return f"| {name} | {stages} | no plan fits |"
         costs, bounds = each.evaluation.stages, each.decision.bounds
@@ -45,7 +45,7 @@ def row(name: str, stages: int, found: Sequence[tuple[Problem, Answer]]) -> str:
         steps.append(simulated_step_s(problem, costs))
         cells += [f"{max(seconds) * stages / sum(seconds):.3f}", f"{bounds[slowest + 1] - bounds[slowest]}"]
         cells += [f"{1e3 * steps[-1]:.1f}"]
-    layers = len(found[1][0].costs.layers)
+    layers = len(answers[1][0].costs.layers)
     return f"| {name} | {stages} | {' | '.join(cells)} | {layers} | {1 - steps[1] / steps[0]:.1%} |"
 
 
@@ -56,8 +56,8 @@ def main() -> None:
     for cluster, each in CLUSTERS:
         for model, size, examples in MODELS:
             for stages in each:
-                found = planned(cluster, model, size, examples, stages)
-                print(row(f"{model} {size}, {cluster}", stages, found), flush=True)
+                answers = planned(cluster, model, size, examples, stages)
+                print(row(f"{model} {size}, {cluster}", stages, answers), flush=True)
 
 
 if __name__ == "__main__":

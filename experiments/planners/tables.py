@@ -49,9 +49,9 @@ def bottlenecks() -> None:
     for planner in (planner.name for planner in PLANNERS):
         cells = []
         for problem, exact_s in problems:
-            found = answer(problem, planner)
-            assert found.evaluation is not None
-            cells.append(f"{found.evaluation.bottleneck_s / exact_s:.3f} ({found.planning_s:.2f})")
+            given = answer(problem, planner)
+            assert given.evaluation is not None
+            cells.append(f"{given.evaluation.bottleneck_s / exact_s:.3f} ({given.planning_s:.2f})")
         print(f"| {planner} | {' | '.join(cells)} |", flush=True)
 
 
@@ -63,13 +63,13 @@ def expert() -> None:
     problem = Problem(
         graph.costs, graph.devices, find_schedule("pipedream"), 24, graph.memory_limit_bytes, peer=graph.link
     )
-    found = answer(problem, "jvpipe")
-    assert found.evaluation is not None
+    given = answer(problem, "jvpipe")
+    assert given.evaluation is not None
     print(f"\n## BERT-24 of dnn-partitioning on {graph.devices} accelerators\n")
     print(
-        f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's {1e3 * found.evaluation.bottleneck_s:.2f} ms;"
+        f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's {1e3 * given.evaluation.bottleneck_s:.2f} ms;"
     )
-    print(f"most bytes on a device {found.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}")
+    print(f"most bytes on a device {given.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}")
 
 
 def under_limits() -> None:
@@ -98,13 +98,13 @@ def under_limits() -> None:
             print(f"| {name}, {planner} | {' | '.join(cells)} |", flush=True)
 
 
-def _step_s(problem: Problem, found: Answer) -> float | None:
+def _step_s(problem: Problem, given: Answer) -> float | None:
     """The simulated step, if there is a plan and it fits."""
-    if found.evaluation is None:
+    if given.evaluation is None:
         return None
     limit = problem.memory_limit_bytes
-    fits = limit is None or found.evaluation.peak_bytes <= limit
-    return simulated_step_s(problem, found.evaluation.stages) if fits else None
+    fits = limit is None or given.evaluation.peak_bytes <= limit
+    return simulated_step_s(problem, given.evaluation.stages) if fits else None
 
 
 def noise(draws: int = 20) -> None:
@@ -124,9 +124,9 @@ def noise(draws: int = 20) -> None:
                 layers.append(
                     replace(layer, forward_s=layer.forward_s * max(f, 0.5), backward_s=layer.backward_s * max(b, 0.5))
                 )
-            found = answer(replace(problem, costs=replace(costs, layers=tuple(layers))), planner)
-            assert found.decision is not None
-            ratios.append(simulated_step_s(problem, evaluate(problem, found.decision).stages) / true_s)
+            given = answer(replace(problem, costs=replace(costs, layers=tuple(layers))), planner)
+            assert given.decision is not None
+            ratios.append(simulated_step_s(problem, evaluate(problem, given.decision).stages) / true_s)
         print(f"| {planner} | {np.mean(ratios):.3f} | {max(ratios):.3f} |", flush=True)
 
 

@@ -41,14 +41,14 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     stages = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, fate) for stage in plan.stages]
-        found = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
-        if not any(found):
-            found = [_nearest(graph, stage, pattern) for stage in plan.stages]
-            if not any(found):
+        matches = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
+        if not any(matches):
+            matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
+            if not any(matches):
                 raise ValueError(did_you_mean("tensor", pattern, [name for known in names for name in known][:40]))
-            taken = ", ".join(name for names in found for name in names)
+            taken = ", ".join(name for names in matches for name in names)
             _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
-        for fates, matched in zip(stages, found, strict=True):
+        for fates, matched in zip(stages, matches, strict=True):
             fates.update(dict.fromkeys(matched, fate))
     return replace(plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True)))
 
@@ -88,6 +88,6 @@ def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
     for length in range(len(parts) - 1, 0, -1):
         start = "/".join(parts[:length])
         layers = [graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)]
-        if found := [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]:
-            return found
+        if names := [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]:
+            return names
     return []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import RERUN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
 from jvpipe.schedules import find_schedule
 
@@ -80,7 +80,7 @@ def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Probl
             return problem
         bounds = draw(st.sampled_from(cuts(problem)))
         most = evaluate(problem, Decision.keeping_all(bounds)).peak_bytes
-        least = evaluate(problem, Decision(bounds, (RERUN,) * n)).peak_bytes
+        least = evaluate(problem, Decision(bounds, (RECOMPUTE,) * n)).peak_bytes
         return limited(problem, round(least + (most - least) * draw(st.floats(-0.1, 1.1))))
 
 
@@ -101,8 +101,8 @@ def cuts(problem: Problem) -> list[tuple[int, ...]]:
     """All bounds that leave together what must be."""
     n, groups = len(problem.costs.layers), problem.costs.together
     inner = combinations(range(1, n), problem.stages - 1)
-    found = [(0, *bounds, n) for bounds in inner]
-    return [b for b in found if not any(min(g) < x <= max(g) for g in groups for x in b)]
+    every = [(0, *bounds, n) for bounds in inner]
+    return [b for b in every if not any(min(g) < x <= max(g) for g in groups for x in b)]
 
 
 def best_bottleneck_s(problem: Problem, swap: bool = True, apart: bool = False) -> float:
@@ -130,17 +130,17 @@ def fitting(
     """
     n = len(problem.costs.layers)
     free = [
-        [c for c in range(RERUN, len(layer.options)) if swap or c == RERUN or not _swaps(layer.options[c])]
+        [c for c in range(RECOMPUTE, len(layer.options)) if swap or c == RECOMPUTE or not _swaps(layer.options[c])]
         for layer in problem.costs.layers[i:j]
     ]
-    found = []
+    fits = []
     for some in product(*free):
         cost = stage_cost(problem, s, i, j, [*[0] * i, *some, *[0] * (n - j)])
         most, beyond = works_with(problem, i, j, [*[0] * i, *some])
         more = most - beyond if apart else 0
         if problem.memory_limit_bytes is None or cost.peak_bytes + more <= problem.memory_limit_bytes:
-            found.append((cost, some))
-    return found
+            fits.append((cost, some))
+    return fits
 
 
 def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tuple[int, int]:
@@ -148,9 +148,9 @@ def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tupl
     most = beyond = left = 0
     for at in reversed(range(i, j)):
         layer, choice = problem.costs.layers[at], choices[at]
-        again, option = layer.options[-1], Option(0) if choice == RERUN else layer.options[choice]
+        again, option = layer.options[-1], Option(0) if choice == RECOMPUTE else layer.options[choice]
         works = option.extra_bytes + layer.temporary_bytes
-        if choice == RERUN:  # its backward makes what the last option drops
+        if choice == RECOMPUTE:  # its backward makes what the last option drops
             works += again.kept_bytes + again.swapped_bytes + again.extra_bytes
         most, beyond = max(most, works), max(beyond, works - left)
         left += option.kept_bytes + option.swapped_bytes + layer.input_bytes
@@ -200,6 +200,6 @@ def checked_bottleneck_s(planner: Callable[[Problem], Decision], problem: Proble
         assert 0 <= error.stage < problem.stages
         return None
     assert decision is not None
-    found = evaluate(problem, decision)
-    assert found.peak_bytes <= limit
-    return found.bottleneck_s
+    evaluation = evaluate(problem, decision)
+    assert evaluation.peak_bytes <= limit
+    return evaluation.bottleneck_s

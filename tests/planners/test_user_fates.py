@@ -88,11 +88,11 @@ def test_mistakes_are_named() -> None:
 
 def test_other_cuts_keep_the_fates_that_can_be() -> None:
     plan = with_fates(chain(), checkpointed(chain(), PLAN, "always"), {"*@3/dot_0": "swap", "*:1": "swap"})
-    found = recut(chain(), plan, (3, 1))
-    assert (found.cuts, found.schedule, found.stages[1].devices) == ((3, 1), plan.schedule, (1,))
-    assert {name for name, fate in found.stages[1].fates.items() if fate == "swap"} == {"blocks/0/mlp@3/dot_0"}
-    assert "blocks/0/mlp:2" not in found.stages[1].fates  # made on the other stage now: it cannot be made again
-    fates = Fates.of(chain(), found)
+    other = recut(chain(), plan, (3, 1))
+    assert (other.cuts, other.schedule, other.stages[1].devices) == ((3, 1), plan.schedule, (1,))
+    assert {name for name, fate in other.stages[1].fates.items() if fate == "swap"} == {"blocks/0/mlp@3/dot_0"}
+    assert "blocks/0/mlp:2" not in other.stages[1].fates  # made on the other stage now: it cannot be made again
+    fates = Fates.of(chain(), other)
     assert fates.edges[0, 0] == "recompute"
     assert fates.edges[0, 1] == "swap"
     assert recut(chain(), plan, PLAN.cuts) == plan

@@ -1,4 +1,4 @@
-"""The best cuts and fates for the surrogate of `memory.py`, jointly, and a bound that no plan is below.
+"""The best cuts and fates for the surrogate of `stage_cost.py`, jointly, and a bound that no plan is below.
 
 Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it; M micro-batches.
 
@@ -26,7 +26,7 @@ Caps = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Paths through a table, the best first, and what the best takes; nothing in the table takes less than `bound_s`.
 
     No path whose slowest stage is above `cap_s` can be better.
@@ -74,11 +74,11 @@ class Objective:
 
     def maxima(self, path: Path) -> Caps:
         """What a path's stages wait for in each phase."""
-        found = []
+        waits_s = []
         for t, forward_s, comm_s in map(self.table.parts_s, cells(path)):
             phases = (max(forward_s, comm_s / 2), max(t - forward_s, comm_s / 2))
-            found.append(phases if self.gpipe else (max(t, comm_s),))
-        return tuple(max(phase) for phase in zip(*found, strict=True))
+            waits_s.append(phases if self.gpipe else (max(t, comm_s),))
+        return tuple(max(phase) for phase in zip(*waits_s, strict=True))
 
     def step_s(self, path: Path) -> float:
         """What a path takes."""
@@ -91,20 +91,20 @@ class Objective:
         return total_s + self.waits * sum(least_max(phase) for phase in self.phases(seconds))
 
 
-def search(problem: Problem, table: Table) -> Found:
+def search(problem: Problem, table: Table) -> SearchResult:
     """The best paths through a table; none if nothing fits."""
     objective = Objective(problem, table)
     if not problem.schedule.synchronous:
-        found = _fastest_stream(objective)
+        result = _fastest_stream(objective)
     else:  # begin where the slowest stage is fastest: the best step is not far
-        found = _Boxes(objective).search(_fastest_stream(objective).paths)
+        result = _Boxes(objective).search(_fastest_stream(objective).paths)
     if table.proven:
-        return found
+        return result
     bound_s = objective.bound_s([table.lower_s(stage) for stage in table.stages])
-    return replace(found, bound_s=min(found.step_s, max(found.bound_s, bound_s)))
+    return replace(result, bound_s=min(result.step_s, max(result.bound_s, bound_s)))
 
 
-def _fastest_stream(objective: Objective) -> Found:
+def _fastest_stream(objective: Objective) -> SearchResult:
     """The cuts whose slowest stage is fastest; among them, those of the least sum."""
     table, m, bound_s = objective.table, objective.waits, 0.0
     known: dict[Path, float] = {}
@@ -114,14 +114,14 @@ def _fastest_stream(objective: Objective) -> Found:
         bound_s = slowest * m if table.proven else bound_s
         _, path = table.shortest(_under(objective.sums(table.seconds), [phase], (slowest,)))
         if path is None:
-            return Found((), np.inf, bound_s, np.inf)
-        if found := table.open(path):
-            table.look(found, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest)
-        if not table.open(path) and np.isfinite(step_s := objective.step_s(path)):
+            return SearchResult((), np.inf, bound_s, np.inf)
+        if opened := table.open_cells(path):
+            table.refine(opened, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest)
+        if not table.open_cells(path) and np.isfinite(step_s := objective.step_s(path)):
             known[path] = step_s
-        if known and (not found or table.exhausted):
+        if known and (not opened or table.exhausted):
             best = min(known, key=lambda path: known[path])
-            return Found((best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1))
+            return SearchResult((best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1))
 
 
 @dataclass
@@ -138,7 +138,7 @@ class _Boxes:
         self.table, self.waits = self.objective.table, self.objective.waits
         self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
 
-    def search(self, begin: Sequence[Path]) -> Found:
+    def search(self, begin: Sequence[Path]) -> SearchResult:
         """The best paths; `begin` are paths of settled cells."""
         for path in begin:
             self._meet(path)
@@ -152,10 +152,10 @@ class _Boxes:
             total_s, path = self._shortest(high)
             if path is None:
                 continue
-            if found := table.open(path):
-                table.look(found)
+            if opened := table.open_cells(path):
+                table.refine(opened)
                 heappush(self.heap, (max(total_s + self.waits * sum(low), expected_s), next(tick), low, high))
-                if not table.open(path):
+                if not table.open_cells(path):
                     self._meet(path)
                 continue
             self._meet(path)
@@ -164,7 +164,7 @@ class _Boxes:
         if table.proven:
             bound_s = self.heap[0][0] if self.heap else self.best_s
         paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
-        return Found(paths, self.best_s, min(bound_s, self.best_s), self._cap_s())
+        return SearchResult(paths, self.best_s, min(bound_s, self.best_s), self._cap_s())
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
         seconds = self.table.seconds
@@ -198,11 +198,11 @@ class _Boxes:
 
 def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> list[Matrix]:
     """Matrices, infinite where a phase exceeds its cap."""
-    found = matrices
+    capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
         if np.isfinite(cap):
-            found = [np.where(x <= cap, total, np.inf) for x, total in zip(phase, found, strict=True)]
-    return found
+            capped = [np.where(x <= cap, total, np.inf) for x, total in zip(phase, capped, strict=True)]
+    return capped
 
 
 def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:

@@ -1,9 +1,9 @@
-"""Every layer's choices as arrays: rows are layers, columns its options, then `RERUN_ON`, then `RERUN`: -2 and -1.
+"""Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
 
 Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
-and needs `working_bytes` while it runs. In a run of layers computed again (one `RERUN`, then `RERUN_ON`s) the working
-bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
-`again_bytes` in the place of its residuals. What a layer adds to a run is at least `run_bytes`.
+and needs `working_bytes` while it runs. In a run of layers computed again (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
+the working bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last
+layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.planners.model.problem import RERUN, RERUN_ON, Problem, again_bytes
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem, recompute_peak_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -28,9 +28,9 @@ class Choices:
     kept_bytes: PerChoice
     swapped_bytes: PerChoice
     extra_s: PerChoice
-    working_bytes: PerChoice  # of RERUN and RERUN_ON: at least, of this layer alone
+    working_bytes: PerChoice  # of RECOMPUTE and RECOMPUTE_CHAIN: at least, of this layer alone
     residual_bytes: PerLayer
-    again_bytes: PerLayer
+    recompute_peak_bytes: PerLayer
     input_bytes: PerLayer
     temporary_bytes: PerLayer
 
@@ -52,10 +52,10 @@ class Choices:
                 allowed[row, c] = swaps or swapped[row, c] == 0
         given = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
-        kept[:, RERUN] = given
+        kept[:, RECOMPUTE] = given
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
-        again = np.array([float(again_bytes(layer)) for layer in layers])
+        again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
         temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
         return Choices(allowed, kept, swapped, extra, working, residual, again, given, temporary)
@@ -73,22 +73,22 @@ class Choices:
     @cached_property
     def run_bytes(self) -> PerLayer:
         """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
-        return np.minimum(self.residual_bytes, self.again_bytes) + self.input_bytes
+        return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=64)  # noqa: B019 - as many as there are problems at hand
-    def thrifty(self, k: int) -> tuple[Columns, ...]:
+    def min_bytes_columns(self, k: int) -> tuple[Columns, ...]:
         """Of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
-        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[..., :RERUN_ON]
-        found = []
-        for row, there in enumerate(self.allowed[:, :RERUN_ON]):
+        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[..., :RECOMPUTE_CHAIN]
+        per_layer = []
+        for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             own = numbers[:, row, columns]
             no_worse = (own[:, None, :] <= own[:, :, None]).all(0)  # [a, b]: column b is never worse than a
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
-            found.append(np.append(columns[~beaten], [self.columns + RERUN_ON, self.columns + RERUN]))
-        return tuple(found)
+            per_layer.append(np.append(columns[~beaten], [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]))
+        return tuple(per_layer)
 
     @cached_property
     def least_working_bytes(self) -> PerLayer:
@@ -105,4 +105,4 @@ class Choices:
 
     def choice(self, column: int) -> int:
         """What a decision calls a column."""
-        return column if column < self.columns + RERUN_ON else column - self.columns
+        return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

@@ -2,8 +2,8 @@
 
 Legend: T is the cap in seconds. left[s] is the last cut that s stages can reach, each in at most T seconds and within
 the limit; right[s] the first from which the stages from s on can reach the end. A plan that keeps the cap has bound s
-in [right[s], left[s]]: near the least T these windows are short. A reach is bounded by the lower bounds of `prices.py`
-with what only grows with the segment, so a longer segment never looks better than a shorter one.
+in [right[s], left[s]]: near the least T these windows are short. A reach is bounded by the lower bounds of
+`dual_bounds.py` with what only grows with the segment, so a longer segment never looks better than a shorter one.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.planners.joint.dual_bounds import UNLIMITED, Auction, Pricing, Segment
+from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing, Segment
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.segments import Cuts, Segments, sums
 
 Prices = tuple[float, float]
 Grids = Float[np.ndarray, "_ 2 _"]
-NOTHING = np.empty((0, 2, 0))
+NO_GRIDS = np.empty((0, 2, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Reach:
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
         for _ in range(rounds if pricing.limit_bytes < UNLIMITED else 0):
-            best = reach._best_prices(reach.even(reach.least_cap_s(ROUGH)))
+            best = reach._best_prices(reach.even(reach.least_cap_s(PRICES_CAP_TOLERANCE)))
             prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
             reach = Reach(pricing, prices, reach.known)
         return reach
@@ -49,12 +49,12 @@ class Reach:
 
     def _best_prices(self, bounds: Sequence[int]) -> list[Prices]:
         pricing, segments = self.pricing, self.pricing.segments
-        tier, found = pricing.tiers[-1], []
+        tier, stages = pricing.tiers[-1], []
         for s, (i, j) in enumerate(pairwise(bounds)):
             static = segments.static_bytes(s)
             room = pricing.limit_bytes - float(static[j] - static[i])
-            found.append(Segment(s, i, j, tier, room, float(segments.compute_s[j] - segments.compute_s[i]), 0.0))
-        return Auction(pricing, found).settle()
+            stages.append(Segment(s, i, j, tier, room, float(segments.compute_s[j] - segments.compute_s[i]), 0.0))
+        return DualBounds(pricing, stages).solve()
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
         """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""
@@ -75,26 +75,26 @@ class Reach:
         """Each bound's cuts under a cap; at least one each, also if the end cannot be reached."""
         cuts, stages = self.pricing.segments.cuts, self.pricing.segments.problem.stages
         left, right = self.left(cap_s), self.right(cap_s)
-        found = []
+        windows = []
         for s in range(stages + 1):
             first = max(int(np.searchsorted(cuts, right[s])), s)
             last = min(int(np.searchsorted(cuts, left[s], "right")), len(cuts) - (stages - s))
-            found.append(cuts[first:last] if first < last else cuts[max(last - 1, s) :][:1])
-        return found
+            windows.append(cuts[first:last] if first < last else cuts[max(last - 1, s) :][:1])
+        return windows
 
     def left(self, cap_s: float) -> list[int]:
         """The last cut that so many stages reach from the first layer."""
-        found = [0]
+        reached = [0]
         for s in range(self.pricing.segments.problem.stages):
-            found.append(self._after(s, found[-1], cap_s))
-        return found
+            reached.append(self._after(s, reached[-1], cap_s))
+        return reached
 
     def right(self, cap_s: float) -> list[int]:
         """The first cut from which the stages from s on reach the end."""
-        found = [self.pricing.segments.n]
+        reached = [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
-            found.append(self._before(s, found[-1], cap_s))
-        return found[::-1]
+            reached.append(self._before(s, reached[-1], cap_s))
+        return reached[::-1]
 
     def _after(self, s: int, i: int, cap_s: float) -> int:
         compute_s, cuts = self.pricing.segments.compute_s, self.pricing.segments.cuts
@@ -123,7 +123,8 @@ class Reach:
     def _fitting(self, s: int, i: int, j: int, cap_s: float, forwards: bool) -> int:
         """The length of the longest beginning (or end) of layers [i, j) that stage s can take."""
         fits = np.ones((len(self.pricing.tiers), 2, j - i), dtype=bool)
-        for most, prices in ((BYTE, BYTES), *((cap_s * (1 + 1e-9), prices) for prices in self.prices[s])):
+        priced = ((cap_s * (1 + 1e-9), prices) for prices in self.prices[s])
+        for most, prices in ((ROUNDING_BYTES, BYTES_ALONE), *priced):
             over, paid = self._paid(s, prices, i, j)
             after, before = paid[..., 1:] - paid[..., :1], paid[..., -1:] - paid[..., :-1]
             fits &= over + (after if forwards else before[..., ::-1]) <= most
@@ -132,7 +133,7 @@ class Reach:
 
     def _paid(self, s: int, prices: Prices, i: int, j: int) -> tuple[Grids, Grids]:
         """What stage s pays at least in each tier, by each bound: what does not grow, and sums up to layers i to j."""
-        first, over, paid = self.known.get((s, prices), (0, NOTHING, NOTHING))
+        first, over, paid = self.known.get((s, prices), (0, NO_GRIDS, NO_GRIDS))
         if not first <= i <= j < first + paid.shape[-1]:
             first, last = max(0, 2 * i - j), min(self.pricing.segments.n, 2 * j - i)
             over, paid = self._priced(s, prices, slice(first, last))
@@ -163,15 +164,15 @@ class Reach:
         return [(view, self.pricing.seconds(view, slice(None))) for view in pairs]
 
 
-ROUGH = 1e-2
+PRICES_CAP_TOLERANCE = 1e-2
 """How near the least cap must be to find prices there."""
-BYTES = (0.0, 1.0)
+BYTES_ALONE = (0.0, 1.0)
 """Prices of seconds and bytes that count bytes alone."""
-BYTE = 0.5
+ROUNDING_BYTES = 0.5
 """Sums of bytes are rounded by less."""
-AROUND = 8.0
+SPREAD_MEAN_STAGES = 8.0
 """How many mean stages a bound may be away from its even share where links are slow."""
-CELLS = 2_000_000
+MOST_CELLS = 2_000_000
 """The most cells between windows that are looked at."""
 
 
@@ -186,13 +187,13 @@ def area(windows: Sequence[Cuts]) -> int:
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 
-def bounded(windows: Sequence[Cuts], cells: int = CELLS) -> list[Cuts]:
+def bounded(windows: Sequence[Cuts], cells: int = MOST_CELLS) -> list[Cuts]:
     """Windows with fewer cuts, evenly spread, if there are too many cells between them."""
-    found, most = list(windows), max(map(len, windows))
-    while area(found) > cells and most > 2:
+    thinned, most = list(windows), max(map(len, windows))
+    while area(thinned) > cells and most > 2:
         most = most * 2 // 3
-        found = [cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))] for cuts in windows]
-    return found
+        thinned = [cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))] for cuts in windows]
+    return thinned
 
 
 def spread(segments: Segments, cells: int) -> list[Cuts]:
@@ -201,13 +202,13 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
     mean_s = float(total[-1]) / stages
     windows = []
     for s, cuts in enumerate(all_cuts(segments)):
-        near = cuts[np.abs(total[cuts] - s * mean_s) <= AROUND * mean_s]
+        near = cuts[np.abs(total[cuts] - s * mean_s) <= SPREAD_MEAN_STAGES * mean_s]
         windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
-    found, most = windows, max(map(len, windows))
-    while area(found) > cells and most > 2:
+    thinned, most = windows, max(map(len, windows))
+    while area(thinned) > cells and most > 2:
         most = most * 4 // 5
-        found = [_narrow(segments, cuts, most) for cuts in windows]
-    return found
+        thinned = [_narrow(segments, cuts, most) for cuts in windows]
+    return thinned
 
 
 def _narrow(segments: Segments, cuts: Cuts, most: int) -> Cuts:

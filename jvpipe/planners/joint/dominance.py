@@ -2,9 +2,9 @@
 
 Legend: a state is known by six numbers: extra seconds, swapped bytes, bytes held for all micro-batches in flight, the
 run of layers computed again that it ends in (its residuals and the inputs between; infinite outside a run), and what is
-needed beyond what is held (`tiers.py`): the most working bytes less what later layers leave of one micro-batch, if the
-run ends here and if it goes on (infinite outside a run). Of two states, one that is nowhere larger dominates, whatever
-comes after.
+needed beyond what is held (`working_tiers.py`): the most working bytes less what later layers leave of one
+micro-batch, if the run ends here and if it goes on (infinite outside a run). Of two states, one that is nowhere larger
+dominates, whatever comes after.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.working_tiers import Tier
-from jvpipe.planners.model.problem import RERUN, RERUN_ON
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import sums
 
 States = Float[np.ndarray, "6 _"]
 EXTRA, SWAPPED, HELD, RUN, BEYOND, OPEN = range(6)
-CHUNK = 128
-EARLIER = np.tri(CHUNK, k=-1, dtype=bool)
+CHUNK_STATES = 128
+EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
 """For each state the one that it grew from, and its last layer's choice."""
@@ -30,7 +30,7 @@ class Growth:
     """Layers [i, j) on stage s; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
 
     def __init__(
-        self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None, *, thrifty: bool = False
+        self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None, *, by_bytes: bool = False
     ) -> None:
         layers = slice(i, j)
         self.i, self.table, self.k, self.tier = i, pricing.choices, pricing.segments.k[s], tier
@@ -38,12 +38,12 @@ class Growth:
         self.held = self.table.held_bytes(self.k, layers)
         self.given = pricing.segments.given(i)[layers]
         every = [np.flatnonzero(allowed) for allowed in self.table.allowed[layers]]
-        self.columns = self.table.thrifty(self.k)[layers] if thrifty else every
+        self.columns = self.table.min_bytes_columns(self.k)[layers] if by_bytes else every
         working = self.table.working_bytes[layers]
         there = self.table.allowed[layers] & (working <= self.high)
         charged = tier.in_run_bytes[layers] if tier else np.zeros(j - i)
         held, left = self.held.copy(), self.table.left_bytes[layers].copy()
-        held[:, RERUN_ON], left[:, RERUN_ON] = self.k * charged, charged
+        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = self.k * charged, charged
         least, spare, top = (np.where(there, x, np.inf).min(1) for x in (held, held - left, held + working))
         self.charged_to_come = to_come(self.k * charged)
         self.spare_to_come = to_come(spare - self.given)
@@ -63,14 +63,15 @@ class Growth:
         grown[EXTRA] = states[EXTRA][:, None] + table.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
         run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
-        run[:, RERUN], run[:, RERUN_ON] = 0.0, states[RUN] + table.input_bytes[layer]
+        run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]
         grown[RUN] = run + table.residual_bytes[layer] if at < len(self.columns) - 1 else np.inf  # the last run ends
         working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
         own = table.temporary_bytes[layer]
-        working[:, [RERUN, RERUN_ON]] = run[:, [RERUN, RERUN_ON]] + table.again_bytes[layer] + own
+        again = [RECOMPUTE, RECOMPUTE_CHAIN]
+        working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + own
         left = table.left_bytes[layer, columns] + self.given[at]
         beyond = np.repeat(states[BEYOND][:, None], len(columns), axis=1)
-        beyond[:, RERUN_ON] = states[OPEN]
+        beyond[:, RECOMPUTE_CHAIN] = states[OPEN]
         for number, needed in ((BEYOND, working), (OPEN, grown[RUN] + own)):
             grown[number] = np.where(needed <= self.high, np.maximum(beyond - left, needed), np.inf)
         fits = np.isfinite(beyond_held(grown))
@@ -97,11 +98,11 @@ class Growth:
 
     def path(self, steps: Sequence[Step], at: int) -> tuple[int, ...]:
         """The choices of a state."""
-        found = []
+        choices = []
         for parents, columns in reversed(steps):
-            found.append(self.table.choice(int(columns[at])))
+            choices.append(self.table.choice(int(columns[at])))
             at = int(parents[at])
-        return tuple(reversed(found))
+        return tuple(reversed(choices))
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
@@ -119,13 +120,13 @@ def front(states: States) -> Int[np.ndarray, "_"]:
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
     order = np.lexsort(states[::-1])  # by extra seconds first, so that a state is dominated by earlier ones only
-    found = np.empty(0, dtype=np.int64)
-    for begin in range(0, len(order), CHUNK):
-        chunk = order[begin : begin + CHUNK]
-        chunk = chunk[~_dominated(states[:, chunk], states[:, found])]
+    best = np.empty(0, dtype=np.int64)
+    for begin in range(0, len(order), CHUNK_STATES):
+        chunk = order[begin : begin + CHUNK_STATES]
+        chunk = chunk[~_dominated(states[:, chunk], states[:, best])]
         own = (_below(states[:, chunk], states[:, chunk]) & EARLIER[: len(chunk), : len(chunk)]).any(1)
-        found = np.concatenate([found, chunk[~own]])
-    return np.sort(found)
+        best = np.concatenate([best, chunk[~own]])
+    return np.sort(best)
 
 
 def _dominated(states: States, by: States) -> np.ndarray:

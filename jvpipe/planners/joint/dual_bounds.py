@@ -5,9 +5,9 @@ price of a byte in seconds. For any prices
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-and, with bytes bounded by sums (`tiers.py`), the least right side is a sum over layers, each at its own least: for all
-segments at once, a difference of two sums over the first layers. The prices that bound one segment best bound its
-neighbours well.
+and, with bytes bounded by sums (`working_tiers.py`), the least right side is a sum over layers, each at its own least:
+for all segments at once, a difference of two sums over the first layers. The prices that bound one segment best bound
+its neighbours well.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy as np
 
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.working_tiers import Tier
-from jvpipe.planners.model.problem import RERUN_ON
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
 
 UNLIMITED = 2.0**52
@@ -66,7 +66,7 @@ class Pricing:
         held = choices.held_bytes(k, layers)
         if tier.by_low:
             held = held - choices.left_bytes[layers]
-        held[:, RERUN_ON] = (k - tier.by_low) * tier.in_run_bytes[layers]
+        held[:, RECOMPUTE_CHAIN] = (k - tier.by_low) * tier.in_run_bytes[layers]
         return held
 
     def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
@@ -85,15 +85,15 @@ class Pricing:
     def least_bytes(self, block: Block, least: Grid) -> Grid:
         """A lower bound of the peak bytes of a block's segments."""
         layers = slice(block.starts[0], block.ends[-1])
-        found = np.full(block.inside.shape, np.inf)
+        least_peaks = np.full(block.inside.shape, np.inf)
         for tier in self.tiers:
             over = np.full(block.inside.shape, -np.inf)
             for view in tier.views:
                 extra_s, _, held = self.table(block.s, view, layers)
                 held = self._over(np.where(np.isfinite(extra_s), held, np.inf), self.last_bytes(view, layers), block)
                 over = np.maximum(over, held - self.room_bytes(block, least, view))
-            found = np.minimum(found, self.limit_bytes + over)
-        return found
+            least_peaks = np.minimum(least_peaks, self.limit_bytes + over)
+        return least_peaks
 
     def bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
         """A lower bound of the seconds of a block's segments in a tier, at these prices."""
@@ -120,36 +120,36 @@ class Pricing:
         return between(total, block.starts - first, ends) + more[ends]
 
 
-class Auction:
+class DualBounds:
     """Segments side by side: their layers' choices in one table, each segment with prices of its own."""
 
-    ALPHAS, HALVINGS, MEETINGS, SPREAD = 10, 7, 5, 1e4
+    ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
-    def __init__(self, pricing: Pricing, found: Sequence[Segment]) -> None:
-        tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in found]
-        for (_, _, held), x in zip(tables, found, strict=True):
+    def __init__(self, pricing: Pricing, stages: Sequence[Segment]) -> None:
+        tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in stages]
+        for (_, _, held), x in zip(tables, stages, strict=True):
             held[-1] += pricing.last_bytes(x.tier, slice(x.j - 1, x.j))[0]
         self.extra_s, self.link_s, self.held = (np.concatenate(parts) for parts in zip(*tables, strict=True))
         self.there = np.isfinite(self.extra_s)
         self.extra_s = np.where(self.there, self.extra_s, 0.0)
-        sizes = [x.j - x.i for x in found]
-        self.of = np.repeat(np.arange(len(found)), sizes)
+        sizes = [x.j - x.i for x in stages]
+        self.of = np.repeat(np.arange(len(stages)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self.room = np.array([x.room_bytes for x in found])
-        self.compute_s = np.array([x.compute_s for x in found])
-        self.traffic_s = np.array([x.traffic_s for x in found])
+        self.room = np.array([x.room_bytes for x in stages])
+        self.compute_s = np.array([x.compute_s for x in stages])
+        self.traffic_s = np.array([x.traffic_s for x in stages])
         most = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
         self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(most, 1.0)
-        self.best = np.full(len(found), -np.inf)
-        self.prices = np.zeros((len(found), 2))
+        self.best = np.full(len(stages), -np.inf)
+        self.prices = np.zeros((len(stages), 2))
 
-    def settle(self) -> list[tuple[float, float]]:
+    def solve(self) -> list[tuple[float, float]]:
         """The best prices."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
         if (compute_over_link < 0).any():
             low, high = np.zeros_like(alpha), np.ones_like(alpha)
-            for _ in range(self.ALPHAS):
+            for _ in range(self.ALPHA_STEPS):
                 alpha = np.where(compute_over_link < 0, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
                 low, high = np.where(sign > 0, alpha, low), np.where(sign > 0, high, alpha)
@@ -157,20 +157,24 @@ class Auction:
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
         """Finds the best mu for an alpha, nearly; by how much compute then exceeds the link."""
-        free = self._bid(alpha, np.zeros_like(alpha))
-        bids = [(mu, *self._bid(alpha, mu)) for mu in (self.scale / self.SPREAD, self.scale * self.SPREAD)]
-        for step in range(self.HALVINGS + self.MEETINGS):
-            (low, low_dual, low_over, _), (high, high_dual, high_over, _) = bids
+        free = self._evaluate(alpha, np.zeros_like(alpha))
+        points = [
+            (mu, *self._evaluate(alpha, mu)) for mu in (self.scale / self.PRICE_RANGE, self.scale * self.PRICE_RANGE)
+        ]
+        for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
+            (low, low_dual, low_over, _), (high, high_dual, high_over, _) = points
             mu = np.sqrt(low * high)
-            if step >= self.HALVINGS:  # the dual is the lower of two lines: the best mu is where they meet, or near
+            if (
+                step >= self.BISECTION_STEPS
+            ):  # the dual is the lower of two lines: the best mu is where they meet, or near
                 slope = np.maximum(low_over - high_over, 1e-300)
                 mu = np.clip((high_dual - high_over * high - low_dual + low_over * low) / slope, low, high)
-            bid = mu, *self._bid(alpha, mu)
-            over = bid[2] > 0
-            bids = [_either(over, bid, bids[0]), _either(over, bids[1], bid)]
-        return np.where(free[1] > 0, bids[1][3], free[2])
+            point = mu, *self._evaluate(alpha, mu)
+            over = point[2] > 0
+            points = [_either(over, point, points[0]), _either(over, points[1], point)]
+        return np.where(free[1] > 0, points[1][3], free[2])
 
-    def _bid(self, alpha: np.ndarray, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _evaluate(self, alpha: np.ndarray, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
         a, m = alpha[self.of][:, None], mu[self.of][:, None]
         cost = np.where(self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf)

@@ -1,7 +1,7 @@
 """The plan whose fullest device holds the least, whatever its seconds: it decides whether a limit can be kept.
 
 Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes alone: it begins at
-the cuts and choices that hold the least by the planners' count (`memory.py`), which is near what the lowered lists
+the cuts and choices that hold the least by the planners' count (`stage_cost.py`), which is near what the lowered lists
 hold, and goes on from there by what these hold: a bound or a choice of the fullest stage at a time.
 """
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jvpipe.planners.joint.smallest_limit import thriftiest
+from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
-from jvpipe.planners.model.keep_all import Kept
+from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.paths import best_path
-from jvpipe.planners.model.problem import RERUN, RERUN_ON, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import check
 
-TRIES = 60
+MOST_PLANS = 60
 """So many plans are looked at on the way."""
 
 
@@ -54,21 +54,21 @@ def floor(
     def taken(decision: Decision) -> Floor:
         return Floor(decision, tuple(held_bytes(decision)))
 
-    beginnings, left = map(taken, _beginnings(_untimed(problem), keeps=keeps)), iter(range(TRIES))
-    found = next(beginnings)
-    if found.bytes > enough_bytes:
-        found = min([found, *beginnings], key=_fullness)
-    while found.bytes > enough_bytes:
-        others = (taken(decision) for decision, _ in zip(_neighbours(problem, found, keeps=keeps), left, strict=False))
-        better = next((other for other in others if _fullness(other) < _fullness(found)), None)
+    beginnings, left = map(taken, _beginnings(_untimed(problem), keeps=keeps)), iter(range(MOST_PLANS))
+    lowest = next(beginnings)
+    if lowest.bytes > enough_bytes:
+        lowest = min([lowest, *beginnings], key=_fullness)
+    while lowest.bytes > enough_bytes:
+        others = (taken(decision) for decision, _ in zip(_neighbours(problem, lowest, keeps=keeps), left, strict=False))
+        better = next((other for other in others if _fullness(other) < _fullness(lowest)), None)
         if better is None:
             break
-        found = better
-    return found
+        lowest = better
+    return lowest
 
 
-def _fullness(found: Floor) -> list[int]:
-    return sorted(found.held_bytes, reverse=True)
+def _fullness(plan: Floor) -> list[int]:
+    return sorted(plan.held_bytes, reverse=True)
 
 
 def _untimed(problem: Problem) -> Problem:
@@ -83,23 +83,24 @@ def _untimed(problem: Problem) -> Problem:
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     """The plans that hold the least by the planners' count: of all plans, and of those that keep everything."""
     if not keeps:
-        found = thriftiest(pricing_of(problem, swaps=problem.host_limit_bytes is None))
-        yield Decision(found.bounds, found.choices)
-    kept = Kept(problem)
+        least = min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None))
+        yield Decision(least.bounds, least.choices)
+    kept = KeepAll(problem)
     places = best_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
     assert places is not None, "there are as many places as stages need"
     yield kept.decision(places)
 
 
-def _neighbours(problem: Problem, found: Floor, *, keeps: bool) -> Iterator[Decision]:
+def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
     """The plans in which the fullest stage has a layer less, or computes one again, wholly or not at all."""
-    s, (bounds, choices) = found.stage, (found.decision.bounds, found.decision.choices)
+    s, (bounds, choices) = plan.stage, (plan.decision.bounds, plan.decision.choices)
     layers, i, j = problem.costs.layers, bounds[s], bounds[s + 1]
     nearer = [(s, i + 1)] * (s > 0) + [(s + 1, j - 1)] * (s + 1 < problem.stages)
     others = [(*bounds[:at], bound, *bounds[at + 1 :]) for at, bound in nearer]
     yield from _valid(problem, [(other, choices) for other in others])
     for layer in range(i, j) if not keeps else ():
-        for choice in (RERUN_ON, RERUN, len(layers[layer].options) - 1, 0):  # of which few programs are to be compiled
+        # Of these few programs are to be compiled.
+        for choice in (RECOMPUTE_CHAIN, RECOMPUTE, len(layers[layer].options) - 1, 0):
             if choice != choices[layer]:
                 yield from _valid(problem, [(bounds, (*choices[:layer], choice, *choices[layer + 1 :]))])
 
@@ -109,8 +110,8 @@ def _valid(problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, 
     for bounds, choices in wanted:
         mended = list(choices)
         for layer, choice in enumerate(choices):
-            if choice == RERUN_ON and (layer in bounds or mended[layer - 1] >= 0):
-                mended[layer] = RERUN
+            if choice == RECOMPUTE_CHAIN and (layer in bounds or mended[layer - 1] >= 0):
+                mended[layer] = RECOMPUTE
         decision = Decision(bounds, tuple(mended))
         try:
             check(problem, decision)

@@ -16,22 +16,22 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.segment_table import Cell, Effort, Hints, Table, cells
 from jvpipe.planners.joint.unqueued import Load, least_steps_s
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.problem import RERUN_ON, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_cost import StageCost, stage_cost
 
-PLACES = 24
+SIMULATED_PLACES = 24
 """Other places of a bound that are simulated at most, where there are more bounds than one."""
-BEGIN = 4
+START_PLANS = 4
 """Plans that are climbed from."""
-FEW = 64
+SINGLE_FATE_LAYERS = 64
 """Layers of a model whose fates are changed one by one."""
 
 Rank = tuple[float, int, int, int]
 
 
 @dataclass
-class Climb:
+class LocalSearch:
     """Plans judged by the simulator.
 
     `pricings` are ways to choose fates, as with or without swaps, and `hints` prices that fit them. It ends when so
@@ -52,7 +52,7 @@ class Climb:
     def top(self, begin: Iterable[Decision]) -> Decision:
         """The best of what the best plans' better neighbours lead to."""
         ranked = {(x.bounds, x.choices): x for x in sorted(begin, key=self.rank)}
-        return min(map(self._climbed, list(ranked.values())[:BEGIN]), key=self.rank)
+        return min(map(self._climbed, list(ranked.values())[:START_PLANS]), key=self.rank)
 
     def _climbed(self, best: Decision) -> Decision:
         """From neighbour to better neighbour, until none is better."""
@@ -91,8 +91,8 @@ class Climb:
         if self.layers <= 0:
             return []
         ways = ([self._best(cell, way) for cell in cells(tuple(bounds))] for way in range(len(self.pricings)))
-        whole = ([choices for choices in found if choices is not None] for found in ways)
-        return [Decision(tuple(bounds), tuple(chain(*found))) for found in whole if len(found) == len(bounds) - 1]
+        whole = ([choices for choices in stages if choices is not None] for stages in ways)
+        return [Decision(tuple(bounds), tuple(chain(*stages))) for stages in whole if len(stages) == len(bounds) - 1]
 
     def _cost(self, cell: Cell, choices: Sequence[int]) -> StageCost:
         s, i, j = cell
@@ -140,7 +140,7 @@ class Climb:
             moves += zip(least_s.tolist(), range(len(places)), [way] * len(places), strict=True)
         best_s = self.rank(decision)[0]
         moves = sorted(move for move in moves if move[0] < best_s)
-        for least_s, place, way in moves if self.problem.stages == 2 else moves[:PLACES]:
+        for least_s, place, way in moves if self.problem.stages == 2 else moves[:SIMULATED_PLACES]:
             if least_s >= best_s:
                 break
             bound = int(places[place])
@@ -163,9 +163,9 @@ class Climb:
             for way in range(len(self.pricings)):
                 yield from self._changed(decision, (cell,), way)
         choices = decision.choices
-        if self.problem.memory_limit_bytes is not None and len(choices) <= FEW:
+        if self.problem.memory_limit_bytes is not None and len(choices) <= SINGLE_FATE_LAYERS:
             for at, layer in enumerate(self.problem.costs.layers):
-                if RERUN_ON not in choices[at : at + 2]:  # a run would lose its beginning
+                if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
                     for other in range(len(layer.options)):
                         yield Decision(decision.bounds, (*choices[:at], other, *choices[at + 1 :]))
 
@@ -176,7 +176,7 @@ class Climb:
         first, last = new[0], new[-1]
         bounds = (*decision.bounds[: first[0] + 1], *(cell[2] for cell in new), *decision.bounds[last[0] + 2 :])
         if self.layers > 0 or all((cell, way) in self.choices for cell in new):
-            found = [self._best(cell, way, table) for cell, table in zip(new, tables, strict=False)]
-            if None not in found:
-                inner = chain(*(x for x in found if x))
+            fates = [self._best(cell, way, table) for cell, table in zip(new, tables, strict=False)]
+            if None not in fates:
+                inner = chain(*(x for x in fates if x))
                 yield Decision(bounds, (*decision.choices[: first[1]], *inner, *decision.choices[last[2] :]))

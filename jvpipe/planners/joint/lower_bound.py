@@ -7,7 +7,7 @@ import numpy as np
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.planners.joint.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.joint.surrogate import pricing_of, solve
-from jvpipe.planners.joint.trips import NEAR, Trips
+from jvpipe.planners.joint.trips import CAP_TOLERANCE, Trips
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Block, Segments
@@ -40,7 +40,7 @@ def lower_bound(problem: Problem) -> float:
     stages = [(table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends)) for x in table.stages]
     work_s, longest_s = float(segments.compute_s[-1]), float(np.diff(segments.compute_s).max())
     if not problem.schedule.synchronous:
-        return min(max(_of_stream(problem, stages), solution.found.bound_s), m * solution.cap_s)
+        return min(max(_of_stream(problem, stages), solution.result.bound_s), m * solution.cap_s)
     if problem.schedule.name == "gpipe":  # of all plans, and of those whose slowest stage is above the cap
         every_s = work_s + (m - 1) * max(work_s / problem.stages, longest_s)
         return max(every_s, min(_of_gpipe(problem, stages), work_s + (m - 1) * solution.cap_s))
@@ -52,7 +52,7 @@ def lower_bound(problem: Problem) -> float:
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Round trips of stages beside each other, as many as end while the simulator times a stream."""
     links = [x.comm_s for _, x in stages], [x.traffic_s for _, x in stages]
-    period_s = (1 - NEAR) * Trips([t for t, _ in stages], *links).least_cap_s()
+    period_s = (1 - CAP_TOLERANCE) * Trips([t for t, _ in stages], *links).least_cap_s()
     return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
 
 

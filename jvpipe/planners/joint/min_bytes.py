@@ -1,4 +1,4 @@
-"""The fewest bytes that a segment's layers can hold and work with: dominance over what they take (`states.py`)."""
+"""The fewest bytes that a segment's layers can hold and work with: dominance over what they take (`dominance.py`)."""
 
 from dataclasses import dataclass
 from operator import attrgetter
@@ -8,12 +8,12 @@ import numpy as np
 from jvpipe.planners.joint.dominance import BEYOND, EXTRA, HELD, SWAPPED, Growth, Step, front
 from jvpipe.planners.joint.dual_bounds import Pricing
 
-NARROW, WIDE = 16, 2000
+FEW_STATES, MANY_STATES = 16, 2000
 """How many states stay beside each other at first, and where it is to be exact."""
 
 
 @dataclass(frozen=True)
-class Fewest:
+class MinBytes:
     """The fewest bytes that were found, and choices that take them; what was not looked at takes `dropped` or more."""
 
     bytes: float
@@ -21,7 +21,7 @@ class Fewest:
     dropped: float = np.inf
 
 
-class Thrift:
+class MinBytesSearch:
     """Layers [i, j) of stage s, whatever their seconds."""
 
     def __init__(self, pricing: Pricing, s: int, i: int, j: int) -> None:
@@ -33,22 +33,22 @@ class Thrift:
 
         In every tier few states are looked at; where that left out what may be better, and it is to be exact, many.
         """
-        best, unsure = Fewest(below), list[tuple[float, Growth]]()
+        best, unsure = MinBytes(below), list[tuple[float, Growth]]()
         for tier in self.pricing.tiers:
-            growth = Growth(self.pricing, *self.cell, tier, thrifty=True)
-            found = self._fewest(growth, NARROW, best.bytes)
-            unsure.append((found.dropped, growth))
-            best = min(best, found, key=attrgetter("bytes"))
+            growth = Growth(self.pricing, *self.cell, tier, by_bytes=True)
+            fewest = self._fewest(growth, FEW_STATES, best.bytes)
+            unsure.append((fewest.dropped, growth))
+            best = min(best, fewest, key=attrgetter("bytes"))
         for dropped, growth in unsure:
             if exact and dropped < best.bytes:
-                best = min(best, self._fewest(growth, WIDE, best.bytes), key=attrgetter("bytes"))
+                best = min(best, self._fewest(growth, MANY_STATES, best.bytes), key=attrgetter("bytes"))
         return best.bytes, best.choices
 
-    def _fewest(self, growth: Growth, width: int, below: float) -> Fewest:
+    def _fewest(self, growth: Growth, width: int, below: float) -> MinBytes:
         """With so many states beside each other, of those that may lead below a number."""
         states, steps, dropped = growth.begin(), list[Step](), np.inf
         if growth.least_bytes(states, 0)[0] >= below:
-            return Fewest(np.inf)
+            return MinBytes(np.inf)
         for at in range(self.n):
             states = growth.grown(states, at)
             states[[EXTRA, SWAPPED]] = 0.0
@@ -60,9 +60,9 @@ class Thrift:
                 alive = np.sort(alive[order[:width]])
             alive = alive[front(states[:, alive])]
             if not len(alive):
-                return Fewest(np.inf, (), dropped)
+                return MinBytes(np.inf, (), dropped)
             states = states[:, alive]
             steps.append(growth.step(alive, at))
         taken = states[HELD] + states[BEYOND]
         best = int(taken.argmin())
-        return Fewest(float(taken[best]), growth.path(steps, best), dropped)
+        return MinBytes(float(taken[best]), growth.path(steps, best), dropped)

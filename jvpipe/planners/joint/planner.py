@@ -1,9 +1,9 @@
 """jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory limit.
 
-The surrogate of `memory.py` is solved first (`solution.py`, `search.py`): given the least seconds t of each segment,
-the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
+The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least seconds t of each
+segment, the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
 synchronous schedule is not the step: the best paths, the cuts of other planners and their neighbours are simulated
-(`climb.py`).
+(`local_search.py`).
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.choice_arrays import Choices
-from jvpipe.planners.joint.local_search import Climb
+from jvpipe.planners.joint.local_search import LocalSearch
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
@@ -24,18 +24,18 @@ from jvpipe.planners.model.stage_cost import check, evaluate
 from jvpipe.planners.published.even import even
 from jvpipe.planners.published.registry import PUBLISHED
 
-FEW = 128
-MANY = 256
+RIVAL_FATES_LAYERS = 128
+HASTY_LAYERS = 256
 """Models of more layers are planned in haste."""
-PATHS, STEPS, TASKS = 6, 240, 30_000
+SIMULATED_PATHS, SIMULATED_STEPS, SIMULATED_TASKS = 6, 240, 30_000
 """The surrogate's best paths that are simulated; how many steps are simulated in all, and of how many tasks."""
-LINKED = 0.02
+NOTICED_LINK_SHARE = 0.02
 """Where links take more than this share of the work's seconds, round trips are looked at."""
-SLOW, MORE = 0.25, 4
+SLOW_LINK_SHARE, SLOW_LINK_STEPS = 0.25, 4
 """Where links take more than this share of the work's seconds, so many times more is simulated."""
-WORTH = 1.01
+IMBALANCE_WORTH_SWAPS = 1.01
 """How many times longer than its even share of the work the slowest stage takes where it is worth to look for more."""
-CROWDED = 3.0
+HOST_LINK_CROWDING = 3.0
 """How many times slower the link to the host is taken to be. A link that is never idle keeps others waiting: what the
 surrogate takes for hidden costs up to half of a step, simulated."""
 
@@ -70,7 +70,7 @@ def _kept_best(problem: Problem, refine: bool) -> Decision | None:
 def _may_keep_all(problem: Problem) -> bool:
     """Whether everything may be kept under the limit; of many layers, whether even cuts allow it."""
     limit = problem.memory_limit_bytes
-    if limit is None or len(problem.costs.layers) <= MANY:
+    if limit is None or len(problem.costs.layers) <= HASTY_LAYERS:
         return limit is None or least_kept_bytes(problem) <= limit
     return evaluate(problem, even(problem)).peak_bytes <= limit
 
@@ -87,10 +87,10 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
     if problem.memory_limit_bytes is None or not Choices.of(problem).swapped_bytes.any():
         return False
-    if len(problem.costs.layers) <= MANY or not plain.feasible:
+    if len(problem.costs.layers) <= HASTY_LAYERS or not plain.feasible:
         return True
-    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.found.paths[0]))
-    return slowest_s * problem.stages > WORTH * float(plain.table.pricing.segments.compute_s[-1])
+    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.result.paths[0]))
+    return slowest_s * problem.stages > IMBALANCE_WORTH_SWAPS * float(plain.table.pricing.segments.compute_s[-1])
 
 
 def _simulated_best(problem: Problem) -> Decision:
@@ -102,30 +102,31 @@ def _simulated_best(problem: Problem) -> Decision:
     solutions = [solve(problem, plain)]
     pricings = [plain]
     if _swaps_may_help(problem, solutions[0]):
-        host = Link(problem.host.bytes_per_s / CROWDED, problem.host.latency_s)
+        host = Link(problem.host.bytes_per_s / HOST_LINK_CROWDING, problem.host.latency_s)
         crowded = replace(problem, host=host)
         pricings.append(pricing_of(crowded))
         solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
-    begin = [x.decision(path) for x in solutions if x.feasible for path in x.found.paths[:PATHS]]
+    begin = [x.decision(path) for x in solutions if x.feasible for path in x.result.paths[:SIMULATED_PATHS]]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     linked = _link_share(problem, begin[0])
-    steps = min(STEPS, TASKS // (problem.stages * problem.microbatches)) * (MORE if linked > SLOW else 1)
+    steps = min(SIMULATED_STEPS, SIMULATED_TASKS // (problem.stages * problem.microbatches))
+    steps *= SLOW_LINK_STEPS if linked > SLOW_LINK_SHARE else 1
     if steps < len(begin):  # a step has too many tasks
         return begin[0]
-    if linked > LINKED:
-        begin += trips(problem, plain, PATHS)
+    if linked > NOTICED_LINK_SHARE:
+        begin += trips(problem, plain, SIMULATED_PATHS)
     effort = solutions[0].table.effort
-    climb = Climb(
+    climb = LocalSearch(
         problem,
         tuple(pricings),
         tuple(x.table.best_prices() for x in solutions),
         replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
-        layers=2 * n if n <= MANY else n // 2,
+        layers=2 * n if n <= HASTY_LAYERS else n // 2,
         steps=steps,
     )
     for other in _rivals(problem):
-        begin += [other, *(climb.with_best_fates(other.bounds) if n <= FEW else ())]
+        begin += [other, *(climb.with_best_fates(other.bounds) if n <= RIVAL_FATES_LAYERS else ())]
     return climb.top(begin)
 
 
@@ -141,7 +142,7 @@ def _rivals(problem: Problem) -> Iterator[Decision]:
     Of models in haste, those that choose fates are asked only where a limit asks for fates.
     """
     n = len(problem.costs.layers)
-    fates_matter = problem.memory_limit_bytes is not None or n <= MANY
+    fates_matter = problem.memory_limit_bytes is not None or n <= HASTY_LAYERS
     for rival in PUBLISHED:
         if n <= rival.rival_layers and (fates_matter or rival.fate_rule is not FateRule.CHOOSES):
             with suppress(Infeasible):

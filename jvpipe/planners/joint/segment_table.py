@@ -1,7 +1,8 @@
 """The seconds of all segments between given cuts: lower bounds first, and the truth where a search asks for it.
 
 Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known that take its
-seconds; else its seconds are a lower bound, the least of those of its tiers (`tiers.py`). A path is the cuts 0 to n.
+seconds; else its seconds are a lower bound, the least of those of its tiers (`working_tiers.py`). A path is the cuts
+from 0 to n.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.chain_dp import Matrix, least_sum
-from jvpipe.planners.joint.dual_bounds import Auction, Pricing, Segment
-from jvpipe.planners.joint.min_bytes import Thrift
-from jvpipe.planners.joint.stage_fates import Asked, Fates, StageFates
+from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Segment
+from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.stage_fates import FateSearch, StageChoices, StageQuery
 from jvpipe.planners.joint.working_tiers import Tier, spread_max
 from jvpipe.planners.model.segments import Block, Cuts, between, sums
 
@@ -114,7 +115,7 @@ class Table:
         blocks = [pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
         self.stages = [StageTable(pricing, block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
-        self.fates: dict[Cell, Fates] = {}
+        self.fates: dict[Cell, StageChoices] = {}
         self.prices: dict[tuple[Cell, int], tuple[float, float]] = {}
         self.unproven: dict[Cell, float] = {}  # bounds of cells that may take less than is known
         self.layers = 0  # that have been looked at
@@ -142,12 +143,12 @@ class Table:
 
     def lower_s(self, stage: StageTable) -> Matrix:
         """What the cells of a stage take at least, proven."""
-        found = np.where(stage.settled, stage.known_s, np.minimum.reduce(stage.bounds_s))
+        lower = np.where(stage.settled, stage.known_s, np.minimum.reduce(stage.bounds_s))
         for (s, i, j), bound_s in self.unproven.items():
             a, b = stage.place(i, j)
             if s == stage.block.s and i in stage.block.starts and j in stage.block.ends:
-                found[a, b] = bound_s
-        return found
+                lower[a, b] = bound_s
+        return lower
 
     @property
     def exhausted(self) -> bool:
@@ -169,34 +170,34 @@ class Table:
         """The cuts at these places."""
         return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
 
-    def open(self, path: Path) -> list[Cell]:
+    def open_cells(self, path: Path) -> list[Cell]:
         """The cells of a path that are not settled."""
         return [cell for cell in cells(path) if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]]
 
-    def look(self, found: Sequence[Cell], enough_s: float = -np.inf) -> None:
+    def refine(self, open_cells: Sequence[Cell], enough_s: float = -np.inf) -> None:
         """Refines these cells: by prices, or if those have been found before, by choices of their layers.
 
         Choices that take at most `enough_s` seconds are good enough.
         """
-        asked = [(cell, self._tier(cell)) for cell in found]
-        if new := [x for x in asked if x not in self.prices and (x[0][0], x[1]) not in self.hints]:
+        keys = [(cell, self._tier(cell)) for cell in open_cells]
+        if new := [x for x in keys if x not in self.prices and (x[0][0], x[1]) not in self.hints]:
             self._price(new)
             return
-        for cell, tier in asked:
+        for cell, tier in keys:
             self._choose(cell, tier, enough_s)
-        for cell in found:
+        for cell in open_cells:
             self.stage(cell).refresh()
 
     def _tier(self, cell: Cell) -> int:
         stage = self.stage(cell)
         return stage.best_tier(stage.place(*cell[1:]))
 
-    def _price(self, found: Sequence[tuple[Cell, int]]) -> None:
+    def _price(self, keys: Sequence[tuple[Cell, int]]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
-        views = [(key, view) for key in found for view in self.pricing.tiers[key[1]].views]
-        auction = Auction(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
-        best = dict.fromkeys(found, (-np.inf, (1.0, 0.0)))
-        for (key, _), prices, bound_s in zip(views, auction.settle(), auction.best.tolist(), strict=True):
+        views = [(key, view) for key in keys for view in self.pricing.tiers[key[1]].views]
+        bounds = DualBounds(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
+        best = dict.fromkeys(keys, (-np.inf, (1.0, 0.0)))
+        for (key, _), prices, bound_s in zip(views, bounds.solve(), bounds.best.tolist(), strict=True):
             best[key] = max(best[key], (bound_s, prices))
         for (cell, tier), (bound_s, prices) in best.items():
             self.prices[cell, tier] = prices
@@ -205,11 +206,11 @@ class Table:
                 stage.price(tier, *prices)
 
     def _segment(self, cell: Cell, tier: Tier) -> Segment:
-        asked, stage = self.asked(cell), self.stage(cell)
+        query, stage = self.query(cell), self.stage(cell)
         one = np.array([stage.place(*cell[1:])]).T
         block, least = stage.block.at(*one), stage.least_working_bytes[np.ix_(*one)]
         room = float(self.pricing.room_bytes(block, least, tier)[0, 0])
-        return Segment(*cell, tier, room, asked.compute_s, asked.traffic_s)
+        return Segment(*cell, tier, room, query.compute_s, query.traffic_s)
 
     def _choose(self, cell: Cell, tier: int, enough_s: float) -> None:
         """Looks for a cell's best choices in a tier, and settles it unless another tier may have better ones."""
@@ -222,10 +223,10 @@ class Table:
         known_s = known.seconds if known else np.inf
         prices = self.prices.get((cell, tier)) or self.hints[cell[0], tier]
         self.layers += cell[2] - cell[1]
-        asked_for = StageFates(self.pricing, self.asked(cell), self.pricing.tiers[tier], *prices)
-        fates = asked_for.least_seconds(self.effort.quick, known_s)
+        search = FateSearch(self.pricing, self.query(cell), self.pricing.tiers[tier], *prices)
+        fates = search.least_seconds(self.effort.quick, known_s)
         if fates.seconds > enough_s and not fates.proven and self.effort.thorough > self.effort.quick:
-            better = asked_for.least_seconds(self.effort.thorough, min(fates.seconds, known_s))
+            better = search.least_seconds(self.effort.thorough, min(fates.seconds, known_s))
             fates = better if better.choices else replace(fates, bound_s=min(fates.seconds, better.bound_s))
         if fates.seconds < known_s:
             self.fates[cell], known_s = fates, fates.seconds
@@ -236,33 +237,33 @@ class Table:
         stage.bounds_s[tier][at] = fates.seconds
         least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
         if np.isinf(min(least_s, known_s)) and cell in self.unproven:
-            self.fates[cell] = thrifty = self._thrifty(cell)
-            known_s = thrifty.seconds
+            self.fates[cell] = fewest_bytes = self._min_bytes_choices(cell)
+            known_s = fewest_bytes.seconds
         done = known_s <= max(enough_s, least_s * tolerance) or np.isinf(least_s)
         if done or (self.effort.haste and np.isfinite(known_s)):
             if not done:
                 self.unproven.setdefault(cell, least_s)
             stage.settled[at], stage.known_s[at] = True, known_s
 
-    def asked(self, cell: Cell) -> Asked:
+    def query(self, cell: Cell) -> StageQuery:
         """A cell as the choice of fates is asked for it."""
         block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
-        return Asked(
+        return StageQuery(
             *cell, float(block.compute_s[at]), float(block.traffic_s[at]), room, self.most_swapped_bytes[cell[0]]
         )
 
-    def _thrifty(self, cell: Cell) -> Fates:
+    def _min_bytes_choices(self, cell: Cell) -> StageChoices:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
-        asked, choices = self.asked(cell), self.pricing.choices
-        held, found = Thrift(self.pricing, *cell).fewest(exact=False)
-        layers = np.arange(asked.i, asked.j)
-        swapped = float(choices.swapped_bytes[layers, found].sum())
-        if held > asked.room_bytes or swapped > asked.most_swapped_bytes:
-            return Fates((), np.inf, np.inf, np.inf)
-        link_s = asked.traffic_s + 2 * self.pricing.segments.problem.host.seconds(swapped)
-        compute_s = asked.compute_s + float(choices.extra_s[layers, found].sum())
-        return Fates(found, max(compute_s, link_s), held, 0.0)
+        query, choices = self.query(cell), self.pricing.choices
+        held, choices_of = MinBytesSearch(self.pricing, *cell).fewest(exact=False)
+        layers = np.arange(query.i, query.j)
+        swapped = float(choices.swapped_bytes[layers, choices_of].sum())
+        if held > query.room_bytes or swapped > query.most_swapped_bytes:
+            return StageChoices((), np.inf, np.inf, np.inf)
+        link_s = query.traffic_s + 2 * self.pricing.segments.problem.host.seconds(swapped)
+        compute_s = query.compute_s + float(choices.extra_s[layers, choices_of].sum())
+        return StageChoices(choices_of, max(compute_s, link_s), held, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
         """A cell's seconds, those of its forward, and those of the link before it."""
@@ -273,7 +274,7 @@ class Table:
         """Looks at a cell until it is settled."""
         stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
         while not stage.settled[at]:
-            self.look([cell])
+            self.refine([cell])
 
     def fits(self, cell: Cell) -> bool:
         """Whether a settled cell has choices that fit."""

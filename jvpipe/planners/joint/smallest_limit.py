@@ -10,25 +10,25 @@ import numpy as np
 from jvpipe.planners.joint.chain_dp import least_max, least_sum
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
-from jvpipe.planners.joint.min_bytes import Thrift
+from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.working_tiers import spread_max, tiers
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Block, Cuts, Grid
 
-EXACT = 128
+EXACT_LAYERS = 128
 """For models of more layers the limit is one that would do, near the smallest."""
-ROUNDS, PATIENCE = 3, 60
+ROUNDS_WITH_PLAN, ROUNDS_WITHOUT_PLAN = 3, 60
 """After so many rounds the best of such a model is taken, and after so many none is looked for."""
-STEP = 1e-3
-FEW_CELLS = 1_000_000
+LIMIT_TOLERANCE = 1e-3
+ALL_CUTS_CELLS = 1_000_000
 """Up to so many, the cells of all cuts are looked at."""
-FINE = 10
+BYTE_TIERS = 10
 """How many tiers there are for runs of layers computed again."""
 
 
 @dataclass(frozen=True)
-class Thriftiest:
+class MinBytesPlan:
     """Bounds and choices whose fullest stage is as empty as can be."""
 
     bounds: tuple[int, ...]
@@ -37,38 +37,38 @@ class Thriftiest:
     peak_bytes: int
 
 
-def thriftiest(pricing: Pricing) -> Thriftiest:
+def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """The plan of the smallest limit, whatever its seconds."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
     segments = pricing.segments
     cuts = all_cuts(segments)
-    if area(cuts) <= FEW_CELLS:
-        found = _thriftiest(pricing, cuts)
-        assert found is not None, "without a limit there is a plan"
-        return found
+    if area(cuts) <= ALL_CUTS_CELLS:
+        plan = _min_bytes_plan(pricing, cuts)
+        assert plan is not None, "without a limit there is a plan"
+        return plan
     low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.k) + 1)
-    while high - low > STEP * high:  # the least limit under which the end can be reached
+    while high - low > LIMIT_TOLERANCE * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
         reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
         low, high = (low, middle) if reach.left(np.inf)[-1] == segments.n else (middle, high)
-    found = None
+    plan = None
     for slack in (1.02, 1.2, 3.0):
         reach = Reach(replace(pricing, limit_bytes=high * slack), ((),) * segments.problem.stages)
-        found = _thriftiest(pricing, bounded(reach.windows(np.inf)))
-        if found and found.peak_bytes <= high * slack:
+        plan = _min_bytes_plan(pricing, bounded(reach.windows(np.inf)))
+        if plan and plan.peak_bytes <= high * slack:
             break
-    assert found is not None
-    return found
+    assert plan is not None
+    return plan
 
 
-def thrifty(pricing: Pricing, enough_bytes: int) -> Thriftiest | None:
-    """A plan whose fullest stage takes at most so many bytes, sooner than the thriftiest; None if there is none."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, FINE))
+def plan_within_bytes(pricing: Pricing, enough_bytes: int) -> MinBytesPlan | None:
+    """A plan whose fullest stage takes at most so many bytes, sooner than the min_bytes_plan; None if there is none."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
     cuts = all_cuts(pricing.segments)
-    if area(cuts) <= FEW_CELLS:
-        return _thriftiest(pricing, cuts, enough_bytes)
-    found = thriftiest(pricing)
-    return found if found.peak_bytes <= enough_bytes else None
+    if area(cuts) <= ALL_CUTS_CELLS:
+        return _min_bytes_plan(pricing, cuts, enough_bytes)
+    plan = min_bytes_plan(pricing)
+    return plan if plan.peak_bytes <= enough_bytes else None
 
 
 class Peaks:
@@ -76,7 +76,7 @@ class Peaks:
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
-        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT
+        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT_LAYERS
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
         least = [spread_max(pricing.choices.least_working_bytes, block) for block in self.blocks]
         bounds = (pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True))
@@ -87,22 +87,22 @@ class Peaks:
         """A segment's peak; of what is not below a number, that number or more."""
         if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
             fixed = float(self.blocks[s].fixed_bytes[a, b])
-            thrift = Thrift(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
-            held, self.choices[s, a, b] = thrift.fewest(self.exact, below - fixed)
+            search = MinBytesSearch(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
+            held, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
             longer = self.bytes[s][: a + 1, b:]
             np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)
             self.bytes[s][a, b] = fixed + held
         return float(self.bytes[s][a, b])
 
-    def plan(self, places: Sequence[int]) -> Thriftiest:
+    def plan(self, places: Sequence[int]) -> MinBytesPlan:
         """The plan of settled segments, given the places of its cuts."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
         bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
-        return Thriftiest(bounds, choices, int(np.argmax(taken)), int(max(taken)))
+        return MinBytesPlan(bounds, choices, int(np.argmax(taken)), int(max(taken)))
 
-    def farthest(self, limit: float) -> Thriftiest | None:
+    def farthest(self, limit: float) -> MinBytesPlan | None:
         """The plan in which every stage takes as many layers as a limit allows; None if they do not get to the end."""
         places = [0]
         for s in range(len(self.blocks)):
@@ -112,14 +112,14 @@ class Peaks:
                 there = bool(self.blocks[s].inside[a, b])  # what is empty is no segment yet
                 return there and self.settle(s, a, b, limit + 1) > limit
 
-            found = bisect_left(ends, True, key=too_much) - 1
-            if found < 0 or not self.blocks[s].inside[a, found]:
+            end = bisect_left(ends, True, key=too_much) - 1
+            if end < 0 or not self.blocks[s].inside[a, end]:
                 return None
-            places.append(found)
+            places.append(end)
         return self.plan(places) if places[-1] == len(self.cuts[-1]) - 1 else None
 
 
-def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> Thriftiest | None:
+def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> MinBytesPlan | None:
     """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
 
     The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
@@ -137,9 +137,9 @@ def _thriftiest(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = N
         taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
         if taken <= limit and (best is None or taken < best.peak_bytes):
             best = peaks.plan(places)
-        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + STEP):
+        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + LIMIT_TOLERANCE):
             return best
-        if rounds > (ROUNDS if best else PATIENCE) and not peaks.exact:
+        if rounds > (ROUNDS_WITH_PLAN if best else ROUNDS_WITHOUT_PLAN) and not peaks.exact:
             return best
     return best
 
@@ -155,23 +155,23 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1][starts - starts[0]]  # of a segment's first layer and those before
     begun = pricing.segments.k[block.s] * (inputs[-1] - least)
-    ended = np.full(len(block.ends) - b, max(0.0, choices.again_bytes[last] - choices.residual_bytes[last]))
+    ended = np.full(len(block.ends) - b, max(0.0, choices.recompute_peak_bytes[last] - choices.residual_bytes[last]))
     ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]
     return block.fixed_bytes[: a + 1, b:] + held - begun[:, None] - ended - (shared - shared[:, :1])
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """What to say: where the thriftiest plan is over the limit, and by how much."""
-    found, limit = thriftiest(pricing), int(pricing.limit_bytes)
-    i, j = found.bounds[found.stage], found.bounds[found.stage + 1]
-    over = found.peak_bytes - limit
+    """What to say: where the min_bytes_plan plan is over the limit, and by how much."""
+    plan, limit = min_bytes_plan(pricing), int(pricing.limit_bytes)
+    i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
+    over = plan.peak_bytes - limit
     return Infeasible(
-        f"no plan keeps the limit of {limit} bytes per device: at best, stage {found.stage} (layers {i} to {j - 1}) "
-        f"takes {over} bytes more. The smallest limit that would do is {found.peak_bytes} bytes; raise the limit, add "
+        f"no plan keeps the limit of {limit} bytes per device: at best, stage {plan.stage} (layers {i} to {j - 1}) "
+        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes; raise the limit, add "
         "stages, or use smaller micro-batches",
-        stage=found.stage,
+        stage=plan.stage,
         excess_bytes=over,
-        smallest_limit_bytes=found.peak_bytes,
-        decision=Decision(found.bounds, found.choices),
+        smallest_limit_bytes=plan.peak_bytes,
+        decision=Decision(plan.bounds, plan.choices),
     )

@@ -1,8 +1,8 @@
 """The choices of one stage's layers that take the fewest seconds under its limit: dominance over what they take.
 
-Legend: states are those of `states.py`, each the choices of a segment's first layers. Each layer multiplies them by its
-choices; out go those that cannot fit, those whose lower bound (`prices.py`) is not below the best known, the dominated.
-At last, if there are more than `width`, those of the highest bounds: then the answer may not be the best.
+Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer multiplies them by
+its choices; out go those that cannot fit, those whose lower bound (`dual_bounds.py`) is not below the best known, the
+dominated. At last, if there are more than `width`, those of the highest bounds: then the answer may not be the best.
 """
 
 from dataclasses import dataclass, replace
@@ -26,16 +26,16 @@ from jvpipe.planners.joint.dominance import (
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.working_tiers import Tier
 
-OVER = 5
+OVERRUN_PRICE = 5
 """How much dearer than its price a byte is that a state will probably be over."""
-NEAR = 0.01
+NEAR_BEST_SHARE = 0.01
 """How near a choice must be to the best to be expected too, relative to an even share of a layer."""
-SLACK = 1 - 1e-12
+BELOW_FACTOR = 1 - 1e-12
 """A bound must be below the best known by more than rounding."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class StageQuery:
     """Layers [i, j) on stage s; what they take without fates, and the limits that are left for what fates take."""
 
     s: int
@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Fates:
+class StageChoices:
     """Choices of a segment's layers; none, and infinite seconds, if nothing fits. Nothing takes less than `bound_s`."""
 
     choices: tuple[int, ...]
@@ -62,27 +62,27 @@ class Fates:
         return self.bound_s >= self.seconds * (1 - 1e-9)
 
 
-class StageFates:
+class FateSearch:
     """Choices in a tier, under given prices of seconds and bytes."""
 
-    def __init__(self, pricing: Pricing, asked: Asked, tier: Tier, alpha: float = 1.0, mu: float = 0.0) -> None:
-        self.asked, self.alpha, self.mu = asked, alpha, mu
+    def __init__(self, pricing: Pricing, query: StageQuery, tier: Tier, alpha: float = 1.0, mu: float = 0.0) -> None:
+        self.query, self.alpha, self.mu = query, alpha, mu
         self.host = pricing.segments.problem.host
-        self.growth = Growth(pricing, asked.s, asked.i, asked.j, tier)
+        self.growth = Growth(pricing, query.s, query.i, query.j, tier)
         # Bounds of what the layers to come take.
-        layers = slice(asked.i, asked.j)
-        extra_s, link_s, held = pricing.table(asked.s, tier, layers)
+        layers = slice(query.i, query.j)
+        extra_s, link_s, held = pricing.table(query.s, tier, layers)
         there, left = np.isfinite(extra_s), pricing.choices.left_bytes[layers]
         finite_s = np.where(there, extra_s, 0.0)
         cost = np.where(there, alpha * finite_s + (1 - alpha) * link_s, np.inf)
         last = np.zeros_like(cost)
-        last[-1] = pricing.last_bytes(tier, slice(asked.j - 1, asked.j))[0]
+        last[-1] = pricing.last_bytes(tier, slice(query.j - 1, query.j))[0]
         self.cost_to_come = to_come((cost + mu * (held + last)).min(1))
-        spare = pricing.table(asked.s, replace(tier, by_low=True), layers)[2]
+        spare = pricing.table(query.s, replace(tier, by_low=True), layers)[2]
         self.spare_to_come = to_come((cost + mu * spare).min(1)) - mu * to_come(self.growth.given)
         cost = cost + mu * held
         self.extra_to_come = to_come(np.where(there, extra_s, np.inf).min(1))
-        self.last_bytes = float(pricing.choices.least_working_bytes[asked.j - 1])
+        self.last_bytes = float(pricing.choices.least_working_bytes[query.j - 1])
         self.expected = self._expected(cost, finite_s, link_s, held, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
@@ -90,37 +90,37 @@ class StageFates:
 
         Of what is `taken` that is for extra seconds, link seconds and held bytes; left bytes go with these.
         """
-        asked = self.asked
+        query = self.query
         bound_s = (
-            self.alpha * asked.compute_s
-            + (1 - self.alpha) * asked.traffic_s
+            self.alpha * query.compute_s
+            + (1 - self.alpha) * query.traffic_s
             + self.cost_to_come[0]
-            - self.mu * asked.room_bytes
+            - self.mu * query.room_bytes
         )
         least_s = max(1e-12 * float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0)), 1e-300)
-        near = np.exp((cost.min(1)[:, None] - cost) / max(NEAR * bound_s / len(cost), least_s))
+        near = np.exp((cost.min(1)[:, None] - cost) / max(NEAR_BEST_SHARE * bound_s / len(cost), least_s))
         shares = near / near.sum(1)[:, None]
-        found = [to_come((shares * x).sum(1)) for x in taken]
-        room = asked.room_bytes - self.last_bytes
+        sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
+        room = query.room_bytes - self.last_bytes
         binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
-        wholes = (bound_s - asked.compute_s, bound_s - asked.traffic_s, room)
+        wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
         scale = [
             max(whole, 0.0) / x[0] if binds and x[0] > 0 else 1.0
-            for x, whole, binds in zip(found, wholes, binding, strict=False)
+            for x, whole, binds in zip(sums_to_come, wholes, binding, strict=False)
         ]
-        return [x * by for x, by in zip(found, [*scale, scale[-1]], strict=True)]
+        return [x * by for x, by in zip(sums_to_come, [*scale, scale[-1]], strict=True)]
 
-    def least_seconds(self, width: int, below_s: float = np.inf) -> Fates:
+    def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """The choices of the fewest seconds, among those that fit and take less than `below_s`.
 
         Of equals, the one that swaps least, then the one of the fewest bytes.
         """
         states, steps = self.growth.begin(), list[Step]()
         dropped_s = np.inf
-        for at in range(self.asked.j - self.asked.i):
+        for at in range(self.query.j - self.query.i):
             states = self.growth.grown(states, at)
             bound = self._bounds(states, at + 1)
-            alive = bound < below_s * SLACK
+            alive = bound < below_s * BELOW_FACTOR
             if alive.sum() > 2 * width:
                 fittest = self._fittest(states, bound, at + 1, width)
                 left = alive.copy()
@@ -131,25 +131,25 @@ class StageFates:
             alive = alive[front(states[:, alive])]
             states = states[:, alive]
             if not len(alive):
-                return Fates((), np.inf, np.inf, dropped_s)
+                return StageChoices((), np.inf, np.inf, dropped_s)
             steps.append(self.growth.step(alive, at))
         seconds, used = self._seconds(states), states[HELD] + states[BEYOND]
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
-        return Fates(self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s))
+        return StageChoices(self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s))
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What a state will take at least; infinite if it cannot fit."""
-        asked = self.asked
-        fits = self.growth.least_bytes(states, done) <= asked.room_bytes
-        fits &= states[SWAPPED] <= asked.most_swapped_bytes
-        compute_s = asked.compute_s + states[EXTRA]
-        link_s = asked.traffic_s + 2 * self._swap_s(states)
+        query = self.query
+        fits = self.growth.least_bytes(states, done) <= query.room_bytes
+        fits &= states[SWAPPED] <= query.most_swapped_bytes
+        compute_s = query.compute_s + states[EXTRA]
+        link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
             held, beyond = self.growth.held_bytes(states, done), self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
-            priced = priced + self.mu * np.where(fits, held - asked.room_bytes, 0.0) + to_come
+            priced = priced + self.mu * np.where(fits, held - query.room_bytes, 0.0) + to_come
         else:
             priced = priced + self.cost_to_come[done]
         return np.where(fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf)
@@ -158,17 +158,17 @@ class StageFates:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
         extra_s, link_s, held, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
-        over = self.growth.held_bytes(states, done) + held + beyond - self.asked.room_bytes
-        compute_s = self.asked.compute_s + states[EXTRA] + extra_s
-        link_s = self.asked.traffic_s + 2 * self._swap_s(states) + link_s
+        over = self.growth.held_bytes(states, done) + held + beyond - self.query.room_bytes
+        compute_s = self.query.compute_s + states[EXTRA] + extra_s
+        link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
-        dear_s = OVER * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
+        dear_s = OVERRUN_PRICE * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
         return np.concatenate([near, low, [np.where(may, states[HELD] + beyond, np.inf).argmin()]])
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        return np.maximum(self.asked.compute_s + states[EXTRA], self.asked.traffic_s + 2 * self._swap_s(states))
+        return np.maximum(self.query.compute_s + states[EXTRA], self.query.traffic_s + 2 * self._swap_s(states))
 
     def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
         swapped = states[SWAPPED]

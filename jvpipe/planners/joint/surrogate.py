@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.cap_search import Found, search
+from jvpipe.planners.joint.cap_search import SearchResult, search
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
@@ -20,14 +20,14 @@ from jvpipe.planners.joint.working_tiers import tiers
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
-SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
+CAP_SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
 """By how much the slowest stage may be above the least that is possible: the first that leaves few enough cells."""
-ALL_CELLS, FEW_CELLS = 700_000, 120_000
+ALL_CUTS_CELLS, WINDOW_CELLS = 700_000, 120_000
 """The most cells of all cuts for these to be looked at, and of those that matter else."""
 
 TRIP_CELLS = 300_000
 """The most cells between cuts of which round trips are counted."""
-CROWDS = (1.0, 1.5)
+TRANSFER_FACTORS = (1.0, 1.5)
 """How many times longer a transfer is taken to be, for it waits for others."""
 
 
@@ -35,10 +35,10 @@ CROWDS = (1.0, 1.5)
 class Solution:
     """What the search found, the best first, and the table that it found it in.
 
-    No plan of the table is below `found.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
+    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
     """
 
-    found: Found
+    result: SearchResult
     table: Table
     beyond_s: float = np.inf
     cap_s: float = np.inf
@@ -46,16 +46,16 @@ class Solution:
     @property
     def bound_s(self) -> float:
         """What no plan is below."""
-        return min(self.found.bound_s, self.beyond_s)
+        return min(self.result.bound_s, self.beyond_s)
 
     @property
     def feasible(self) -> bool:
         """Whether anything fits."""
-        return bool(self.found.paths)
+        return bool(self.result.paths)
 
     def decision(self, path: Path | None = None) -> Decision:
         """A path as a decision; the best path if none is given."""
-        path = path or self.found.paths[0]
+        path = path or self.result.paths[0]
         return Decision(path, self.table.choices(path))
 
 
@@ -85,11 +85,12 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
         return Solution(search(problem, table), table)
 
-    if area(everything) <= ALL_CELLS:
+    if area(everything) <= ALL_CUTS_CELLS:
         return between(everything)
     reach = Reach.of(pricing)
     least_s = reach.least_cap_s()
-    for slack in (next((x for x in SLACKS if area(reach.windows(least_s * (1 + x))) <= FEW_CELLS), 0.0), 0.4, 3.0):
+    small = (x for x in CAP_SLACKS if area(reach.windows(least_s * (1 + x))) <= WINDOW_CELLS)
+    for slack in (next(small, 0.0), 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
         if solution.feasible:
@@ -103,20 +104,21 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    known = dict.fromkeys(places for crowd in CROWDS for places in Trips(link_s, [crowd * c for c in comm_s]).paths())
+    every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in TRANSFER_FACTORS)
+    known = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
     if not known:
         return []
     every = np.array(list(known))
     loads = [Load.of(stage, every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
     ranked = least_steps_s(problem, loads).argsort(kind="stable")
-    found = []
+    decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])
-        while opened := table.open(path):
-            table.look(opened)
+        while opened := table.open_cells(path):
+            table.refine(opened)
         if all(table.fits(cell) for cell in cells(path)):
-            found.append(Decision(path, table.choices(path)))
-    return found
+            decisions.append(Decision(path, table.choices(path)))
+    return decisions
 
 
 def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
@@ -139,5 +141,5 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
     parts = [limit * want / sum(wanted) // kept for want, kept in zip(wanted, k, strict=True)]
-    found = [solve(problem, solution.table.pricing, parts), solve(problem, pricing_of(problem, swaps=False))]
-    return min(found, key=lambda x: x.found.step_s)
+    others = [solve(problem, solution.table.pricing, parts), solve(problem, pricing_of(problem, swaps=False))]
+    return min(others, key=lambda x: x.result.step_s)

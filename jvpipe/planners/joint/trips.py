@@ -19,11 +19,11 @@ import numpy as np
 
 from jvpipe.planners.joint.chain_dp import Matrix
 
-CAPS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
+CAP_FACTORS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
 """Over the least cap; the last ones are for steps of few micro-batches."""
-SHARES = (0.0, 0.5, 2.0)
+SPARE_WEIGHTS = (0.0, 0.5, 2.0)
 """What a second that a group could still take is worth, in seconds of the sum."""
-NEAR = 1e-3
+CAP_TOLERANCE = 1e-3
 """How near the least cap is found."""
 
 
@@ -39,8 +39,8 @@ class Trips:
         """Yields the places of cuts worth a look; each path once."""
         least_s = self.least_cap_s()
         known = set()
-        for cap in CAPS if np.isfinite(least_s) else ():
-            for share in SHARES:
+        for cap in CAP_FACTORS if np.isfinite(least_s) else ():
+            for share in SPARE_WEIGHTS:
                 places = self.path(cap * least_s, share)
                 if places and places not in known:
                     known.add(places)
@@ -53,7 +53,7 @@ class Trips:
         low, high = 0.0, sum(most) + 1e-300
         if self.path(high) is None:
             return np.inf
-        while high - low > NEAR * high:
+        while high - low > CAP_TOLERANCE * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.path(middle) is not None else (middle, high)
         return high

@@ -20,9 +20,9 @@ import numpy as np
 from jvpipe.planners.joint.choice_arrays import Choices, PerLayer
 from jvpipe.planners.model.segments import Block, Grid, sums
 
-RUNS = 3
+RUN_TIERS = 3
 """How many tiers there are beyond what one layer works with, for runs, where seconds count."""
-LONGEST = 8
+ENUMERATED_RUN_LAYERS = 8
 """Runs up to so many layers are looked at one by one to find the least bytes of a tier."""
 
 
@@ -46,41 +46,41 @@ class Tier:
         return (self, replace(self, by_low=True)) if self.low > 0 else (self,)
 
 
-def tiers(choices: Choices, limit_bytes: float, runs: int = RUNS) -> tuple[Tier, ...]:
+def tiers(choices: Choices, limit_bytes: float, runs: int = RUN_TIERS) -> tuple[Tier, ...]:
     """The tiers of a model's choices under a limit, at most so many for runs."""
     single = choices.working_bytes[choices.allowed]
     one = float(single[single <= limit_bytes].max(initial=0.0))
     most = min(limit_bytes, _most(choices))
-    found = [Tier(0.0, one, *_runs(choices, one))]
+    every = [Tier(0.0, one, *_runs(choices, one))]
     if most > one:
         highs = np.floor(np.geomspace(max(one, most / 1e6, 1.0), most, runs + 1))[1:].tolist()
         for above, high in pairwise([one, *highs]):
             if (low := _next(choices, above)) <= high:
-                found.append(Tier(low, high, *_runs(choices, high)))
-    return tuple(found)
+                every.append(Tier(low, high, *_runs(choices, high)))
+    return tuple(every)
 
 
 def _next(choices: Choices, above: float) -> float:
     """A lower bound of the working bytes of runs that are above a number."""
-    found, n = np.inf, len(choices.residual_bytes)
-    least = np.minimum(choices.residual_bytes, choices.again_bytes)
+    least_above, n = np.inf, len(choices.residual_bytes)
+    least = np.minimum(choices.residual_bytes, choices.recompute_peak_bytes)
     before = np.zeros(n)  # of the layers before the run's last, with the inputs between
     for length in range(1, n + 1):
-        if length > LONGEST:
+        if length > ENUMERATED_RUN_LAYERS:
             return above + 1
         if length > 1:
             before = before[:-1] + choices.residual_bytes[length - 2 : -1] + choices.input_bytes[length - 1 :]
         if (fewest := float((before + least[length - 1 :]).min())) > above:  # and longer runs need more
-            return min(found, fewest)
-        for own in (choices.residual_bytes, choices.again_bytes):
+            return min(least_above, fewest)
+        for own in (choices.residual_bytes, choices.recompute_peak_bytes):
             working = before + (own + choices.temporary_bytes)[length - 1 :]
-            found = min(found, float(working[working > above].min(initial=np.inf)))
-    return found
+            least_above = min(least_above, float(working[working > above].min(initial=np.inf)))
+    return least_above
 
 
 def _most(choices: Choices) -> float:
     """What a run of all layers works with at most."""
-    last = np.maximum(choices.residual_bytes, choices.again_bytes) + choices.temporary_bytes
+    last = np.maximum(choices.residual_bytes, choices.recompute_peak_bytes) + choices.temporary_bytes
     return float((choices.residual_bytes + choices.input_bytes).sum() + last.max())
 
 
@@ -99,17 +99,17 @@ def range_max(values: PerLayer, starts: np.ndarray, ends: np.ndarray) -> np.ndar
         half = 2 ** (len(levels) - 1)
         levels.append(np.maximum(levels[-1][:-half], levels[-1][half:]))
     level = np.frexp(ends - starts)[1] - 1
-    found = np.empty(np.shape(level))
+    largest = np.empty(np.shape(level))
     for at, table in enumerate(levels):
         here = level == at
-        found[here] = np.maximum(table[starts[here]], table[ends[here] - 2**at])
-    return found
+        largest[here] = np.maximum(table[starts[here]], table[ends[here] - 2**at])
+    return largest
 
 
 def spread_max(per_layer: PerLayer, block: Block) -> Grid:
     """The largest of each segment's layers; 0 where a segment is empty."""
     starts = np.broadcast_to(block.starts[:, None], block.inside.shape)[block.inside]
     ends = np.broadcast_to(block.ends, block.inside.shape)[block.inside]
-    found = np.zeros(block.inside.shape)
-    found[block.inside] = range_max(per_layer, starts, ends)
-    return found
+    grid = np.zeros(block.inside.shape)
+    grid[block.inside] = range_max(per_layer, starts, ends)
+    return grid

@@ -37,10 +37,10 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     33.0
     """
     parts_s = [load.parts_s for load in _loads(stages)]
-    found = _work_of(problem, len(stages), parts_s)
-    seconds = found.seconds(parts_s)
-    starts = found.work.starts_s(seconds)
-    return float(_steps_s(problem, found, np.add(starts, seconds)[:, None])[0])
+    stream = _work_of(problem, len(stages), parts_s)
+    seconds = stream.seconds(parts_s)
+    starts = stream.work.starts_s(seconds)
+    return float(_steps_s(problem, stream, np.add(starts, seconds)[:, None])[0])
 
 
 def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]]) -> list[float]:
@@ -48,11 +48,11 @@ def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]
     every = [[load.parts_s for load in _loads(stages)] for stages in candidates]
     if not every:
         return []
-    found = _work_of(problem, len(every[0]), [parts_s for stages in every for parts_s in stages])
-    if not found.work.fixed:
+    stream = _work_of(problem, len(every[0]), [parts_s for stages in every for parts_s in stages])
+    if not stream.work.fixed:
         return [simulated_step_s(problem, stages) for stages in candidates]
-    seconds = np.array(every).reshape(len(every), -1)[:, found.slots].T
-    return [float(s) for s in _steps_s(problem, found, found.work.many_starts_s(seconds) + seconds)]
+    seconds = np.array(every).reshape(len(every), -1)[:, stream.slots].T
+    return [float(s) for s in _steps_s(problem, stream, stream.work.many_starts_s(seconds) + seconds)]
 
 
 def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]) -> Float[np.ndarray, " runs"]:
@@ -63,9 +63,9 @@ def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages p
         loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
     """
     stages = loads_s.shape[1]
-    found = _stream(problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False))
-    by_task = loads_s.reshape(len(loads_s), -1).T[found.slots]
-    return _steps_s(problem, found, found.work.many_starts_s(by_task) + by_task)
+    stream = _stream(problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False))
+    by_task = loads_s.reshape(len(loads_s), -1).T[stream.slots]
+    return _steps_s(problem, stream, stream.work.many_starts_s(by_task) + by_task)
 
 
 def bubble_fraction(problem: Problem, stages: Sequence[StageCost]) -> float:
@@ -132,12 +132,14 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
     return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 
 
-def _steps_s(problem: Problem, found: StageWork, ends_s: Float[np.ndarray, "tasks runs"]) -> Float[np.ndarray, " runs"]:
+def _steps_s(
+    problem: Problem, stream: StageWork, ends_s: Float[np.ndarray, "tasks runs"]
+) -> Float[np.ndarray, " runs"]:
     """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
-    before, timed = stream_window(found.stages, problem.microbatches)
-    first, last = ([found.ids[Task(s, Kind.B, m)] for s in range(found.stages)] for m in (before, before + timed))
+    before, timed = stream_window(stream.stages, problem.microbatches)
+    first, last = ([stream.ids[Task(s, Kind.B, m)] for s in range(stream.stages)] for m in (before, before + timed))
     return (ends_s[last] - ends_s[first]).max(axis=0) * (problem.microbatches / timed)
 
 

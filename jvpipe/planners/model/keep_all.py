@@ -16,7 +16,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
 
 
-class Kept:
+class KeepAll:
     """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
 
     def __init__(self, problem: Problem) -> None:
@@ -91,7 +91,7 @@ def least_kept_bytes(problem: Problem) -> float:
     >>> least_kept_bytes(Problem(costs, 2, find_schedule("gpipe"), 4))
     160.0
     """
-    kept = Kept(problem)
+    kept = KeepAll(problem)
     peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
     places = best_path(peaks, np.maximum)
     assert places is not None, "there are as many places as stages need"

@@ -7,9 +7,9 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 
-STEP = 20
+LIMIT_GROWTH_PARTS = 20
 """Of what all that is kept takes, which part is added until the planner answers."""
-RESOLUTION = 0.02
+LIMIT_TOLERANCE = 0.02
 """How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
 
 
@@ -18,25 +18,25 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
 
     Raises `Infeasible` then, with a limit at which it was seen to answer, found by bisection from above.
     """
-    found = attempt(problem)
-    if found is not None:
-        return found
+    decision = attempt(problem)
+    if decision is not None:
+        return decision
     limit = problem.memory_limit_bytes
     assert limit is not None, "without a limit everything may be kept"
-    found = attempt(replace(problem, memory_limit_bytes=None))
-    assert found is not None, "without a limit everything may be kept"
-    below, enough = limit, evaluate(problem, found).peak_bytes
+    decision = attempt(replace(problem, memory_limit_bytes=None))
+    assert decision is not None, "without a limit everything may be kept"
+    below, enough = limit, evaluate(problem, decision).peak_bytes
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
-        enough += max(1, enough // STEP)  # a planner may count more bytes than there are
-    found = nearer
-    while enough - below > max(1, RESOLUTION * enough):
+        enough += max(1, enough // LIMIT_GROWTH_PARTS)  # a planner may count more bytes than there are
+    decision = nearer
+    while enough - below > max(1, LIMIT_TOLERANCE * enough):
         middle = (below + enough) // 2
         nearer = attempt(replace(problem, memory_limit_bytes=middle))
         if nearer is None:
             below = middle
         else:
-            enough, found = middle, nearer
-    peaks = [stage.peak_bytes for stage in evaluate(problem, found).stages]
+            enough, decision = middle, nearer
+    peaks = [stage.peak_bytes for stage in evaluate(problem, decision).stages]
     stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "

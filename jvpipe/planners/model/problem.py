@@ -9,13 +9,13 @@ from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.ir.plan import Plan, Stage
 from jvpipe.schedules.schedule import Schedule
 
-RERUN = -1
+RECOMPUTE = -1
 """The layer's forward runs again before its backward, from its input, which is kept."""
-RERUN_ON = -2
+RECOMPUTE_CHAIN = -2
 """The same, but its input is dropped too: the layer before it, run again as well, makes it again."""
 
 
-def again_bytes(layer: LayerCost) -> int:
+def recompute_peak_bytes(layer: LayerCost) -> int:
     """What a backward takes to make the layer's residuals itself; what the last option does not drop is there."""
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
@@ -53,7 +53,7 @@ class Decision:
     """Where layers go and how what they leave is treated.
 
     Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options, or
-    `RERUN` or `RERUN_ON`. `replicas[s]` devices hold stage s (empty: one each).
+    `RECOMPUTE` or `RECOMPUTE_CHAIN`. `replicas[s]` devices hold stage s (empty: one each).
     """
 
     bounds: tuple[int, ...]
@@ -79,7 +79,7 @@ class Decision:
         choice, options = self.choices[layer], costs.layers[layer].options
         if choice >= 0:
             return options[choice].fates
-        found = dict.fromkeys(options[-1].fates, "recompute")
-        if choice == RERUN_ON:
-            found |= {e.name: "recompute" for e in costs.edges if e.producer == layer - 1 and layer in e.readers}
-        return found
+        fates = dict.fromkeys(options[-1].fates, "recompute")
+        if choice == RECOMPUTE_CHAIN:
+            fates |= {e.name: "recompute" for e in costs.edges if e.producer == layer - 1 and layer in e.readers}
+        return fates

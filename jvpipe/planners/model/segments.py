@@ -1,7 +1,7 @@
 """What segments of layers take whatever is kept, swapped or recomputed: all segments between two sets of cuts at once.
 
 Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `Block` holds one number for each i of
-`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing. `memory.py` defines what is
+`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing. `stage_cost.py` defines what is
 counted.
 """
 
@@ -84,8 +84,8 @@ class Hops:
     @staticmethod
     def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
         """The hops of values, each given as its producer, its readers and its bytes."""
-        found = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
-        return Hops(*np.array(found, dtype=np.int64).reshape(-1, 4).T)
+        hops = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
+        return Hops(*np.array(hops, dtype=np.int64).reshape(-1, 4).T)
 
     @property
     def longest(self) -> int:

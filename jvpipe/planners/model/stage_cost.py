@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.model.problem import RERUN_ON, Decision, Problem, again_bytes
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem, recompute_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class StageCost:
 
 def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back."""
-    found = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
-    return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
+    edges = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
+    return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
 def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     """Bytes that layers [i, j) make for later stages, and of cotangents that come back."""
-    found = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
-    return sum(e.bytes for e in found), sum(e.bytes for e in found if e.differentiable)
+    edges = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
+    return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
 def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
@@ -93,9 +93,9 @@ def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left
             working = option.extra_bytes + layer.temporary_bytes
             yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
         else:
-            run, kept = (run + layer.input_bytes, 0) if choice == RERUN_ON else (0, layer.input_bytes)
+            run, kept = (run + layer.input_bytes, 0) if choice == RECOMPUTE_CHAIN else (0, layer.input_bytes)
             residual = layer.options[0].kept_bytes
-            own = residual if following == RERUN_ON else again_bytes(layer)
+            own = residual if following == RECOMPUTE_CHAIN else recompute_peak_bytes(layer)
             yield _Left(kept, 0, layer.forward_s, run + own + layer.temporary_bytes)
             run += residual
 
@@ -191,9 +191,9 @@ def check(problem: Problem, decision: Decision) -> None:
     if len(decision.choices) != len(layers):
         raise ValueError(f"{len(decision.choices)} choices for {len(layers)} layers")
     for layer, choice in enumerate(decision.choices):
-        if not RERUN_ON <= choice < len(layers[layer].options):
+        if not RECOMPUTE_CHAIN <= choice < len(layers[layer].options):
             raise ValueError(f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen")
-        if choice == RERUN_ON and (layer in bounds or decision.choices[layer - 1] >= 0):
+        if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
             raise ValueError(f"layer {layer} is run again without its input, but the layer before it is not run again")
     for group in problem.costs.together:
         if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):

@@ -81,7 +81,7 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
     """The stages from s on, given those after it."""
     problem = segments.problem
     later = problem.stages - s - 1
-    found = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
+    suffix = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
         row, ends = segments.row(s, i), cuts[cuts > i]
@@ -96,6 +96,6 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
         M = np.maximum.reduce([after.steady_s[ends], f + b, c, row.traffic_s[0, ends]])
         T = W + E + max(0, problem.microbatches - problem.stages) * M if problem.schedule.synchronous else M
         best = np.lexsort((W + E, T))[0]
-        for column, values in zip(vars(found).values(), (W, E, M, f, b, c, ends), strict=True):
+        for column, values in zip(vars(suffix).values(), (W, E, M, f, b, c, ends), strict=True):
             column[i] = values[best]
-    return found
+    return suffix

@@ -5,24 +5,24 @@ backward when it has been copied to the host and back; MSPS is memory saved per 
 number of micro-batches in flight.
 """
 
-from jvpipe.planners.published.selection import Move, Selection
+from jvpipe.planners.published.selection import FateChange, Selection
 
 
-def free_time_s(stage: Selection, move: Move) -> float:
-    """FreeTime of what a move swaps; negative if its copies would be waited for.
+def free_time_s(stage: Selection, change: FateChange) -> float:
+    """FreeTime of what a change swaps; negative if its copies would be waited for.
 
     Between a layer's forward and its backward lie both of the layers after it, and the k - 1 other micro-batches, for
     each of which the stage takes its forward and its backward. That is exact in the steady state of 1F1B, and the mean
     over a step of GPipe.
     """
-    between_s = (stage.k - 1) * stage.compute_s + stage.later_s(move.layer)
-    return between_s - 2 * stage.problem.host.seconds(move.swapped_bytes)
+    between_s = (stage.k - 1) * stage.compute_s + stage.later_s(change.layer)
+    return between_s - 2 * stage.problem.host.seconds(change.swapped_bytes)
 
 
-def memory_saved_per_second(stage: Selection, move: Move) -> float:
+def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """MSPS: overhead is what is computed again, and the copies, for which the link has no hidden time left."""
-    overhead_s = move.extra_s + 2 * stage.problem.host.seconds(max(0, move.swapped_bytes))
-    return move.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
+    overhead_s = change.extra_s + 2 * stage.problem.host.seconds(max(0, change.swapped_bytes))
+    return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
 
 def optimise(stage: Selection) -> None:
@@ -32,12 +32,12 @@ def optimise(stage: Selection) -> None:
     has room beside the computation. Then whatever has the highest MSPS, swap or recomputation.
     """
     stage.spend(
-        stage.moves.swaps,
-        score=lambda move: free_time_s(stage, move),
-        allowed=lambda move: free_time_s(stage, move) >= 0 and stage.hides(move),
+        stage.changes.swaps,
+        score=lambda change: free_time_s(stage, change),
+        allowed=lambda change: free_time_s(stage, change) >= 0 and stage.hides(change),
     )
     stage.spend(
-        stage.moves.after,
-        score=lambda move: memory_saved_per_second(stage, move),
+        stage.changes.after,
+        score=lambda change: memory_saved_per_second(stage, change),
         allowed=stage.host_has_room,
     )

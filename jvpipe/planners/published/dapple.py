@@ -20,7 +20,7 @@ from itertools import accumulate
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.planners.model.keep_all import Kept, nothing_fits
+from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.published.pipedream import least_peaks
 
@@ -39,7 +39,7 @@ def dapple(problem: Problem) -> Decision:
     >>> dapple(Problem(Costs(layers), 2, find_schedule("1f1b"), 4)).bounds
     (0, 4, 5)
     """
-    kept, devices = Kept(problem), problem.stages
+    kept, devices = KeepAll(problem), problem.stages
     places = np.arange(len(kept.cuts))
     # The plan behind T_PL(j, m), for each j: seconds of its stages and transfers, and whether there is one.
     plan, there = [_finite(kept.compute_s[0])], _fits(kept, 0)[0]
@@ -55,10 +55,10 @@ def dapple(problem: Problem) -> Decision:
         begins.append(begin)
     if not there[-1]:
         raise nothing_fits("dapple", problem.memory_limit_bytes, least_peaks(kept))
-    found = [len(kept.cuts) - 1]
+    ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
-        found.append(int(begin[found[-1]]))
-    return kept.decision([0, *reversed(found)])
+        ends.append(int(begin[ends[-1]]))
+    return kept.decision([0, *reversed(ends)])
 
 
 def latency_s(seconds: Sequence[Seconds], microbatches: int) -> Seconds:
@@ -85,6 +85,6 @@ def _finite(grid: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(grid), grid, 0.0)
 
 
-def _fits(kept: Kept, s: int) -> np.ndarray:
+def _fits(kept: KeepAll, s: int) -> np.ndarray:
     """Where a segment can be stage s."""
     return np.isfinite(kept.where_it_fits(s, kept.compute_s))

@@ -17,9 +17,9 @@ from jvpipe.planners.model.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.published.capuchin import optimise
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 
-WIDEST = 50
+MOST_BOUNDS = 50
 """The most bounds that are tried between two groups; of more, those that fewest bytes cross (appendix B.2)."""
 
 
@@ -53,7 +53,7 @@ class BinaryPartition:
         self.segments = segments
         self.bounds: list[int] = segments.cuts.tolist()
         self.crossing = segments.crossing_bytes
-        self.moves = {k: Moves(segments.problem, k) for k in set(segments.k)}
+        self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.k)}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
         self.need = [self._need(s, least) for s in range(segments.problem.stages)]
         self._parts: dict[tuple[int, int, int, int], Part | None] = {}
@@ -61,7 +61,7 @@ class BinaryPartition:
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
         k, v = self.segments.k[s], self.segments.v[s]
-        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in self.moves[k].layers]
+        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in self.changes[k].layers]
         total = np.concatenate([[0], np.cumsum(held)])
         total = total + v * self.segments.parameter_bytes + self.segments.state_bytes
         return [float(total[b]) for b in self.bounds]
@@ -103,15 +103,15 @@ class BinaryPartition:
         """The bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one."""
         cb = self.compute_balanced(p, q, middle - first, last - middle)
         mb = self.memory_balanced(p, q, first, middle, last)
-        found = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
-        if len(found) <= WIDEST:
-            return found
-        narrow = sorted(found[1:-1], key=lambda b: self.crossing[self.bounds[b]])[: WIDEST - 2]
-        return [cb, *sorted(narrow, key=found.index), mb]
+        bounds = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
+        if len(bounds) <= MOST_BOUNDS:
+            return bounds
+        narrow = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])[: MOST_BOUNDS - 2]
+        return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:
         """One stage, its memory optimised."""
-        chosen = Selection(self.segments, self.moves[self.segments.k[s]], s, self.bounds[p], self.bounds[q])
+        chosen = Selection(self.segments, self.changes[self.segments.k[s]], s, self.bounds[p], self.bounds[q])
         if chosen.may_fit:
             optimise(chosen)
         return chosen
@@ -128,19 +128,19 @@ class BinaryPartition:
             stage = self.stage(first, p, q)
             return None if stage.excess_bytes else Part(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
-        found = None
+        best = None
         for b in self.between(p, q, first, middle, last):
-            if found and self.floor_s(p, b, q, middle - first, last - middle) >= found.seconds:
+            if best and self.floor_s(p, b, q, middle - first, last - middle) >= best.seconds:
                 break  # farther from cb it only grows; algorithm 1 stops where nothing had to be saved, with less proof
             left = self.best(p, b, first, middle)
-            if left is None or (found and left.seconds >= found.seconds):
+            if left is None or (best and left.seconds >= best.seconds):
                 continue
             right = self.best(b, q, middle, last)
             if right is None:
                 continue
             part = Part(max(left.seconds, right.seconds), left.ends + right.ends)
-            found = part if not found or part.seconds < found.seconds else found
-        return found
+            best = part if not best or part.seconds < best.seconds else best
+        return best
 
 
 def attempt(problem: Problem) -> Decision | None:

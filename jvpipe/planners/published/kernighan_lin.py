@@ -12,9 +12,9 @@ from itertools import pairwise
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import OverJ, Segments
 
-TOLERANCE = 0.1
+BALANCE_TOLERANCE = 0.1
 """How far a side's seconds may be from its share, in seconds of a mean stage."""
-HEAVIEST = 0.25
+HEAVIEST_VERTEX = 0.25
 """How heavy a coarse vertex may be, in the same unit; a nest that is heavier is not merged as a whole."""
 
 
@@ -24,7 +24,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
     fine: list[int] = segments.cuts.tolist()
-    coarse = coarse_bounds(problem, fine, total, HEAVIEST * mean_s)
+    coarse = coarse_bounds(problem, fine, total, HEAVIEST_VERTEX * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
         """The bounds after `lo` of the stages between them."""
@@ -36,11 +36,11 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
             # Each side needs as many fine vertices as it has stages.
             inside = [b for b in fine if lo <= b <= hi]
             able = set(inside[left : len(inside) - (stages - left)])
-            found = [b for b in bounds if b in able]
-            if found:
+            middles = [b for b in bounds if b in able]
+            if middles:
                 break
-        nearest = min(abs(total[b] - share) for b in found)
-        balanced = [b for b in found if abs(total[b] - share) <= max(nearest, TOLERANCE * mean_s)]
+        nearest = min(abs(total[b] - share) for b in middles)
+        balanced = [b for b in middles if abs(total[b] - share) <= max(nearest, BALANCE_TOLERANCE * mean_s)]
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
@@ -63,12 +63,12 @@ def coarse_bounds(problem: Problem, fine: Sequence[int], total: OverJ, heaviest_
         depth += passed_by[layer]
         if depth == 0:
             backbone.add(layer)
-    found = [0]
+    vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone
-        if beside_backbone or total[after] - total[found[-1]] > heaviest_s:
-            found.append(b)
-    return [*found, fine[-1]]
+        if beside_backbone or total[after] - total[vertices[-1]] > heaviest_s:
+            vertices.append(b)
+    return [*vertices, fine[-1]]
 
 
 def refine(
@@ -83,6 +83,6 @@ def refine(
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower = {c: max(total[c] - total[lo], total[hi] - total[c]) for c in fine if first <= c <= last}
-        enough = min(slower.values()) * (1 + TOLERANCE)
+        enough = min(slower.values()) * (1 + BALANCE_TOLERANCE)
         bounds[s] = min((c for c in slower if slower[c] <= enough), key=lambda c: (crossing[c], slower[c]))
     return tuple(bounds)

@@ -2,10 +2,10 @@
 
 Legend: k micro-batches are in flight on a stage. A layer has one treatment of several, none of which swaps. It holds at
 least its smallest treatment's bytes; what a treatment holds beyond them is its weight, in quanta, rounded up, so that
-the limit holds. The quantum is the weights' greatest common divisor, or the smallest multiple of it of which Q hold
-all that a stage may have: then a stage of n layers may leave n quanta unused. Cuts are compared with Q quanta, the
-stages that come of it choose once more with FINE. Where everything can be kept, no quanta are counted. The most that a
-layer works with is counted beside all that is held: by `memory.py` a stage takes at most that.
+the limit holds. The quantum is the weights' greatest common divisor, or the smallest multiple of it of which `QUANTA`
+hold all that a stage may have: then a stage of n layers may leave n quanta unused. Cuts are compared with `QUANTA`, the
+stages that come of it choose once more with `FINE_QUANTA`. Where everything can be kept, no quanta are counted. The
+most that a layer works with is counted beside all that is held: by `stage_cost.py` a stage takes at most that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from jaxtyping import Float, Int
 from jvpipe.planners.model.segments import OverJ, Segments
 from jvpipe.planners.published.selection import treatments
 
-Q = 512
-FINE = 16 * Q
-CAPS = 600
+QUANTA = 512
+FINE_QUANTA = 16 * QUANTA
+CAPS_TIMES_LAYERS = 600
 """Bounds on what one layer's backward may need, of which the largest counts, not the sum: how many, times layers."""
 
 
@@ -38,7 +38,7 @@ class Item:
 
 def items(segments: Segments) -> list[list[Item]]:
     """Each layer's treatments that do not swap, without those to which another is never worse."""
-    found = []
+    per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
         all_of = [
@@ -51,16 +51,16 @@ def items(segments: Segments) -> list[list[Item]]:
         for x in all_of:
             if all(y.extra_s > x.extra_s or y.working_bytes > x.working_bytes for y in kept):
                 kept.append(x)
-        found.append(kept)
-    return found
+        per_layer.append(kept)
+    return per_layer
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
     """Bounds on the working bytes, all that differ or some of them; under each every layer has a treatment."""
     least = max(min(x.working_bytes for x in layer) for layer in layers)
-    found = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
-    at = np.linspace(0, len(found) - 1, min(len(found), max(3, CAPS // len(layers)))).round().astype(int)
-    return [found[a] for a in at]
+    caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
+    at = np.linspace(0, len(caps) - 1, min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers)))).round().astype(int)
+    return [caps[a] for a in at]
 
 
 class Knapsack:
@@ -93,11 +93,11 @@ class Knapsack:
 
     def _with(self, layer: int, rest: np.ndarray) -> np.ndarray:
         """Seconds by treatment of a layer (first axis) and by quanta (last), `rest` being those without it."""
-        found = np.full((len(self.layers[layer]), *rest.shape), np.inf)
-        for x, w, out in zip(self.layers[layer], self.weights[layer], found, strict=True):
+        by_treatment = np.full((len(self.layers[layer]), *rest.shape), np.inf)
+        for x, w, out in zip(self.layers[layer], self.weights[layer], by_treatment, strict=True):
             if w <= self.q:
                 np.add(rest[..., : self.q + 1 - w], x.extra_s, out=out[..., w:])
-        return found
+        return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
         """How many quanta [i, j) may take of the bytes that fixed ones leave; negative if it does not fit."""
@@ -136,7 +136,7 @@ class Recomputation:
             self._caps = working_caps(self._items)
             for k in sorted(set(segments.k)):
                 of_k = [s for s in stages if segments.k[s] == k]
-                for knapsack in self._knapsacks(k, Q):
+                for knapsack in self._knapsacks(k, QUANTA):
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
@@ -161,8 +161,8 @@ class Recomputation:
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
-                found = np.where(quanta >= 0, table[js, np.maximum(quanta, 0)], np.inf)
-                self.extra_s[s, i] = np.minimum(self.extra_s[s, i], found)
+                seconds = np.where(quanta >= 0, table[js, np.maximum(quanta, 0)], np.inf)
+                self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
         """For each i, the last j that may fit on any of these stages: by parameters and smallest treatments alone."""
@@ -175,10 +175,10 @@ class Recomputation:
         """Of stage s with layers [i, j), which fits."""
         if np.isfinite(self._all_kept(s, i)[j]):
             return [0] * (j - i)
-        found = [
+        every = [
             knapsack.choose(i, j, quanta)
-            for q in (Q, FINE)
+            for q in (QUANTA, FINE_QUANTA)
             for knapsack in self._knapsacks(self.segments.k[s], q)
             if (quanta := int(knapsack.quanta(self._free_bytes(s, i), i)[j])) >= 0
         ]
-        return min(found)[1]
+        return min(every)[1]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.model.keep_all import Kept, nothing_fits
+from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.paths import best_path
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.published.replication import replicated
@@ -34,7 +34,7 @@ def pipedream(problem: Problem, replicate: bool = False) -> Decision:
 
 
 def _straight(problem: Problem) -> Decision:
-    kept = Kept(problem)
+    kept = KeepAll(problem)
     slowest = np.maximum(kept.seconds, kept.comm_s)
     places = best_path((kept.where_it_fits(s, slowest) for s in range(problem.stages)), np.maximum)
     if places is None:
@@ -42,7 +42,7 @@ def _straight(problem: Problem) -> Decision:
     return kept.decision(places)
 
 
-def least_peaks(kept: Kept) -> list[float]:
+def least_peaks(kept: KeepAll) -> list[float]:
     """Bytes of each stage, where the cuts are such that the most is as little as can be."""
     stages = range(kept.problem.stages)
     places = best_path(map(kept.peak_bytes, stages), np.maximum)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.model.keep_all import Kept, nothing_fits
+from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.paths import join
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Grid, between, seconds
@@ -33,14 +33,14 @@ def replicated(problem: Problem) -> Decision:
     Its memory is the paper's, whatever the schedule. Raises `Infeasible` if nothing fits, ValueError if the devices
     do not fill the cluster's machines.
     """
-    kept = Kept(replace(problem, schedule=PipeDream()))
-    found = _Fastest(kept).pipeline()
-    if found is None:
+    kept = KeepAll(replace(problem, schedule=PipeDream()))
+    pipeline = _Fastest(kept).pipeline()
+    if pipeline is None:
         least = _Smallest(kept).pipeline()
         assert least is not None, "without a limit there is a pipeline"
         peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
         raise nothing_fits("pipedream", problem.memory_limit_bytes, peaks)
-    return kept.decision([0, *(stage.b for stage in found)], [stage.replicas for stage in found])
+    return kept.decision([0, *(stage.b for stage in pipeline)], [stage.replicas for stage in pipeline])
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Pipelines:
 class _Fastest:
     """The dynamic program, in seconds per micro-batch."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeepAll) -> None:
         self.kept = kept
         self.levels = _levels(kept)
         self._known: dict[tuple[int, Fraction], _Pipelines] = {}
@@ -113,20 +113,20 @@ class _Fastest:
     def _search(self, k: int, behind: Fraction) -> _Pipelines:
         level, n = self.levels[k - 1], len(self.kept.cuts)
         rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
-        found = _Pipelines([], [], [])
+        pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
             alone = self._stage_cost(k, behind, m, m)[:rows]
             cost, begins, parts = alone, np.repeat(np.arange(rows)[:, None], n, 1), np.full((rows, n), m)
             for last in range(1, m):
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = join(found.cost[m - last - 1], closing, np.maximum)
+                joined, middle = join(pipelines.cost[m - last - 1], closing, np.maximum)
                 better = joined < cost
                 cost, begins = np.where(better, joined, cost), np.where(better, middle, begins)
                 parts = np.where(better, last, parts)
-            found.cost.append(cost)
-            found.begins.append(begins)
-            found.parts.append(parts)
-        return found
+            pipelines.cost.append(cost)
+            pipelines.begins.append(begins)
+            pipelines.parts.append(parts)
+        return pipelines
 
     def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
         """T^k(., ., last) of the last of m parts."""
@@ -145,10 +145,10 @@ class _Fastest:
         """The stages that make A^k(a, b, m_k), last to first and then turned around."""
         if k == 0:
             return [_Stage(a, b, self._alike(behind), replicas)]
-        found, m = self._pipelines(k, behind), self.levels[k - 1].parts
+        pipelines, m = self._pipelines(k, behind), self.levels[k - 1].parts
         stages: list[_Stage] = []
         while m:
-            begin, last = int(found.begins[m - 1][a, b]), int(found.parts[m - 1][a, b])
+            begin, last = int(pipelines.begins[m - 1][a, b]), int(pipelines.parts[m - 1][a, b])
             stages = self._stages(k - 1, self._behind(k, behind, m, last), begin, b, replicas * last) + stages
             b, m = begin, m - last
         return stages
@@ -167,7 +167,7 @@ class _Smallest(_Fastest):
         return cost
 
 
-def _levels(kept: Kept) -> list[_Level]:
+def _levels(kept: KeepAll) -> list[_Level]:
     problem = kept.problem
     devices, cluster = problem.stages, problem.cluster
     if cluster is None:
@@ -183,7 +183,7 @@ def _levels(kept: Kept) -> list[_Level]:
     return [inside, _level(kept, machines, each, cluster.network)] if machines > 1 else [inside]
 
 
-def _level(kept: Kept, parts: int, devices: int, link: Link) -> _Level:
+def _level(kept: KeepAll, parts: int, devices: int, link: Link) -> _Level:
     weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
-    comm_s = Kept(replace(kept.problem, peer=link)).comm_s
+    comm_s = KeepAll(replace(kept.problem, peer=link)).comm_s
     return _Level(parts, devices, comm_s, seconds(link, 2 * weights))

@@ -1,7 +1,8 @@
 """One stage while its fates are being chosen: a choice per layer, changed one at a time.
 
-Legend: k micro-batches are in flight. A choice is an index into a layer's options, or `RERUN`; runs of several layers
-(`RERUN_ON`) are not among the published planners' choices. A swapped byte stays on the device for min(k, 2) of the k.
+Legend: k micro-batches are in flight. A choice is an index into a layer's options, or `RECOMPUTE`; runs of several
+layers (`RECOMPUTE_CHAIN`) are not among the published planners' choices. A swapped byte stays on the device for
+min(k, 2) of the k.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.model.problem import RERUN, Problem, again_bytes
+from jvpipe.planners.model.problem import RECOMPUTE, Problem, recompute_peak_bytes
 from jvpipe.planners.model.segments import Segments
 
 
@@ -32,19 +33,19 @@ class Treatment(NamedTuple):
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """A layer's choices when k micro-batches are in flight; the last, found at -1, is `RERUN`."""
-    found = []
+    """A layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
+    rows = []
     for option in layer.options:
         swapped = option.swapped_bytes + (layer.input_bytes if option.swaps_input else 0)
         kept = option.kept_bytes + (0 if option.swaps_input else layer.input_bytes)
         held = k * kept + min(k, 2) * swapped
         working = option.extra_bytes + layer.temporary_bytes
-        found.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
-    working = again_bytes(layer) + layer.temporary_bytes
-    return (*found, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
+        rows.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
+    working = recompute_peak_bytes(layer) + layer.temporary_bytes
+    return (*rows, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
 
 
-class Move(NamedTuple):
+class FateChange(NamedTuple):
     """Another choice for a layer that holds fewer bytes."""
 
     layer: int
@@ -59,24 +60,24 @@ class Move(NamedTuple):
         return self.saved_bytes / self.extra_s if self.extra_s > 0 else float("inf")
 
 
-class Moves:
-    """All layers' treatments and the moves between them, for k micro-batches in flight."""
+class FateChanges:
+    """All layers' treatments and the changes between them, for k micro-batches in flight."""
 
     def __init__(self, problem: Problem, k: int) -> None:
         self.layers = [treatments(layer, k) for layer in problem.costs.layers]
         self.least_bytes = [0, *accumulate(min(t.held_bytes for t in layer) for layer in self.layers)]
-        self._found: dict[tuple[int, int], list[Move]] = {}
+        self._found: dict[tuple[int, int], list[FateChange]] = {}
 
-    def after(self, layer: int, choice: int) -> list[Move]:
-        """The moves of a layer that is at `choice`; `RERUN` only where no option is as good."""
+    def after(self, layer: int, choice: int) -> list[FateChange]:
+        """The changes of a layer that is at `choice`; `RECOMPUTE` only where no option is as good."""
         if (layer, choice) not in self._found:
             *options, rerun = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
             if not any(rerun.is_no_better_than(option) for option in options):
-                choices[RERUN] = rerun
+                choices[RECOMPUTE] = rerun
             self._found[layer, choice] = [
-                Move(
+                FateChange(
                     layer,
                     c,
                     now.held_bytes - t.held_bytes,
@@ -88,29 +89,29 @@ class Moves:
             ]
         return self._found[layer, choice]
 
-    def swaps(self, layer: int, choice: int) -> list[Move]:
+    def swaps(self, layer: int, choice: int) -> list[FateChange]:
         """Those that swap more and recompute no more."""
         return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
 
-    def recomputes(self, layer: int, choice: int) -> list[Move]:
+    def recomputes(self, layer: int, choice: int) -> list[FateChange]:
         """Of those that swap no more, the one that saves most per second (or none)."""
-        found = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
-        return [max(found, key=lambda m: (m.per_second, m.saved_bytes))] if found else []
+        changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
+        return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
 
 
 class Selection:
     """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`."""
 
-    def __init__(self, segments: Segments, moves: Moves, s: int, i: int, j: int) -> None:
+    def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
         problem = segments.problem
-        self.problem, self.segments, self.moves, self.first = problem, segments, moves, i
+        self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
         self.k = segments.k[s]
         self.choices = [0] * (j - i)
         row = segments.row(s, i)
         self.fixed_bytes = int(row.fixed_bytes[0, j])
         self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
         self.forward_s = float(row.forward_s[0, j])
-        now = [layer[0] for layer in moves.layers[i:j]]
+        now = [layer[0] for layer in changes.layers[i:j]]
         self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
         self.held_bytes = sum(t.held_bytes for t in now)
         self.swapped_bytes = sum(t.swapped_bytes for t in now)
@@ -131,7 +132,7 @@ class Selection:
         """What the device holds at most."""
         most, left = 0, 0  # of what layers work with beyond what later ones leave
         for layer, choice, given in zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True):
-            now = self.moves.layers[layer][choice]
+            now = self.changes.layers[layer][choice]
             most = max(most, now.working_bytes - left)
             left += now.left_bytes + int(given)
         return self.fixed_bytes + self.held_bytes + most
@@ -153,7 +154,7 @@ class Selection:
     @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
-        limit, least = self.problem.memory_limit_bytes, self.moves.least_bytes
+        limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
         return limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
@@ -165,40 +166,40 @@ class Selection:
         """How far apart micro-batches are: the slowest of the device and its links to the host and to other stages."""
         return max(self.compute_s, self.link_s(), self.comm_s)
 
-    def hides(self, move: Move) -> bool:
-        """Whether the link to the host has room for what the move swaps while the device computes, and the host too."""
-        return self.host_has_room(move) and self.link_s(move.swapped_bytes) <= self.compute_s
+    def hides(self, change: FateChange) -> bool:
+        """Says whether a change's copies hide behind the stage's work, and the host has room for them."""
+        return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
 
-    def host_has_room(self, move: Move) -> bool:
-        """Whether the stage's share of the host holds what the move swaps."""
+    def host_has_room(self, change: FateChange) -> bool:
+        """Whether the stage's share of the host holds what the change swaps."""
         limit = self.problem.host_limit_bytes
-        swapped = self.swapped_bytes + move.swapped_bytes
-        return limit is None or move.swapped_bytes <= 0 or self.k * swapped <= limit // self.problem.stages
+        swapped = self.swapped_bytes + change.swapped_bytes
+        return limit is None or change.swapped_bytes <= 0 or self.k * swapped <= limit // self.problem.stages
 
-    def take(self, move: Move) -> None:
+    def take(self, change: FateChange) -> None:
         """Changes one layer's choice."""
-        self.choices[move.layer - self.first] = move.choice
-        self.held_bytes -= move.saved_bytes
-        self.swapped_bytes += move.swapped_bytes
-        self.compute_s += move.extra_s
+        self.choices[change.layer - self.first] = change.choice
+        self.held_bytes -= change.saved_bytes
+        self.swapped_bytes += change.swapped_bytes
+        self.compute_s += change.extra_s
 
     def spend(
         self,
-        moves: Callable[[int, int], Iterable[Move]],
-        score: Callable[[Move], float],
-        allowed: Callable[[Move], bool],
+        changes: Callable[[int, int], Iterable[FateChange]],
+        score: Callable[[FateChange], float],
+        allowed: Callable[[FateChange], bool],
     ) -> None:
-        """Takes moves, the best score first, until the stage fits or none is left that is allowed."""
+        """Takes changes, the best score first, until the stage fits or none is left that is allowed."""
 
-        def entries(layer: int) -> list[tuple[float, int, int, Move]]:
+        def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
             choice = self.choices[layer - self.first]
-            return [(-float(score(move)), -move.saved_bytes, choice, move) for move in moves(layer, choice)]
+            return [(-float(score(change)), -change.saved_bytes, choice, change) for change in changes(layer, choice)]
 
         heap = [entry for layer in self.layers for entry in entries(layer)]
         heapify(heap)
         while heap and self.is_over:
-            _, _, choice, move = heappop(heap)
-            if self.choices[move.layer - self.first] == choice and allowed(move):
-                self.take(move)
-                for entry in entries(move.layer):
+            _, _, choice, change = heappop(heap)
+            if self.choices[change.layer - self.first] == choice and allowed(change):
+                self.take(change)
+                for entry in entries(change.layer):
                     heappush(heap, entry)

@@ -15,7 +15,7 @@ from jvpipe.planners.model.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.published.kernighan_lin import initial_bounds
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 
 
 def vpipe(problem: Problem) -> Decision:
@@ -39,19 +39,19 @@ def swap_recompute(stage: Selection) -> None:
     What is swapped is hidden: its copies, and the activation traffic that goes first, take no longer than the stage
     computes. Only where all that recomputation saves is not enough, more is swapped than can be hidden.
     """
-    stage.spend(stage.moves.swaps, lambda move: move.saved_bytes, stage.hides)
-    stage.spend(stage.moves.recomputes, lambda move: move.per_second, lambda _: True)
-    stage.spend(stage.moves.after, lambda move: move.saved_bytes, stage.host_has_room)
+    stage.spend(stage.changes.swaps, lambda change: change.saved_bytes, stage.hides)
+    stage.spend(stage.changes.recomputes, lambda change: change.per_second, lambda _: True)
+    stage.spend(stage.changes.after, lambda change: change.saved_bytes, stage.host_has_room)
 
 
 def attempt(problem: Problem) -> Decision | None:
     """The decision, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
-    moves = {k: Moves(problem, k) for k in set(segments.k)}
+    changes = {k: FateChanges(problem, k) for k in set(segments.k)}
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        chosen = Selection(segments, moves[segments.k[s]], s, i, j)
+        chosen = Selection(segments, changes[segments.k[s]], s, i, j)
         swap_recompute(chosen)
         return chosen
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.smallest_limit import longer_bytes, thrifty
+from jvpipe.planners.joint.smallest_limit import longer_bytes, plan_within_bytes
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import RERUN_ON, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, check, evaluate, stage_cost, surrogate
 from jvpipe.schedules import find_schedule
 from tests.planners.small import SCHEDULES, cuts, limited, problems
@@ -24,8 +24,8 @@ from tests.planners.small import SCHEDULES, cuts, limited, problems
 def choices(problem: Problem, i: int, j: int) -> Iterator[list[int]]:
     """All choices of layers [i, j), as a list for all layers."""
     n = len(problem.costs.layers)
-    for some in product(*(range(RERUN_ON, len(layer.options)) for layer in problem.costs.layers[i:j])):
-        if some[0] != RERUN_ON and all(b != RERUN_ON or a < 0 for a, b in pairwise(some)):
+    for some in product(*(range(RECOMPUTE_CHAIN, len(layer.options)) for layer in problem.costs.layers[i:j])):
+        if some[0] != RECOMPUTE_CHAIN and all(b != RECOMPUTE_CHAIN or a < 0 for a, b in pairwise(some)):
             yield [0] * i + list(some) + [0] * (n - j)
 
 
@@ -35,7 +35,7 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 
     @cache
     def best(s: int, i: int, j: int) -> tuple[StageCost | None, int]:
-        every = [stage_cost(problem, s, i, j, found) for found in choices(problem, i, j)]
+        every = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
         fits = [cost for cost in every if limit is None or cost.peak_bytes <= limit]
         return min(fits, key=lambda cost: cost.seconds, default=None), min(cost.peak_bytes for cost in every)
 
@@ -53,10 +53,10 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 @given(problems(most_layers=5))
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
-    enough = thrifty(pricing_of(problem), smallest)
+    enough = plan_within_bytes(pricing_of(problem), smallest)
     assert enough is not None
     assert evaluate(problem, Decision(enough.bounds, enough.choices)).peak_bytes == enough.peak_bytes == smallest
-    assert thrifty(pricing_of(problem), smallest - 1) is None
+    assert plan_within_bytes(pricing_of(problem), smallest - 1) is None
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
             jvpipe(problem, refine=False)
@@ -65,9 +65,9 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
         return
     decision = jvpipe(problem, refine=False)
     check(problem, decision)
-    found = evaluate(problem, decision)
-    assert problem.memory_limit_bytes is None or found.peak_bytes <= problem.memory_limit_bytes
-    assert found.step_s == pytest.approx(least_s, rel=1e-9)
+    evaluation = evaluate(problem, decision)
+    assert problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
+    assert evaluation.step_s == pytest.approx(least_s, rel=1e-9)
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
 
 
@@ -78,7 +78,7 @@ def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> Non
     for s in range(problem.stages):
         block = pricing.segments.block(s, np.arange(n), np.arange(1, n + 1))
         least = {
-            (i, j): min(stage_cost(problem, s, i, j, found).peak_bytes for found in choices(problem, i, j))
+            (i, j): min(stage_cost(problem, s, i, j, some).peak_bytes for some in choices(problem, i, j))
             for i in range(n)
             for j in range(i + 1, n + 1)
         }
@@ -92,16 +92,16 @@ def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> Non
 def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True) -> Problem:
     """Unlike layers that keep, swap or recompute, and a limit of that share of what even cuts hold."""
     draw = np.random.default_rng(seed)
-    found = []
+    drawn = []
     for i in range(layers):
         f, kept = float(draw.uniform(1, 10)), int(draw.integers(50, 200))
         again = Option(0, extra_s=f * float(draw.uniform(0.3, 1)), extra_bytes=kept)
         sizes = {name: int(draw.integers(1, 50)) for name in ("parameter_bytes", "gradient_bytes", "temporary_bytes")}
         options = (Option(kept), Option(0, swapped_bytes=kept), again)
-        found.append(LayerCost(f"layer{i}", f, 2 * f, options, **sizes, input_bytes=inputs * int(draw.integers(5, 20))))
+        drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, **sizes, input_bytes=inputs * int(draw.integers(5, 20))))
     edges = tuple(Edge(i, (i + 1,), int(draw.integers(1, 30))) for i in range(layers - 1))
     problem = Problem(
-        Costs(tuple(found), edges), stages, find_schedule(schedule), 2 * stages, host=Link(30.0, 0.1), peer=Link(50.0)
+        Costs(tuple(drawn), edges), stages, find_schedule(schedule), 2 * stages, host=Link(30.0, 0.1), peer=Link(50.0)
     )
     even = Decision.keeping_all([layers * s // stages for s in range(stages + 1)])
     return limited(problem, int(share * evaluate(problem, even).peak_bytes))
@@ -129,8 +129,8 @@ def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
     place = int(seconds.argmin())
     if np.isinf(seconds[place]):
         return None
-    found = [place // 3**at % 3 for at in range(j - i)]
-    cost = stage_cost(problem, s, i, j, [0] * i + found + [0] * (n - j))
+    picks = [place // 3**at % 3 for at in range(j - i)]
+    cost = stage_cost(problem, s, i, j, [0] * i + picks + [0] * (n - j))
     assert cost.seconds == pytest.approx(seconds[place])
     return cost
 
@@ -143,7 +143,7 @@ def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(schedule:
     least_s = float("inf")
     stage = cache(lambda s, i, j: least_seconds(problem, s, i, j))
     for bounds in cuts(problem):
-        stages = [found for s, (i, j) in enumerate(pairwise(bounds)) if (found := stage(s, i, j))]
+        stages = [best for s, (i, j) in enumerate(pairwise(bounds)) if (best := stage(s, i, j))]
         if len(stages) == problem.stages:
             least_s = min(least_s, surrogate(problem, stages))
     if least_s == float("inf"):
@@ -157,14 +157,14 @@ def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(schedule:
 @given(st.lists(st.floats(0.01, 100.0), min_size=4, max_size=40), st.integers(2, 4))
 def test_without_a_limit_the_slowest_stage_is_as_fast_as_can_be(seconds: list[float], stages: int) -> None:
     layers = tuple(LayerCost(f"layer{i}", x, 2 * x, (Option(1),)) for i, x in enumerate(seconds))
-    found = jvpipe(Problem(Costs(layers), stages, find_schedule("pipedream"), 8), refine=False)
+    decision = jvpipe(Problem(Costs(layers), stages, find_schedule("pipedream"), 8), refine=False)
     least = [float("inf")] * len(seconds) + [0.0]
     for _ in range(stages):
         least = [
             min((max(3 * sum(seconds[i:j]), least[j]) for j in range(i + 1, len(seconds) + 1)), default=float("inf"))
             for i in range(len(seconds))
         ] + [float("inf")]
-    slowest = max(3 * sum(seconds[i:j]) for i, j in pairwise(found.bounds))
+    slowest = max(3 * sum(seconds[i:j]) for i, j in pairwise(decision.bounds))
     assert slowest == pytest.approx(least[0])
 
 
@@ -174,9 +174,9 @@ def test_what_is_found_between_windows_is_what_is_found_between_all_cuts(
 ) -> None:
     problem = chain(schedule, 60, 4, 3, 0.6)
     everywhere = evaluate(problem, jvpipe(problem, refine=False)).step_s
-    monkeypatch.setattr("jvpipe.planners.joint.surrogate.ALL_CELLS", 0)
-    monkeypatch.setattr("jvpipe.planners.joint.surrogate.FEW_CELLS", 1000)
+    monkeypatch.setattr("jvpipe.planners.joint.surrogate.ALL_CUTS_CELLS", 0)
+    monkeypatch.setattr("jvpipe.planners.joint.surrogate.WINDOW_CELLS", 1000)
     between = solve(problem, pricing_of(problem))
     assert max(map(len, between.table.cuts)) < 57
-    assert between.found.step_s == pytest.approx(everywhere, rel=5e-3)
+    assert between.result.step_s == pytest.approx(everywhere, rel=5e-3)
     assert between.bound_s <= everywhere * (1 + 1e-9)

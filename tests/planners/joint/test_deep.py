@@ -25,25 +25,25 @@ from jvpipe.schedules import find_schedule
 def deep(layers: int, stages: int, schedule: str, seed: int, microbatches: int = 0) -> Problem:
     """A chain of unlike layers on links that take as long as stages do: where it is cut is what counts."""
     draw = random.Random(seed)
-    found = []
+    drawn = []
     for i in range(layers):
         f, kept = draw.uniform(0.1, 2.0), draw.randint(10, 90)
         again = Option(0, extra_s=0.8 * f, extra_bytes=kept)
-        found.append(LayerCost(f"layer{i}", f, 2 * f, (Option(kept), again), 5, 5, 10, input_bytes=3))
+        drawn.append(LayerCost(f"layer{i}", f, 2 * f, (Option(kept), again), 5, 5, 10, input_bytes=3))
     edges = tuple(Edge(i, (i + 1,), draw.choice((1, 3, 9, 27))) for i in range(layers - 1))
     link = Link(20 * stages / layers)
     m = microbatches or 2 * stages
-    return Problem(Costs(tuple(found), edges), stages, find_schedule(schedule), m, host=Link(100.0), peer=link)
+    return Problem(Costs(tuple(drawn), edges), stages, find_schedule(schedule), m, host=Link(100.0), peer=link)
 
 
 def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> float:
     """Simulated seconds of a plan; infinite if it does not fit."""
     try:
-        found = evaluate(problem, planner(problem))
+        evaluation = evaluate(problem, planner(problem))
     except Infeasible:
         return float("inf")
-    limit = problem.memory_limit_bytes
-    return simulated_step_s(problem, found.stages) if limit is None or found.peak_bytes <= limit else float("inf")
+    fits = problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
+    return simulated_step_s(problem, evaluation.stages) if fits else float("inf")
 
 
 @pytest.mark.parametrize("shared", [True, False])

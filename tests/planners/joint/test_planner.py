@@ -78,11 +78,11 @@ def test_small_chains_equal_enumeration(schedule: str) -> None:
             continue
         met += 1
         decision = jvpipe(problem, refine=False)
-        found = evaluate(problem, decision)
-        assert found.peak_bytes <= (problem.memory_limit_bytes or 0)
-        assert found.step_s <= least * (1 + 1e-9)  # runs of several layers may be better still
+        evaluation = evaluate(problem, decision)
+        assert evaluation.peak_bytes <= (problem.memory_limit_bytes or 0)
+        assert evaluation.step_s <= least * (1 + 1e-9)  # runs of several layers may be better still
         if all(choice >= -1 for choice in decision.choices):
-            assert found.step_s == pytest.approx(least)
+            assert evaluation.step_s == pytest.approx(least)
     assert met >= 6
 
 
@@ -158,17 +158,17 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
     for seed in range(3):
         problem = limited(chain(12, 3, "1f1b", 6, seed), 0.6)
         best, bound = milp_s(problem, 20)
-        found = evaluate(problem, jvpipe(problem, refine=False))
-        assert bound * (1 - 1e-9) <= found.step_s <= best * (1 + 1e-3)
+        evaluation = evaluate(problem, jvpipe(problem, refine=False))
+        assert bound * (1 - 1e-9) <= evaluation.step_s <= best * (1 + 1e-3)
 
 
 def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2% better."""
     problem = limited(chain(96, 8, "1f1b", 16, 0), 0.6)
     best, bound = milp_s(problem, 3)
-    found = evaluate(problem, jvpipe(problem, refine=False))
-    assert bound * (1 - 1e-9) <= found.step_s <= best * (1 + 1e-9)
-    assert found.step_s == pytest.approx(842.8946, abs=1e-3)
+    evaluation = evaluate(problem, jvpipe(problem, refine=False))
+    assert bound * (1 - 1e-9) <= evaluation.step_s <= best * (1 + 1e-9)
+    assert evaluation.step_s == pytest.approx(842.8946, abs=1e-3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -186,7 +186,7 @@ def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None
                 continue
             if theirs.peak_bytes <= (problem.memory_limit_bytes or 0):
                 assert ours is not None, f"{planner} finds a plan that fits"
-                ours_s, theirs_s = (simulated_step_s(problem, found.stages) for found in (ours, theirs))
+                ours_s, theirs_s = (simulated_step_s(problem, evaluation.stages) for evaluation in (ours, theirs))
                 assert ours_s <= theirs_s * (1 + 1e-6), planner
 
 
@@ -197,11 +197,11 @@ def test_no_plan_is_under_the_lower_bound(schedule: str) -> None:
         bound = lower_bound(problem)
         for planner in PLANNERS:
             try:
-                found = evaluate(problem, planner.decide(problem))
+                evaluation = evaluate(problem, planner.decide(problem))
             except Infeasible:
                 continue
-            if found.peak_bytes <= (problem.memory_limit_bytes or 0):
-                assert simulated_step_s(problem, found.stages) >= bound * (1 - 1e-9)
+            if evaluation.peak_bytes <= (problem.memory_limit_bytes or 0):
+                assert simulated_step_s(problem, evaluation.stages) >= bound * (1 - 1e-9)
 
 
 def test_schedules_change_the_answer() -> None:
@@ -233,9 +233,9 @@ def test_when_nothing_fits_it_says_by_how_much() -> None:
         jvpipe(problem)
     smallest = raised.value.smallest_limit_bytes
     assert raised.value.excess_bytes == smallest - 100
-    found = evaluate(problem, jvpipe(replace(problem, memory_limit_bytes=smallest)))
-    assert found.peak_bytes == smallest
-    assert found.stages[raised.value.stage].peak_bytes == smallest
+    evaluation = evaluate(problem, jvpipe(replace(problem, memory_limit_bytes=smallest)))
+    assert evaluation.peak_bytes == smallest
+    assert evaluation.stages[raised.value.stage].peak_bytes == smallest
     with pytest.raises(Infeasible):
         jvpipe(replace(problem, memory_limit_bytes=smallest - 1))
 
@@ -246,8 +246,8 @@ def test_the_host_limit_is_kept() -> None:
     swapped = sum(stage.host_bytes for stage in unlimited.stages)
     assert swapped > 0
     problem = replace(problem, host_limit_bytes=swapped // 2)
-    found = evaluate(problem, jvpipe(problem))
-    assert sum(stage.host_bytes for stage in found.stages) <= swapped // 2
+    evaluation = evaluate(problem, jvpipe(problem))
+    assert sum(stage.host_bytes for stage in evaluation.stages) <= swapped // 2
 
 
 def test_layers_that_belong_together_share_a_stage() -> None:

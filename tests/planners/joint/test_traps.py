@@ -10,7 +10,7 @@ from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import RERUN, RERUN_ON, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.model import trace_model
@@ -148,9 +148,9 @@ def test_a_layer_may_be_run_again_from_an_input_that_is_run_again_too() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=10) for i in range(3))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 64, 64 * 10 + 3 * 100 + 2 * 10)
     assert best(problem).choices == (
-        RERUN,
-        RERUN_ON,
-        RERUN_ON,
+        RECOMPUTE,
+        RECOMPUTE_CHAIN,
+        RECOMPUTE_CHAIN,
     )  # the stage's input alone is kept: torchgpipe's `always`
     with pytest.raises(Infeasible):
         best(replace(problem, memory_limit_bytes=64 * 10 + 3 * 100 + 2 * 10 - 1))
@@ -161,7 +161,8 @@ def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() ->
     options = Option(100), Option(0, extra_s=1.0, extra_bytes=150)
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, options, input_bytes=10) for i in range(2))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 3)
-    alone, run = (evaluate(problem, Decision((0, 2), choices)) for choices in ((RERUN, RERUN), (RERUN, RERUN_ON)))
+    alone = evaluate(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE)))
+    run = evaluate(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE_CHAIN)))
     assert alone.peak_bytes == 2 * (10 + 10) + 10 + 10 + 150
     assert run.peak_bytes == 2 * 10 + 10 + 100 + 10 + 150
 
@@ -171,7 +172,7 @@ def test_runs_are_as_long_as_pays() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=30) for i in range(4))
     pairs = 8 * 2 * 30 + 2 * 100 + 30
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 8, pairs)
-    assert best(problem).choices == (RERUN, RERUN_ON) * 2
+    assert best(problem).choices == (RECOMPUTE, RECOMPUTE_CHAIN) * 2
     with pytest.raises(Infeasible) as raised:
         best(replace(problem, memory_limit_bytes=pairs - 1))
     assert raised.value.smallest_limit_bytes == pairs
@@ -180,7 +181,7 @@ def test_runs_are_as_long_as_pays() -> None:
 def test_all_layers_run_again_alone_when_inputs_are_dear_to_keep_in_a_run() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(1000),), input_bytes=1) for i in range(3))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 8, 3 * 8 + 1000)
-    assert best(problem).choices == (RERUN,) * 3
+    assert best(problem).choices == (RECOMPUTE,) * 3
 
 
 def test_random_bits_are_kept_where_they_are_dearer_than_memory() -> None:
@@ -215,7 +216,7 @@ def test_a_link_can_be_slower_than_the_work() -> None:
     problem = one_stage((KEEP, SWAP), 8, 200)
     slow = replace(problem, host=Link(10.0))
     assert evaluate(slow, Decision((0, 1), (1,))).stages[0].seconds == 20.0
-    assert best(slow).choices == (RERUN,)
+    assert best(slow).choices == (RECOMPUTE,)
     fast = replace(problem, host=INFINITE)
     assert evaluate(fast, best(fast)).stages[0].seconds == 3.0
 

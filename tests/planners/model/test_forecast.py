@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s, simulated_steps_s
-from jvpipe.planners.model.problem import RERUN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
 
@@ -25,7 +25,7 @@ NUMBERS = st.tuples(
     st.lists(
         st.lists(
             st.tuples(
-                st.integers(1, 5), st.integers(1, 9), st.integers(0, 8), st.integers(0, 4), st.integers(RERUN, 2)
+                st.integers(1, 5), st.integers(1, 9), st.integers(0, 8), st.integers(0, 4), st.integers(RECOMPUTE, 2)
             ),
             min_size=1,
             max_size=3,
@@ -83,7 +83,7 @@ def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(NUMBERS, st.lists(st.integers(RERUN, 2), min_size=12, max_size=12))
+@given(NUMBERS, st.lists(st.integers(RECOMPUTE, 2), min_size=12, max_size=12))
 def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> None:
     problem, decision = planned(numbers)
     others = replace(decision, choices=tuple(more[: len(decision.choices)]))
@@ -122,7 +122,7 @@ def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
 def test_the_forecast_reaches_the_peak_that_is_planned_with(name: str) -> None:
     layers = (layer(1.0, 2.0),) * 6
     problem = Problem(Costs(layers), 3, find_schedule(name), 6, host=Link(8.0))
-    for choices in [(0,) * 6, (2, 0) * 3, (1, 1) * 3, (RERUN, 1) * 3]:
+    for choices in [(0,) * 6, (2, 0) * 3, (1, 1) * 3, (RECOMPUTE, 1) * 3]:
         decision = Decision((0, 2, 4, 6), choices)
         stages = evaluate(problem, decision).stages
         assert forecast(problem, decision).peak_bytes[:3] == tuple(stage.peak_bytes for stage in stages)

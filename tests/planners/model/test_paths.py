@@ -26,7 +26,7 @@ def test_no_path_is_cheaper(n: int, stages: int, random: Random, how: Callable[.
 
     every = [(0, *inner, n - 1) for inner in combinations(range(1, n - 1), stages - 1)]
     least = min(map(cost, every), default=np.inf)
-    found = best_path(grids, np.add if how is sum else np.maximum)
-    assert (found is None) == np.isinf(least)
-    if found is not None:
-        assert cost(found) == pytest.approx(least)
+    path = best_path(grids, np.add if how is sum else np.maximum)
+    assert (path is None) == np.isinf(least)
+    if path is not None:
+        assert cost(path) == pytest.approx(least)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded
-from jvpipe.planners.joint.dual_bounds import Auction, Segment
-from jvpipe.planners.joint.min_bytes import Thrift
+from jvpipe.planners.joint.dual_bounds import DualBounds, Segment
+from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.joint.working_tiers import spread_max
 from jvpipe.planners.model.problem import Problem
@@ -53,9 +53,9 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             if i >= j:
                 continue
             at = (i, j - 1)
-            costs = [stage_cost(problem, s, i, j, found) for found in choices(problem, i, j)]
+            costs = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
-            held, _ = Thrift(pricing, s, i, j).fewest(exact=True)
+            held, _ = MinBytesSearch(pricing, s, i, j).fewest(exact=True)
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             bounds = []
@@ -64,7 +64,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
                 if np.isinf(room):
                     continue
                 segment = Segment(s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at]))
-                prices = Auction(pricing, [segment]).settle()[0]
+                prices = DualBounds(pricing, [segment]).solve()[0]
                 bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))
             if fits:
                 assert bounds

@@ -8,7 +8,7 @@ from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.published.capuchin import free_time_s, memory_saved_per_second, optimise
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 from tests.planners.small import chain, limited
 
 KEEP, SWAP, RECOMPUTE = 0, 1, 2
@@ -26,19 +26,19 @@ def first_stage(layers: list[LayerCost], save: int, bytes_per_s: float, stages: 
     bounds = [0, *range(len(layers), len(layers) + stages)]
     keeps = evaluate(problem, Decision.keeping_all(bounds)).stages[0].peak_bytes
     segments = Segments(limited(problem, keeps - save))
-    return Selection(segments, Moves(problem, stages), 0, 0, len(layers))
+    return Selection(segments, FateChanges(problem, stages), 0, 0, len(layers))
 
 
 def test_free_time_is_what_the_copies_leave() -> None:
     """Two of three micro-batches in flight are others, 9 s each; behind the first layer lie two more, 3 s each."""
     stage = first_stage([block(4), block(4), block(4)], 0, bytes_per_s=2.0)
-    free = [free_time_s(stage, stage.moves.swaps(layer, KEEP)[0]) for layer in range(3)]
+    free = [free_time_s(stage, stage.changes.swaps(layer, KEEP)[0]) for layer in range(3)]
     assert free == [2 * 9 + 6 - 4, 2 * 9 + 3 - 4, 2 * 9 + 0 - 4]
 
 
 def test_memory_saved_per_second() -> None:
     stage = first_stage([block(4, recompute_s=2.0)], 0, bytes_per_s=2.0)
-    swap, recompute = (m for m in sorted(stage.moves.after(0, KEEP), key=lambda m: m.choice) if m.choice > 0)
+    swap, recompute = (m for m in sorted(stage.changes.after(0, KEEP), key=lambda m: m.choice) if m.choice > 0)
     assert memory_saved_per_second(stage, swap) == (3 - 2) * 4 / (2 * 4 / 2.0)
     assert memory_saved_per_second(stage, recompute) == 3 * 4 / 2.0
 
@@ -53,7 +53,7 @@ def test_the_longest_free_time_is_swapped_first() -> None:
 def test_what_does_not_hide_in_its_free_time_is_not_swapped() -> None:
     """24 bytes out and in take 27 s, of which the first two layers have 24 and 21; 4 bytes take 4.5 s of 18."""
     stage = first_stage([block(24), block(24), block(4)], 1, bytes_per_s=16 / 9)
-    assert free_time_s(stage, stage.moves.swaps(0, KEEP)[0]) == pytest.approx(24 - 27)
+    assert free_time_s(stage, stage.changes.swaps(0, KEEP)[0]) == pytest.approx(24 - 27)
     optimise(stage)
     assert stage.choices == [KEEP, KEEP, SWAP]
 
@@ -79,7 +79,7 @@ def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
 
 def test_the_last_stage_swaps_nothing() -> None:
     problem = limited(chain([block(4)] * 3, 1, host=Link(100.0)), 14)
-    stage = Selection(Segments(problem), Moves(problem, 1), 0, 0, 3)
+    stage = Selection(Segments(problem), FateChanges(problem, 1), 0, 0, 3)
     optimise(stage)
     assert SWAP not in stage.choices
     assert stage.excess_bytes == 0

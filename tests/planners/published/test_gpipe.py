@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.planners.model.problem import RERUN, RERUN_ON, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
 from jvpipe.planners.model.stage_cost import check, evaluate
 from jvpipe.planners.published.gpipe import gpipe
 from jvpipe.schedules import find_schedule
@@ -32,7 +32,7 @@ def test_a_stage_keeps_its_input_alone() -> None:
     edges = tuple(Edge(i, (i + 1,), 10) for i in range(5))
     problem = Problem(Costs(layers, edges), 2, find_schedule("gpipe"), 4)
     decision = gpipe(problem)
-    assert decision.choices == (RERUN, RERUN_ON, RERUN_ON) * 2
+    assert decision.choices == (RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN) * 2
     first, second = evaluate(problem, decision).stages
     assert (first.recompute_s, second.recompute_s) == (3.0, 3.0)
     # 4 stage inputs; all residuals and inner inputs of one micro-batch; a cotangent that waits

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.published.kernighan_lin import TOLERANCE, coarse_bounds, initial_bounds, refine
+from jvpipe.planners.published.kernighan_lin import BALANCE_TOLERANCE, coarse_bounds, initial_bounds, refine
 from jvpipe.schedules import find_schedule
 from tests.planners.small import cuts, problems
 
@@ -22,11 +22,11 @@ def graph(seconds: Sequence[float], edges: Sequence[Edge], stages: int) -> Probl
 
 def branches(nests: int, size: int = 1) -> list[Edge]:
     """Layer 0, then nests of a head 4n + 1, two branches, and a join 4n + 4."""
-    found = [Edge(0, (1,), size)]
+    edges = [Edge(0, (1,), size)]
     for at in range(1, 4 * nests, 4):
-        found += [Edge(at, (at + 1, at + 2), size), Edge(at + 1, (at + 3,), size), Edge(at + 2, (at + 3,), size)]
-        found += [Edge(at + 3, (at + 4,), size)]
-    return found[:-1]
+        edges += [Edge(at, (at + 1, at + 2), size), Edge(at + 1, (at + 3,), size), Edge(at + 2, (at + 3,), size)]
+        edges += [Edge(at + 3, (at + 4,), size)]
+    return edges[:-1]
 
 
 def test_backbone_vertices_stay_and_nests_are_merged() -> None:
@@ -71,7 +71,7 @@ def test_refinement_walks_into_a_nest_where_seconds_ask_for_it() -> None:
     # A bound that is as good within the tolerance, and cuts less, is taken.
     total = np.array([0.0, 1, 2, 3, 3.1, 5, 6])
     assert refine([0, 1, 6], range(7), [0, 1, 5, 6], total, np.array([0.0, 9, 9, 9, 1, 9, 0])) == (0, 4, 6)
-    assert TOLERANCE * 3 >= 3.1 - 3
+    assert BALANCE_TOLERANCE * 3 >= 3.1 - 3
 
 
 @settings(max_examples=40, deadline=None)

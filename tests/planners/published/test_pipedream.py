@@ -19,17 +19,17 @@ def test_no_cuts_that_fit_have_a_faster_slowest_stage(problem: Problem) -> None:
     limit = problem.memory_limit_bytes
     assert limit is not None
     every = [evaluate(problem, Decision.keeping_all(bounds)) for bounds in cuts(problem)]
-    fitting = [found.bottleneck_s for found in every if found.peak_bytes <= limit]
+    fitting = [evaluation.bottleneck_s for evaluation in every if evaluation.peak_bytes <= limit]
     if fitting:
         decision = pipedream(problem)
-        found = evaluate(problem, decision)
-        assert found.bottleneck_s == pytest.approx(min(fitting))
-        assert found.peak_bytes <= limit
+        evaluation = evaluate(problem, decision)
+        assert evaluation.bottleneck_s == pytest.approx(min(fitting))
+        assert evaluation.peak_bytes <= limit
         assert set(decision.choices) == {0}
     else:
         with pytest.raises(Infeasible) as caught:
             pipedream(problem)
-        smallest = min(found.peak_bytes for found in every)
+        smallest = min(evaluation.peak_bytes for evaluation in every)
         assert (caught.value.smallest_limit_bytes, caught.value.excess_bytes) == (smallest, smallest - limit)
         assert evaluate(problem, pipedream(limited(problem, smallest))).peak_bytes == smallest
 

@@ -46,11 +46,11 @@ def problems(draw: st.DrawFn) -> Problem:
     if machines * each > n:
         machines, each = 1, 2
     link = st.sampled_from([2.0, 10.0, 50.0])
-    found = problem_of(layers, machines * each, sizes, peer=Link(draw(link)), peer_uses_host=False)
+    problem = problem_of(layers, machines * each, sizes, peer=Link(draw(link)), peer_uses_host=False)
     if draw(st.booleans()):
-        found = replace(found, cluster=cluster(each, machines, draw(link), draw(link)))
+        problem = replace(problem, cluster=cluster(each, machines, draw(link), draw(link)))
     random.setstate(state)
-    return found
+    return problem
 
 
 def levels(problem: Problem) -> list[tuple[int, int, Link]]:
@@ -97,10 +97,10 @@ def every(problem: Problem) -> list[tuple[float, Stages, int]]:
 
 
 def stages_of(problem: Problem) -> Stages:
-    found = pipedream(problem, replicate=True)
-    check(problem, found)
-    assert sum(found.replicas) == problem.stages
-    return tuple(zip(found.bounds, found.bounds[1:], found.replicas, strict=False))
+    decision = pipedream(problem, replicate=True)
+    check(problem, decision)
+    assert sum(decision.replicas) == problem.stages
+    return tuple(zip(decision.bounds, decision.bounds[1:], decision.replicas, strict=False))
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,8 +120,8 @@ def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
     fitting = [(seconds, stages) for seconds, stages, peak in possible if peak <= limit]
     problem = replace(problem, memory_limit_bytes=limit)
     if fitting:
-        found = stages_of(problem)
-        assert min(seconds for seconds, stages in fitting if stages == found) == pytest.approx(min(fitting)[0])
+        ours = stages_of(problem)
+        assert min(seconds for seconds, stages in fitting if stages == ours) == pytest.approx(min(fitting)[0])
     else:
         with pytest.raises(Infeasible) as caught:
             pipedream(problem, replicate=True)
@@ -131,15 +131,15 @@ def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
 def test_convolutions_are_replicated_and_the_dense_layer_is_not() -> None:
     convolutions = [LayerCost("convolution", 1.0, 2.0, (Option(8),))] * 3
     dense = LayerCost("dense", 0.5, 0.5, (Option(8),), parameter_bytes=1000)
-    found = pipedream(problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)), replicate=True)
-    assert (found.bounds, found.replicas) == ((0, 3, 4), (3, 1))
+    decision = pipedream(problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)), replicate=True)
+    assert (decision.bounds, decision.replicas) == ((0, 3, 4), (3, 1))
 
 
 def test_gradients_are_summed_inside_machines_and_activations_cross_the_network() -> None:
     layers = [LayerCost("layer", 1.0, 2.0, (Option(8),), parameter_bytes=100)] * 4
     problem = problem_of(layers, 4, [1, 1, 1], cluster=cluster(2, 2, peer=1000.0, network=10.0))
-    found = pipedream(problem, replicate=True)
-    assert (found.bounds, found.replicas) == ((0, 2, 4), (2, 2))
+    decision = pipedream(problem, replicate=True)
+    assert (decision.bounds, decision.replicas) == ((0, 2, 4), (2, 2))
 
 
 def test_devices_fill_machines() -> None:

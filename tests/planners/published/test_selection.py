@@ -1,14 +1,14 @@
-"""A stage while its fates are chosen costs what `stage_cost` says, after every move."""
+"""A stage while its fates are chosen costs what `stage_cost` says, after every change."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.planners.model.problem import RERUN, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import stage_cost
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 from tests.planners.small import chain, limited, problems
 
 
@@ -20,7 +20,7 @@ def test_a_selection_costs_what_the_judge_says(problem: Problem, data: st.DataOb
     i = data.draw(st.integers(0, n - 1))
     j = data.draw(st.integers(i + 1, n))
     segments = Segments(problem)
-    stage = Selection(segments, Moves(problem, segments.k[s]), s, i, j)
+    stage = Selection(segments, FateChanges(problem, segments.k[s]), s, i, j)
     for _ in range(4):
         choices = [*[0] * i, *stage.choices, *[0] * (n - j)]
         cost = stage_cost(problem, s, i, j, choices)
@@ -30,9 +30,9 @@ def test_a_selection_costs_what_the_judge_says(problem: Problem, data: st.DataOb
         assert stage.link_s() == pytest.approx(cost.link_s)
         assert stage.comm_s == pytest.approx(cost.comm_s)
         assert stage.seconds == pytest.approx(max(cost.seconds, cost.comm_s))
-        moves = [move for layer in stage.layers for move in stage.moves.after(layer, stage.choices[layer - i])]
-        if moves:
-            stage.take(data.draw(st.sampled_from(moves)))
+        changes = [change for layer in stage.layers for change in stage.changes.after(layer, stage.choices[layer - i])]
+        if changes:
+            stage.take(data.draw(st.sampled_from(changes)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -65,26 +65,26 @@ def test_moves_save_bytes_on_the_device() -> None:
     """At two micro-batches in flight a swapped byte is always there, and swapping saves nothing."""
     layer = LayerCost("a", 1.0, 1.0, (Option(8), Option(0, swapped_bytes=8), Option(0, extra_s=0.5)), input_bytes=1)
     problem = chain([layer], 1)
-    assert [move.choice for move in Moves(problem, 2).after(0, 0)] == [2]
-    moves = Moves(problem, 5)
-    assert [move.choice for move in moves.swaps(0, 0)] == [1]
-    assert moves.swaps(0, 0)[0].saved_bytes == (5 - 2) * 8
-    assert [move.choice for move in moves.recomputes(0, 0)] == [2]
+    assert [change.choice for change in FateChanges(problem, 2).after(0, 0)] == [2]
+    changes = FateChanges(problem, 5)
+    assert [change.choice for change in changes.swaps(0, 0)] == [1]
+    assert changes.swaps(0, 0)[0].saved_bytes == (5 - 2) * 8
+    assert [change.choice for change in changes.recomputes(0, 0)] == [2]
 
 
 def test_a_layer_is_run_again_where_no_option_is_as_good() -> None:
     slow = LayerCost("a", 1.0, 1.0, (Option(8), Option(0, extra_s=2.0)))
-    assert [move.choice for move in Moves(chain([slow], 1), 1).after(0, 0)] == [1, RERUN]
-    assert [move.choice for move in Moves(chain([slow], 1), 1).recomputes(0, 0)] == [RERUN]
+    assert [change.choice for change in FateChanges(chain([slow], 1), 1).after(0, 0)] == [1, RECOMPUTE]
+    assert [change.choice for change in FateChanges(chain([slow], 1), 1).recomputes(0, 0)] == [RECOMPUTE]
     fast = LayerCost("a", 1.0, 1.0, (Option(8), Option(0, extra_s=1.0, extra_bytes=8)))
-    assert [move.choice for move in Moves(chain([fast], 1), 1).after(0, 0)] == [1]
+    assert [change.choice for change in FateChanges(chain([fast], 1), 1).after(0, 0)] == [1]
 
 
 def test_moves_stop_when_the_stage_fits() -> None:
     layer = LayerCost("a", 1.0, 1.0, (Option(4), Option(0, extra_s=1.0)))
     problem = limited(chain([layer] * 4, 1), 10)
     segments = Segments(problem)
-    stage = Selection(segments, Moves(problem, 1), 0, 0, 4)
-    stage.spend(stage.moves.recomputes, score=lambda move: -move.layer, allowed=lambda _: True)
+    stage = Selection(segments, FateChanges(problem, 1), 0, 0, 4)
+    stage.spend(stage.changes.recomputes, score=lambda change: -change.layer, allowed=lambda _: True)
     assert stage.choices == [1, 1, 0, 0]
     assert stage.excess_bytes == 0

@@ -10,7 +10,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.published.kernighan_lin import initial_bounds
-from jvpipe.planners.published.selection import Moves, Selection
+from jvpipe.planners.published.selection import FateChanges, Selection
 from jvpipe.planners.published.vpipe import swap_recompute, vpipe
 from tests.planners.small import best_bottleneck_s, chain, checked_bottleneck_s, large, limited, problems
 
@@ -28,7 +28,7 @@ def first_stage(layers: list[LayerCost], save: int, host: Link, traffic_s: float
     problem = chain([*layers, *[block(0)] * 4], 5, host=host, peer=peer)
     keeps = evaluate(problem, Decision.keeping_all([0, *range(len(layers), len(layers) + 5)])).stages[0].peak_bytes
     segments = Segments(limited(problem, keeps - save))
-    stage = Selection(segments, Moves(problem, 5), 0, 0, len(layers))
+    stage = Selection(segments, FateChanges(problem, 5), 0, 0, len(layers))
     swap_recompute(stage)
     return stage
 
