@@ -233,7 +233,8 @@ def _type(leaf: Any) -> tuple[Any, bool]:
 
 
 def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return value if value.dtype == like.dtype else jax.lax.convert_element_type(value, like.dtype)
+    array = jnp.asarray(value)
+    return array if array.dtype == like.dtype else jax.lax.convert_element_type(array, like.dtype)
 
 
 def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:

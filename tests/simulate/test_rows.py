@@ -1,6 +1,5 @@
 """Rows in the simulator: by hand, and of real models, whose peaks must be the ledger's."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import optax
@@ -19,7 +18,6 @@ from jvpipe.programs.store import shared_store
 from jvpipe.report.timeline import bubble_fraction
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.simulate.rows import simulate
-from jvpipe.simulate.timeline import Curve
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.loss import trace_loss
@@ -164,12 +162,3 @@ def test_a_row_waits_for_those_that_still_read_what_it_overwrites() -> None:
     buffers = (Buffer(Value(ValueKind.PARAMETER, 0), 0, 1), Buffer(Value(ValueKind.PARAMETER, 0), 1, 1))
     rows = (Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,)), Row(Kind.U, 0, 0, 0, -1, (0,), (0,)))
     assert simulate(Lowered(rows, buffers, 1, (0,), (1,)), seconds).starts_s.tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "t_s", "sizes"),
-    [([], [0.0], [5]), ([(2.0, 1), (2.0, -1)], [0.0, 2.0], [5, 5]), ([(0.0, 3), (1.0, -2)], [0.0, 1.0], [8, 6])],
-)
-def test_a_curve_sums_its_changes(changes: Sequence[tuple[float, int]], t_s: list[float], sizes: list[int]) -> None:
-    curve = Curve.of("here", "device", changes, 5)
-    assert (curve.t_s.tolist(), curve.bytes.tolist()) == (t_s, sizes)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Tensor
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Source, Tensor
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import TaskLists
@@ -28,7 +28,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.simulate.rows import simulate, simulate_lists
-from jvpipe.simulate.stages import StageLoad
+from jvpipe.simulate.stages import PARTS, StageLoad
 from jvpipe.simulate.timeline import Timeline
 from tests.lowering.toy import array
 
@@ -51,7 +51,7 @@ def chain(lists: TaskLists, loads: Sequence[StageLoad]) -> Lowered:
         )
         reads, writes = (tensor(s - 1),) if s else (), (tensor(s),) if s < last else (LOSS,)
         layers.append(Layer(s, f"layer{s}", reads, writes, (kept, swapped)))
-        sources = (("residual", 0), ("residual", 1))
+        sources: tuple[Source, ...] = (("residual", 0), ("residual", 1))
         signatures.append(Signature((kept, swapped), sources, (0,) * (s < last), (), (), (0,) * (s > 0)))
         fates = {f"layer{s}/s": "swap"} if load.swapped_bytes else {}
         fates |= {f"t{s}": "recompute"} if load.recompute_s else {}
@@ -70,8 +70,8 @@ def by_rows(lists: TaskLists, loads: Sequence[StageLoad], *, shared: bool = Fals
         if row.kind is Kind.SEND:
             load, made = loads[row.stage], step.buffers[row.writes[0]].value.kind
             return load.return_s if made is ValueKind.COTANGENT else load.send_s
-        parts = zip(("F", "R", "B", "OUT", "IN"), loads[row.stage].parts_s, strict=False)
-        return dict(parts).get(row.kind, 0.0)
+        parts_s: dict[Kind, float] = dict(zip(PARTS, loads[row.stage].parts_s, strict=True))
+        return parts_s.get(row.kind, 0.0)
 
     def links(row: Row) -> tuple[str, ...]:
         if row.kind is not Kind.SEND:
@@ -117,7 +117,7 @@ def extra_s(lists: TaskLists, loads: Sequence[StageLoad], of: Callable[[StageLoa
     return sum(task.kind is Kind.F for task in lists[0]) * sum(map(of, loads))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS, shared=st.booleans())
 def test_what_is_kept_takes_the_same_seconds_and_bytes(numbers: Numbers, shared: bool) -> None:
     lists, loads = case_of(numbers)
@@ -127,7 +127,7 @@ def test_what_is_kept_takes_the_same_seconds_and_bytes(numbers: Numbers, shared:
     assert rows.peak_bytes == stages.peak_bytes, "the ledger counts the same, in the order of dispatch"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS, shared=st.booleans())
 def test_what_is_swapped_takes_the_same_bytes(numbers: Numbers, shared: bool) -> None:
     lists, loads = case_of(numbers, swaps=True)
@@ -135,7 +135,7 @@ def test_what_is_swapped_takes_the_same_bytes(numbers: Numbers, shared: bool) ->
     assert [c.most_bytes for c in rows.curves[:-1]] == [c.most_bytes for c in stages.curves[:-1]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS)
 def test_with_swaps_both_lie_between_no_copies_and_waiting_for_each(numbers: Numbers) -> None:
     lists, loads = case_of(numbers, swaps=True)
@@ -145,7 +145,7 @@ def test_with_swaps_both_lie_between_no_copies_and_waiting_for_each(numbers: Num
         assert least_s - 1e-9 <= found.step_s <= most_s + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS)
 def test_rows_compute_again_while_they_wait_for_cotangents(numbers: Numbers) -> None:
     lists, loads = case_of(numbers, recomputes=True)
