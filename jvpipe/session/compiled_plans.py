@@ -22,7 +22,7 @@ from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Settings
 from jvpipe.session.trees import Trees
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.layer_split import split_at
+from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract, path_name
 from jvpipe.trace.model import trace_model
 from jvpipe.trace.stacks import Stacks
@@ -194,7 +194,7 @@ class CompiledPlans:
         present = self.current.traced
         if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(self.trees.params):
             return None
-        split = split_at(traced, present.splits)
+        split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
 
     def _compiled(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:

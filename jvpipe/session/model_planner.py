@@ -17,7 +17,7 @@ from jvpipe.session.planning import Planned, Request, decide, measure
 from jvpipe.session.settings import Settings
 from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.layer_split import split_at
+from jvpipe.trace.layer_split import split_as_planned
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModelPlanner:
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
-            traced = split_at(traced, plan.splits)
+            traced = split_as_planned(traced, plan.splits)
             return self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)), None
         chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
         splitter = self._splitter()

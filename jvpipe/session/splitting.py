@@ -17,7 +17,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.session.planning import Planned
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.layer_split import kind, places, split
+from jvpipe.trace.layer_split import layer_signature, split_layers, split_points
 
 NEAR = 1.1
 """How many times slower than the mean a stage is before its layers are cut."""
@@ -82,17 +82,19 @@ class Splitter:
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
         """The model with these layers, and all that are like them, cut in two; None if none of them can be."""
-        kinds = [kind(body) for body in traced.bodies] if layers else []
+        kinds = [layer_signature(body) for body in traced.bodies] if layers else []
         where: dict[Hashable, int | None] = {}
         for layer in layers:
             if kinds[layer] not in where:
                 where[kinds[layer]] = self._place(traced, layer)
         cuts = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
-        return split(traced, cuts) if cuts else None
+        return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        equations = places(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
-        return next((p for p in equations[:_PLACES] if self.keeps_bits(traced, layer, split(traced, {layer: p}))), None)
+        equations = split_points(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
+        return next(
+            (p for p in equations[:_PLACES] if self.keeps_bits(traced, layer, split_layers(traced, {layer: p}))), None
+        )
 
 
 def crowded(planned: Planned) -> list[int]:

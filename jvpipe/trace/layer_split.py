@@ -2,7 +2,7 @@
 
 A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
 memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
-can give the same bits as one; whether they do is for `programs.agreement` to say. No parameter is read on both sides:
+can give the same bits as one; whether they do is for `programs.bit_equality` to say. No parameter is read on both sides:
 it would have two gradients, summed in another order. Only the layer itself is looked at: layers alike are cut alike,
 and no other layer changes.
 """
@@ -25,12 +25,12 @@ _EVEN = 0.05
 """Halves are alike if they differ by less than this share of their layer: then the one that sends less is better."""
 
 
-def kind(body: Body) -> Hashable:
+def layer_signature(body: Body) -> Hashable:
     """Equal for layers that are alike."""
     return body.structure, body.differentiable, body.active
 
 
-def places(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
+def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     """How many equations before its end a layer can be cut in two, the most even halves first.
 
     >>> import jax, jax.numpy as jnp
@@ -40,7 +40,7 @@ def places(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     ...     return jnp.sum(jnp.tanh(x @ params[0]) @ params[1])
     >>> w = jnp.ones((2, 2))
     >>> traced = build_graph(trace_loss(loss_fn, [w, w], w, None), cuts=[])
-    >>> halves = split(traced, {0: places(traced, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
+    >>> halves = split_layers(traced, {0: split_points(traced, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
     >>> [[eqn.primitive.name for eqn in body.eqns] for body in halves.bodies]
     [['dot_general', 'tanh'], ['dot_general', 'reduce_sum']]
     """
@@ -61,14 +61,14 @@ def places(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     return [place for *_, place in sorted(found)]
 
 
-def split(traced: Traced, where: dict[int, int]) -> Traced:
+def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
     """The same model with some layers cut in two, each so many equations before its end."""
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - place for layer, place in where.items()]
     return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
 
 
-def split_at(traced: Traced, splits: Sequence[int]) -> Traced:
+def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     """A model with layers cut in two as a plan says.
 
     Raises:

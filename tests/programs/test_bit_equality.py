@@ -11,7 +11,7 @@ from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.layer_split import split, split_points
+from jvpipe.trace.layer_split import split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 
 W, X = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
@@ -22,7 +22,7 @@ def model(act: Any = jnp.tanh) -> tuple[Traced, Traced]:
     """A layer of two products as one, and as two."""
     loss = trace_loss(lambda p, x, rng: jnp.sum(act(x @ p[0]) @ p[1]), [W, W], X, None)
     whole = build_graph(loss, cuts=[])
-    return whole, split(whole, {0: split_points(whole, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
+    return whole, split_layers(whole, {0: split_points(whole, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
 
 
 def test_halves_that_compute_the_same_have_the_same_bits() -> None:

@@ -25,7 +25,7 @@ from jvpipe.session.arguments import micro_batch_shapes
 from jvpipe.session.planning import Planned
 from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Sorted, Traced, build_graph
-from jvpipe.trace.layer_split import places, split
+from jvpipe.trace.layer_split import split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.model import trace_model
 from tests.zoo import transformer
@@ -126,8 +126,8 @@ def test_a_transformer_has_the_same_bits_with_halves() -> None:
     case = transformer(2)
     micro = micro_batch_shapes(case.batch, 2)
     whole = trace_model(case.loss_fn, case.params, micro, case.rng).traced
-    attention, network = (places(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2))
-    halves = split(whole, {1: attention, 2: network})
+    attention, network = (split_points(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2))
+    halves = split_layers(whole, {1: attention, 2: network})
     plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], devices=[0] * 4, splits=halves.splits)
     alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
     cut, pipe = run(case.params, case.batch, case.loss_fn, plan)
@@ -156,7 +156,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
     pipe = Pipeline(feed_forward, SGD, stages=1, microbatches=2, planner="even", devices=jax.devices()[:1])
     state = pipe.init(params, given, jax.random.key(0))
     whole = pipe.session.compiled.traced
-    halves = split(whole, {3: places(whole, 3, lambda eqns, _: [1.0] * len(eqns))[0]})
+    halves = split_layers(whole, {3: split_points(whole, 3, lambda eqns, _: [1.0] * len(eqns))[0]})
     plan = Plan.from_cuts([len(halves.graph.layers)], splits=halves.splits)
     with pytest.raises(ValueError, match="a plan with other layers needs a new pipeline"):
         pipe.migrate(state, plan)
@@ -167,7 +167,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
 def test_disagreement_is_seen() -> None:
     params, whole = parameters(8, 40, 8), three_blocks()
     store, device = shared_store(), jax.devices()[0]
-    halves = split(whole, {1: places(whole, 1, lambda eqns, _: [1.0] * len(eqns))[0]})
+    halves = split_layers(whole, {1: split_points(whole, 1, lambda eqns, _: [1.0] * len(eqns))[0]})
     assert same_bits(store, device, whole, 1, halves)
     *eqns, last = halves.bodies[2].eqns
     wrong = replace(halves.bodies[2], eqns=(*eqns, last.replace(invars=[last.invars[1]] * 2)))

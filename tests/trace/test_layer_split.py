@@ -10,7 +10,7 @@ import pytest
 
 from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.layer_split import kind, places, split, split_at
+from jvpipe.trace.layer_split import layer_signature, split_as_planned, split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.primitives import flops
 from tests.zoo import transformer
@@ -43,34 +43,34 @@ def products(traced: Traced) -> list[int]:
 
 def test_the_most_even_place_comes_first() -> None:
     whole = chain(4, 4, 4, 8, 1)  # 16, 16, 32, 8 products a row
-    found = [products(split(whole, {0: place})) for place in places(whole, 0, by_flops)]
+    found = [products(split_layers(whole, {0: place})) for place in split_points(whole, 0, by_flops)]
     assert found == [[2, 2], [1, 3], [3, 1]]
 
 
 def test_of_places_alike_the_one_that_sends_less_comes_first() -> None:
     whole = chain(8, 4, 16, 2, 16)
-    first = split(whole, {0: places(whole, 0, lambda eqns, _: [0.0] * len(eqns))[0]})
+    first = split_layers(whole, {0: split_points(whole, 0, lambda eqns, _: [0.0] * len(eqns))[0]})
     assert [t.array.shape for t in first.graph.tensors] == [(2, 2)]
 
 
 def test_halves_read_no_parameter_both() -> None:
-    assert places(chain(4, 4, tied=True), 0, by_flops) == []
-    assert len(places(chain(4, 4, 4), 0, by_flops)) == 1
+    assert split_points(chain(4, 4, tied=True), 0, by_flops) == []
+    assert len(split_points(chain(4, 4, 4), 0, by_flops)) == 1
 
 
 def test_one_product_is_no_two_halves() -> None:
-    assert places(chain(4, 4), 0, by_flops) == []
+    assert split_points(chain(4, 4), 0, by_flops) == []
 
 
 def test_other_layers_stay_as_they_are_and_layers_alike_are_cut_alike() -> None:
     whole = blocks()
-    kinds = [kind(body) for body in whole.bodies]
+    kinds = [layer_signature(body) for body in whole.bodies]
     alike = [i for i, k in enumerate(kinds) if k == kinds[2]]
     assert alike == [2, 4, 6]
-    place = places(whole, 2, by_flops)[0]
-    assert [places(whole, i, by_flops)[0] for i in alike] == [place] * 3
-    halves = split(whole, dict.fromkeys(alike, place))
-    finer = [kind(body) for body in halves.bodies]
+    place = split_points(whole, 2, by_flops)[0]
+    assert [split_points(whole, i, by_flops)[0] for i in alike] == [place] * 3
+    halves = split_layers(whole, dict.fromkeys(alike, place))
+    finer = [layer_signature(body) for body in halves.bodies]
     assert finer[2:10:3] == [finer[2]] * 3
     assert finer[3:11:3] == [finer[3]] * 3
     assert [k for k in finer if k not in (finer[2], finer[3])] == [k for k in kinds if k != kinds[2]]
@@ -79,12 +79,12 @@ def test_other_layers_stay_as_they_are_and_layers_alike_are_cut_alike() -> None:
 
 def test_a_split_is_found_again_by_its_place() -> None:
     whole = blocks()
-    halves = split(whole, {2: places(whole, 2, by_flops)[0]})
-    again = split_at(whole, halves.splits)
+    halves = split_layers(whole, {2: split_points(whole, 2, by_flops)[0]})
+    again = split_as_planned(whole, halves.splits)
     assert again.graph == halves.graph
     assert (again.cuts, again.splits) == (whole.cuts, halves.splits)
-    assert split_at(whole, ()) is whole
-    deeper = split(halves, {1: places(halves, 1, by_flops)[0]})
+    assert split_as_planned(whole, ()) is whole
+    deeper = split_layers(halves, {1: split_points(halves, 1, by_flops)[0]})
     assert set(halves.splits) < set(deeper.splits)
 
 
@@ -92,4 +92,4 @@ def test_places_that_are_in_no_layer_are_refused() -> None:
     whole = blocks()
     for wrong in ([0], [10**6], [whole.cuts[0]], [whole.cuts[0] + 1] * 2):
         with pytest.raises(ValueError, match="no inside of a layer"):
-            split_at(whole, wrong)
+            split_as_planned(whole, wrong)
