@@ -91,10 +91,9 @@ class Splitter:
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        equations = split_points(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
-        return next(
-            (p for p in equations[:_PLACES] if self.keeps_bits(traced, layer, split_layers(traced, {layer: p}))), None
-        )
+        points = split_points(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
+        halves = ((p, split_layers(traced, {layer: p})) for p in points[:_PLACES])
+        return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
 
 
 def crowded(planned: Planned) -> list[int]:

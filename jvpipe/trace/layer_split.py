@@ -1,10 +1,10 @@
 """Layers cut in two, where one of them is too large a part of a stage.
 
 A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
-memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
-can give the same bits as one; whether they do is for `programs.bit_equality` to say. No parameter is read on both sides:
-it would have two gradients, summed in another order. Only the layer itself is looked at: layers alike are cut alike,
-and no other layer changes.
+memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two
+programs can give the same bits as one; `programs.bit_equality` says whether they do. No parameter is read on both
+sides: it would have two gradients, summed in another order. Only the layer itself is looked at: layers alike are cut
+alike, and no other layer changes.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
