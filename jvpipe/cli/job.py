@@ -85,6 +85,7 @@ def prepare(options: Options, held: ExitStack) -> tuple[Job, Any]:
     schedule = find_schedule(options.schedule)
     updates = steps * (1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches))
     pipe = _pipeline(options, workload, plan, search, updates)
+    pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
     data, made = _open_data(options, workload, run, files)
     job = Job(options, steps, batch_size, run, workload, data, pipe, workload.learning_rates(updates), search)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def finish(job: Job, state: Any) -> None:
         best, loss = job.search.evolution.best
         print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
     for change in job.pipe.session.history:
-        print(change)
+        print(replace(change, step=change.step + 1))
     losses = [float(job.pipe.evaluate(state, batch)["loss"]) for batch in job.data.held_out]
     print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
     print(f"predicting by token frequency {job.data.baseline_loss:.4f}")

@@ -82,7 +82,8 @@ class Controller:
     """Runs bound steps; where the host has a limit, late copies do not have it hold more than the lists say.
 
     `marks` are those of the run's rows that can fail and are not known to have gone well, in the order of dispatch: the
-    first that failed is the cause of whatever failed after it.
+    first that failed is the cause of whatever failed after it. `first_step` is the number that messages give the first
+    step of a run.
     """
 
     ledger: Ledger
@@ -90,6 +91,7 @@ class Controller:
     host_limited: bool = False
     monitor: Monitor | None = None
     marks: deque[Mark] = field(default_factory=deque)
+    first_step: int = 0
 
     def run(
         self, bound: Bound, arrays: Sequence[jax.Array], feeds: Feeds, at: Moment
@@ -188,25 +190,28 @@ class Controller:
         marked = ((mark, mark.error()) for mark in self.marks)
         if first := next(((mark, cause) for mark, cause in marked if cause), None):
             (_, row, at), error = first
-        where = describe(row, at, self.microbatches) if row and at else "something outside of all steps"
+        where = (
+            describe(row, at, self.microbatches, self.first_step) if row and at else "something outside of all steps"
+        )
         return StageError(f"{where} failed: {_message(error)}")
 
 
-def describe(row: Row, at: Moment, microbatches: int) -> str:
+def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> str:
     """A row in words.
 
     Args:
         row: a row of a step.
         at: that step.
         microbatches: of a step.
+        first_step: the number of the first step of a run.
 
     >>> describe(Row(Kind.B, 1, 1, 4, -1, (), ()), Moment(3, flows=True), 8)
     'step 2, micro-batch 7: stage 1, task 1B7[layer 4], device 1'
     """
-    when = f"step {at.step}"
+    when = f"step {first_step + at.step}"
     if row.microbatch >= 0 or (at.flows and row.layer >= 0 and row.kind is not Kind.LOSS):
         step, m = divmod(at.step * microbatches + row.microbatch, microbatches)
-        when, row = f"step {step}, micro-batch {m}", replace(row, microbatch=m)
+        when, row = f"step {first_step + step}, micro-batch {m}", replace(row, microbatch=m)
     return f"{when}: {f'stage {row.stage}' if row.stage >= 0 else 'all stages'}, task {row}, device {row.place}"
 
 

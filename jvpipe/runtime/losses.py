@@ -84,14 +84,14 @@ class LossWatch:
 
     def _described(self, losses: Losses, i: int, value: float) -> str:
         step, plan, _, apart = losses
-        stage = len(plan.stages) - 1
+        stage, number = len(plan.stages) - 1, self._controller.first_step + step
         if not apart:
-            return f"the loss of step {step} is {value} at stage {stage}"
+            return f"the loss of step {number} is {value} at stage {stage}"
         m, versions = step * self._microbatches + i, self._controller.ledger.versions
         read = [versions[stage.layers[0], m].forward for stage in plan.stages]
         return (
-            f"the loss of micro-batch {m} (step {step}) is {value} at stage {stage}, read with versions {read} of the "
-            "stages' weights"
+            f"the loss of micro-batch {m} (step {number}) is {value} at stage {stage}, read with versions {read} of "
+            "the stages' weights"
         )
 
     def _value(self, loss: jax.Array) -> float:

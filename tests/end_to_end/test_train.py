@@ -253,7 +253,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
         (("--checkpoint-every", "1"), r"error: after step 4 parameter '.*' is NaN: the state is not saved"),
         (
             ("--checkpoint-every", "9", "--resume"),
-            r"error: the loss of step 4 is nan at stage 0, and parameter '.*' is",
+            r"error: the loss of step 5 is nan at stage 0, and parameter '.*' is",
         ),
     ):
         options = command(text, run, "--steps", "9", "--stages", "1", *more)[3:]

@@ -48,6 +48,13 @@ def test_a_program_that_raises_is_named_and_its_bytes_are_forgotten() -> None:
     assert len(error.value.table) == 4, "whoever mends the state needs the arrays that there were"
 
 
+def test_messages_count_steps_as_their_reader_does() -> None:
+    it = controller()
+    it.first_step = 1
+    with pytest.raises(StageError, match=r"^step 4, micro-batch 0: "):
+        run(it, bound(Executable(ValueError())))
+
+
 def test_an_interrupt_goes_through_as_it_is() -> None:
     it = controller()
     with pytest.raises(KeyboardInterrupt):

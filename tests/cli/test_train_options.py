@@ -1,0 +1,67 @@
+"""A resumed run has the options that it had, but for those that are given, and those of one process alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.train_options import FIXED, NOT_KEPT, Options, parse
+
+
+def saved(folder: Path, **options: Any) -> list[str]:
+    """The command that resumes a run with these options."""
+    RunDir(folder).write_config(options)
+    return ["--run-dir", str(folder), "--resume"]
+
+
+def test_given_options_win_over_saved_ones_and_these_over_the_defaults(tmp_path: Path) -> None:
+    resume = saved(tmp_path, stages=3, schedule="gpipe", seed=7, steps=None)
+    options = parse([*resume, "--stages", "4"])
+    assert (options.stages, options.schedule, options.seed, options.steps) == (4, "gpipe", 7, None)
+    assert options.microbatches == Options().microbatches
+    assert parse([]) == Options()
+
+
+def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
+    resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
+    options = parse(resume)
+    assert (options.export, options.remeasure, options.data) == (None, False, "prose.txt")
+    assert {"export", "remeasure", "resume"} == set(NOT_KEPT)
+    assert not set(FIXED) & set(NOT_KEPT)
+
+
+def test_saved_data_are_said_where_they_are_taken_for_granted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = saved(tmp_path, data="prose.txt")
+    parse(resume)
+    assert "data: prose.txt, as the run in" in capsys.readouterr().out
+    parse([*resume, "--data", "other.txt"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--resume"], "--resume needs --run-dir"),
+        (["--stages", "0"], "--stages must be at least 1, not 0"),
+        (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stages": "three"}, r"config\.json is not what a run wrote: stages is 'three'"),
+        ({"adapt": 1}, "adapt is 1"),
+        ({"nas": True}, "--nas cannot be resumed"),
+    ],
+)
+def test_a_configuration_that_no_run_wrote_is_refused(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(saved(tmp_path, **options))
