@@ -149,8 +149,9 @@ class Pipeline:
     def explain(self) -> str:
         """Says what runs where, what it costs and why."""
         session, compiled = self.session, self.session.compiled
-        planned = None if session.history else session.planned
-        reasons = cut_reasons(planned.problem, planned.decision) if planned else ()
+        planned = session.planned  # of another plan its reasons are none
+        holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
+        reasons = cut_reasons(planned.problem, planned.decision) if planned and holds else ()
         graph, layer_s = session.graph, session.compiled_plans.layer_s
         return explain(graph, compiled.plan, compiled.peaks, layer_s, session.settings.devices, reasons)
 

@@ -35,15 +35,15 @@ def main() -> None:
                 )
                 batch = layers.batch(2 * micro)
                 state = pipe.init(params, batch, None)
-                build = pipe.session.compiled
+                compiled = pipe.session.compiled
                 simulated, taken, peak_bytes = [], [], ()
                 for _ in range(5):  # layers and steps in turns, so that a slow moment of the machine hits both
-                    costs = measured_costs(build.traced, jax.devices()[0], build.store, fates=False).layers
+                    costs = measured_costs(compiled.traced, jax.devices()[0], compiled.store, fates=False).layers
 
                     def seconds_of(row: Row, costs: tuple = costs) -> float:
                         return {"F": costs[row.layer].forward_s, "B": costs[row.layer].backward_s}.get(row.kind, 0.0)
 
-                    found = simulate(build.lowered, seconds_of, temporary_bytes=build.step.temporary_bytes)
+                    found = simulate(compiled.lowered, seconds_of, temporary_bytes=compiled.step.temporary_bytes)
                     simulated.append(found.step_s)
                     peak_bytes = found.peak_bytes
                     for _ in range(2):

@@ -115,10 +115,10 @@ def test_with_the_temporaries_of_programs_too(name: str) -> None:
     found = measured_costs(model, devices[0], shared_store(), optimizer(name), MICROBATCHES, fates=False)
     layers = len(model.graph.layers)
     order = find_schedule("1f1b")
-    build = CompiledPlan(model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store())
+    compiled = CompiledPlan(model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store())
     problem = Problem(found, 2, order, MICROBATCHES)
-    bounds = [0, *accumulate(build.plan.cuts)]
-    for s, peak in enumerate(build.peaks[:2]):
+    bounds = [0, *accumulate(compiled.plan.cuts)]
+    for s, peak in enumerate(compiled.peaks[:2]):
         counted = stage_cost(problem, s, bounds[s], bounds[s + 1], (0,) * layers).peak_bytes
         assert peak.bytes <= counted <= 1.15 * peak.bytes
 

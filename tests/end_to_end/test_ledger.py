@@ -41,18 +41,18 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
     baseline = {id(array) for array in jax.live_arrays()}
     pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), plan, MICRO, schedule)
     state = pipe.init(m.params, batch, m.rng)
-    build, live, found = pipe.session.compiled, pipe.ledger.live, []
+    compiled, live, found = pipe.session.compiled, pipe.ledger.live, []
 
     def watching(it: Instruction) -> Instruction:
         def run(*args: Any) -> Any:
             expected = list(live)
             expected[it.target] -= it.born_bytes
-            found.append((it.row, expected, held(baseline, build.devices)))
+            found.append((it.row, expected, held(baseline, compiled.devices)))
             return it.run(*args)
 
         return it if it.feed else it._replace(run=run)
 
-    build.step = Bound(build.lowered, tuple(map(watching, build.step.instructions)))
+    compiled.step = Bound(compiled.lowered, tuple(map(watching, compiled.step.instructions)))
     state, metrics = pipe.step(state, batch)
     del metrics
     assert {"F", "B", "R", "OUT", "FREE", "IN", "SEND", "ZERO", "LOSS", "U"} <= {row.kind for row, *_ in found}

@@ -11,8 +11,7 @@ import jvpipe
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
 from jvpipe.planners.model.problem import Problem
-from jvpipe.session import compiled_plans as builds
-from jvpipe.session import planning
+from jvpipe.session import model_planner, planning
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.zoo import dropped, quick_key
 
@@ -42,7 +41,7 @@ def _measured_once() -> Any:
         return replace(known[0], memory_limit_bytes=request.memory_limit_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builds, "measure", measure)
+        patch.setattr(model_planner, "measure", measure)
         yield
 
 

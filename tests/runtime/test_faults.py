@@ -114,12 +114,12 @@ def told(pipe: jvpipe.Pipeline, state: jvpipe.State, batches: Sequence[Any], lat
 
 def coming(pipe: jvpipe.Pipeline, state: jvpipe.State) -> tuple[Callable[[Bound], None], Bound]:
     """The rows of the next step, and what replaces them."""
-    build = pipe.session.compiled
-    if build.schedule.synchronous:
-        return (lambda bound: setattr(build, "step", bound)), build.step
-    n = min(state.stream_steps, len(build.stream.steps) - 1)
-    step, bound = build.stream_step(n)
-    return (lambda bound: build.bound_steps.update({n: (step, bound)})), bound
+    compiled = pipe.session.compiled
+    if compiled.schedule.synchronous:
+        return (lambda bound: setattr(compiled, "step", bound)), compiled.step
+    n = min(state.stream_steps, len(compiled.stream.steps) - 1)
+    step, bound = compiled.stream_step(n)
+    return (lambda bound: compiled.bound_steps.update({n: (step, bound)})), bound
 
 
 @contextmanager

@@ -25,10 +25,10 @@ class Devices:
 
     slowness = dict.fromkeys(range(4), 1.0)
 
-    def seen(self, measured: Measured, build: CompiledPlan) -> Seen:
-        layer_s = [self.slowness[stage.devices[0]] for stage in build.plan.stages for _ in stage.layers]
+    def seen(self, measured: Measured, compiled: CompiledPlan) -> Seen:
+        layer_s = [self.slowness[stage.devices[0]] for stage in compiled.plan.stages for _ in stage.layers]
         assert all(s > 0 for s in measured.layer_s(len(layer_s))), "every layer's tasks were seen"
-        return Seen(layer_s, [0.0] * len(build.plan.stages))
+        return Seen(layer_s, [0.0] * len(compiled.plan.stages))
 
 
 @pytest.fixture

@@ -64,3 +64,13 @@ def test_histories_begin_anew_with_each_run(tmp_path: Path) -> None:
     assert len(session.model_history) == 1
     pipe.init(PARAMS, BATCH, None)
     assert session.model_history == []
+
+
+def test_a_plan_that_was_not_planned_has_no_planners_reasons(tmp_path: Path) -> None:
+    pipe, state = begun(2)
+    pipe.save(tmp_path / "saved", state)
+    assert "goes to stage 1 because" in pipe.explain()
+    pipe.migrate(state, THERE)
+    assert "because" not in pipe.explain()
+    pipe.restore(tmp_path / "saved")
+    assert "because" not in pipe.explain(), "though the history begins anew, the plan is the one that was asked for"
