@@ -52,7 +52,7 @@ class Adapter:
         """Another model is trained from here on."""
         self._compiled_plans, self._ready = compiled_plans, None
 
-    def saw(self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
+    def observe(self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
         """Has a dispatched step looked at in the background; returns at once.
 
         Args:
@@ -67,7 +67,7 @@ class Adapter:
         self._waiting = [future for future in self._waiting if not future.done()]
         if record and len(self._waiting) < _AHEAD and compiled.traced is first.traced:
             trigger = self._trigger_of(first, self._compiled_plans.layer_s)
-            self._waiting.append(self._pool.submit(self._follow, trigger, monitor, record, first, step, stream_steps))
+            self._waiting.append(self._pool.submit(self._judge, trigger, monitor, record, first, step, stream_steps))
 
     def offer(self, step: int) -> None:
         """Lets what is ready be done before `step`, unless something else is under way."""
@@ -86,7 +86,7 @@ class Adapter:
         for future in self._waiting:
             future.result()
 
-    def _follow(
+    def _judge(
         self, trigger: Trigger, monitor: Monitor, record: Record, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
         try:

@@ -75,18 +75,19 @@ class CompiledPlans:
 
     @property
     def current(self) -> CompiledPlan:
-        """The compiled plan of the first batch shape; raises ValueError if no model was traced yet."""
-        self._check_traced()
+        """The compiled plan of the first batch shape."""
+        self.check_traced()
         return next(iter(self._by_shapes.values()))
 
     @property
     def trees(self) -> Trees:
-        """The caller's trees, as the model was first traced with them; raises ValueError if none was yet."""
-        self._check_traced()
+        """The caller's trees, as the model was first traced with them."""
+        self.check_traced()
         assert self._trees is not None
         return self._trees
 
-    def _check_traced(self) -> None:
+    def check_traced(self) -> None:
+        """Raises ValueError if no model was traced yet."""
         if not self._by_shapes:
             raise ValueError("this pipeline has no model yet: call init or restore first")
 

@@ -134,12 +134,12 @@ class Session:
 
     def check_state(self, state: State) -> None:
         """Raises ValueError for what is no state of this pipeline's present model."""
-        model_id = self.compiled_plans.trees and self.compiled_plans.model_id
+        self.compiled_plans.check_traced()
         if not isinstance(state, State):
             raise ValueError(
                 f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
             )
-        if state.model is not model_id:
+        if state.model is not self.compiled_plans.model_id:
             raise ValueError(
                 "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
                 "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
@@ -256,7 +256,7 @@ class Session:
         if run.migration:
             self.migrations.commit(run.migration)
         else:
-            self.adapter.saw(self.controller.monitor, run.compiled, state.step, run.stream_steps)
+            self.adapter.observe(self.controller.monitor, run.compiled, state.step, run.stream_steps)
         compiled, stream_steps = run.compiled.without_previous(run.stream_steps)
         if compiled is not run.compiled:
             self.compiled_plans.adopt(compiled)

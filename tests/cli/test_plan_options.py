@@ -1,0 +1,48 @@
+"""Options of a plan that cannot be are refused before any work, with what is wrong about them."""
+
+from typing import Any
+
+import pytest
+
+from jvpipe.cli.plan_options import Options, check, check_sums
+from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.planners import PLANNERS
+from jvpipe.planners.model.problem import Problem
+from jvpipe.schedules import find_schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "give one of --model and --graph"),
+        ({"model": "bert", "graph": "x.txt"}, "give one of --model and --graph"),
+        ({"graph": "x.txt", "batch_size": 8}, "--batch-size 8 is of a --model, a --graph has its own: leave it out"),
+        ({"model": "bert", "batch_size": 0}, "--batch-size 0: there must be 1 to"),
+        ({"model": "bert", "stages": 10**6}, "--stages 1000000: there must be 1 to 100000"),
+        ({"model": "bert", "schedule": "2bw", "microbatches": 1}, "2bw on 4 stages needs at least 4 micro-batches"),
+        ({"model": "bert", "compare": "even,none"}, "none"),
+        ({"model": "bert", "figure": "x.exe"}, "exe"),
+    ],
+)
+def test_mistakes_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check(Options(**options))
+
+
+def test_the_planners_that_are_asked() -> None:
+    assert check(Options(model="bert")) == ["jvpipe"]
+    assert check(Options(model="bert", compare="even,dapple")) == ["even", "dapple"]
+    assert len(check(Options(model="bert", compare="all"))) == len(PLANNERS)
+
+
+def problem(seconds: float, kept_bytes: int = 0) -> Problem:
+    layers = (LayerCost("block", seconds, 2 * seconds, (Option(kept_bytes),)),) * 2
+    return Problem(Costs(layers), 2, find_schedule("1f1b"), microbatches=4)
+
+
+def test_sums_that_no_planner_can_make_are_refused() -> None:
+    check_sums(problem(1e3, 1 << 30))
+    with pytest.raises(ValueError, match=r"the layers compute for 2.4e\+13 s in 4 micro-batches"):
+        check_sums(problem(1e12))
+    with pytest.raises(ValueError, match="bytes with 2 micro-batches in flight"):
+        check_sums(problem(1.0, 1 << 62))
