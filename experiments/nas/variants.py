@@ -33,8 +33,10 @@ def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision
     for share in (1.0, 0.95, 0.9, 0.8, 0.7):
         asked = replace(problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None)
         segments = Segments(asked)
-        moves = {k: FateChanges(asked, k) for k in set(segments.k)}
-        stages = [Selection(segments, moves[segments.k[s]], s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
+        moves = {k: FateChanges(asked, k) for k in set(segments.in_flight)}
+        stages = [
+            Selection(segments, moves[segments.in_flight[s]], s, i, j) for s, (i, j) in enumerate(pairwise(bounds))
+        ]
         for stage in stages:
             swap_recompute(stage)
         yield Decision(tuple(bounds), tuple(chain.from_iterable(stage.choices for stage in stages)))

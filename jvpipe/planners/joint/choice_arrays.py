@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem, recompute_peak_bytes
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recompute_peak_bytes
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -44,12 +45,9 @@ class Choices:
         kept, swapped, extra, working = (np.zeros((n, options + 2), order="F") for _ in range(4))
         for row, layer in enumerate(layers):
             for c, option in enumerate(layer.options):
-                given = layer.input_bytes
-                kept[row, c] = option.kept_bytes + (0 if option.swaps_input else given)
-                swapped[row, c] = option.swapped_bytes + (given if option.swaps_input else 0)
-                extra[row, c] = option.extra_s
-                working[row, c] = option.extra_bytes + layer.temporary_bytes
-                allowed[row, c] = swaps or swapped[row, c] == 0
+                taken = option_bytes(layer, option)
+                kept[row, c], swapped[row, c], working[row, c], extra[row, c] = taken
+                allowed[row, c] = swaps or taken.swapped == 0
         given = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
         kept[:, RECOMPUTE] = given
@@ -97,7 +95,7 @@ class Choices:
 
     def held_bytes(self, k: int, layers: slice) -> PerChoice:
         """What choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
-        return k * self.kept_bytes[layers] + min(k, 2) * self.swapped_bytes[layers]
+        return on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
         """The bytes per micro-batch that layers' choices swap."""

@@ -16,6 +16,7 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import sums
+from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 States = Float[np.ndarray, "6 _"]
 EXTRA, SWAPPED, HELD, RUN, BEYOND, OPEN = range(6)
@@ -33,19 +34,19 @@ class Growth:
         self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None, *, by_bytes: bool = False
     ) -> None:
         layers = slice(i, j)
-        self.i, self.table, self.k, self.tier = i, pricing.choices, pricing.segments.k[s], tier
+        self.i, self.table, self.in_flight, self.tier = i, pricing.choices, pricing.segments.in_flight[s], tier
         self.high = tier.high if tier else np.inf
-        self.held = self.table.held_bytes(self.k, layers)
+        self.held = self.table.held_bytes(self.in_flight, layers)
         self.given = pricing.segments.given(i)[layers]
         every = [np.flatnonzero(allowed) for allowed in self.table.allowed[layers]]
-        self.columns = self.table.min_bytes_columns(self.k)[layers] if by_bytes else every
+        self.columns = self.table.min_bytes_columns(self.in_flight)[layers] if by_bytes else every
         working = self.table.working_bytes[layers]
         there = self.table.allowed[layers] & (working <= self.high)
         charged = tier.in_run_bytes[layers] if tier else np.zeros(j - i)
         held, left = self.held.copy(), self.table.left_bytes[layers].copy()
-        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = self.k * charged, charged
+        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = on_device_bytes(self.in_flight, charged), charged
         least, spare, top = (np.where(there, x, np.inf).min(1) for x in (held, held - left, held + working))
-        self.charged_to_come = to_come(self.k * charged)
+        self.charged_to_come = to_come(on_device_bytes(self.in_flight, charged))
         self.spare_to_come = to_come(spare - self.given)
         self.most_to_come = np.full(j - i + 1, -np.inf)
         for at in reversed(range(j - i)):
@@ -84,7 +85,7 @@ class Growth:
             return states[HELD]
         most = float(self.tier.most_input_bytes[self.i + done - 1])
         share = np.maximum(self.high - states[RUN], 0.0) / max(self.high + most, 1.0)  # none outside a run
-        return states[HELD] - np.minimum(self.k * most * share, self.charged_to_come[done])
+        return states[HELD] - np.minimum(on_device_bytes(self.in_flight, most) * share, self.charged_to_come[done])
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What states will take at least, held and beyond, whatever the layers to come choose."""

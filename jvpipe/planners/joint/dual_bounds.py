@@ -19,6 +19,7 @@ from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
+from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
@@ -62,11 +63,11 @@ class Pricing:
 
     def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:
         """Held bytes of layers' choices on a stage."""
-        choices, k = self.choices, self.segments.k[s]
+        choices, k = self.choices, self.segments.in_flight[s]
         held = choices.held_bytes(k, layers)
         if tier.by_low:
             held = held - choices.left_bytes[layers]
-        held[:, RECOMPUTE_CHAIN] = (k - tier.by_low) * tier.in_run_bytes[layers]
+        held[:, RECOMPUTE_CHAIN] = on_device_bytes(k - tier.by_low, tier.in_run_bytes[layers])
         return held
 
     def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:

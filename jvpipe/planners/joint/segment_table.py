@@ -17,6 +17,7 @@ from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateSearch, StageChoices, StageQuery
 from jvpipe.planners.joint.working_tiers import Tier, spread_max
 from jvpipe.planners.model.segments import Block, Cuts, between, sums
+from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
 Cell = tuple[int, int, int]
 Hints = dict[tuple[int, int], tuple[float, float]]
@@ -63,15 +64,16 @@ class StageTable:
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
-        block, choices, k = self.block, self.pricing.choices, self.pricing.segments.k[self.block.s]
+        block, choices, in_flight = self.block, self.pricing.choices, self.pricing.segments.in_flight[self.block.s]
         layers = slice(block.starts[0], block.ends[-1])
         extra_s = choices.extra_s[layers]
         if (choices.swapped_bytes[layers, 0] > 0).any() or (extra_s < extra_s[:, :1]).any():
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
-        others = between(sums((k - 1) * left), block.starts, block.ends)
+        kept = between(sums(left), block.starts, block.ends) + block.shared_bytes
         at_work = self.pricing.segments.most_at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
-        return block.fixed_bytes - block.shared_bytes + others + at_work
+        static = block.fixed_bytes - on_device_bytes(in_flight, block.shared_bytes)
+        return StageBytes(in_flight, static, kept, np.zeros(()), at_work - kept).peak
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """A segment's row and column."""

@@ -15,6 +15,7 @@ from jvpipe.planners.joint.working_tiers import spread_max, tiers
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Block, Cuts, Grid
+from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 EXACT_LAYERS = 128
 """For models of more layers the limit is one that would do, near the smallest."""
@@ -46,7 +47,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         plan = _min_bytes_plan(pricing, cuts)
         assert plan is not None, "without a limit there is a plan"
         return plan
-    low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.k) + 1)
+    low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.in_flight) + 1)
     while high - low > LIMIT_TOLERANCE * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
         reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
@@ -154,7 +155,7 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
     choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1][starts - starts[0]]  # of a segment's first layer and those before
-    begun = pricing.segments.k[block.s] * (inputs[-1] - least)
+    begun = on_device_bytes(pricing.segments.in_flight[block.s], inputs[-1] - least)
     ended = np.full(len(block.ends) - b, max(0.0, choices.recompute_peak_bytes[last] - choices.residual_bytes[last]))
     ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]

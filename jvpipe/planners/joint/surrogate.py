@@ -133,7 +133,7 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
-    k = solution.table.pricing.segments.k
+    k = solution.table.pricing.segments.in_flight
     decision = solution.decision()
     swapped = solution.table.pricing.choices.swapped(decision.choices)
     wanted = [k[s] * float(swapped[i:j].sum()) for s, (i, j) in enumerate(pairwise(decision.bounds))]

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
-from jvpipe.schedules.gpipe import GPIPE
+from jvpipe.planners.model.stage_bytes import stage_bytes
+from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.rows import simulate_lists
 from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
@@ -84,26 +84,12 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     stages = evaluate(problem, decision).stages
     loads = []
     for s, (load, (i, j)) in enumerate(zip(_loads(stages), pairwise(decision.bounds), strict=True)):
-        static, kept, swapped = _held_bytes(problem, s, i, j, decision.choices)
-        loads.append(replace(load, static_bytes=static, kept_bytes=kept, swapped_bytes=swapped))
+        held = stage_bytes(problem, s, i, j, decision.choices)
+        static = held.static + held.beyond
+        loads.append(replace(load, static_bytes=static, kept_bytes=held.kept, swapped_bytes=held.swapped))
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
     lists = problem.schedule.lists(len(stages), count)
     return simulate_lists(lists, loads, shared_link=problem.peer_uses_host)
-
-
-def _held_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> tuple[int, int, int]:
-    """A stage's bytes: static, and, per micro-batch in flight, kept and swapped.
-
-    `stage_cost` is asked for 1, 2 and 3 micro-batches in flight, as GPipe has them: between 2 and 3 lie the kept
-    bytes, between 1 and 2 the swapped ones too. All else that the stage takes is static.
-    """
-    cost, probe = stage_cost(problem, s, i, j, choices), replace(GPIPE, versions=problem.schedule.versions)
-    one, two, three = (
-        stage_cost(replace(problem, schedule=probe, microbatches=k), s, i, j, choices).peak_bytes for k in (1, 2, 3)
-    )
-    kept, k = three - two, cost.in_flight
-    swapped = two - one - kept
-    return cost.peak_bytes - k * kept - min(k, 2) * swapped, kept, swapped
 
 
 def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) -> StageWork:

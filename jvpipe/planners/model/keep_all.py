@@ -14,6 +14,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.paths import best_path
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
+from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 
 class KeepAll:
@@ -47,10 +48,9 @@ class KeepAll:
 
     def peak_bytes(self, s: int) -> Grid:
         """Bytes on the device of stage s."""
-        segments, cuts = self.segments, self.cuts
-        waiting = between((segments.k[s] - 1) * sums(self._left_bytes), cuts, cuts)
-        fixed = segments.fixed_bytes(s, cuts, cuts) - self._block.shared_bytes
-        return self._inside(fixed + waiting + self._at_work)
+        in_flight, fixed = self.segments.in_flight[s], self.segments.fixed_bytes(s, self.cuts, self.cuts)
+        static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
+        return self._inside(StageBytes(in_flight, static, self._kept_bytes, np.zeros(()), self._beyond_bytes).peak)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """The grid, infinite where stage s would be over the limit."""
@@ -67,16 +67,20 @@ class KeepAll:
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property
-    def _left_bytes(self) -> np.ndarray:
-        layers = self.problem.costs.layers
-        return np.array([layer.options[0].kept_bytes + layer.input_bytes for layer in layers], dtype=np.float64)
+    def _layers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that each layer keeps of one micro-batch, and works with."""
+        layers = [option_bytes(layer, layer.options[0]) for layer in self.problem.costs.layers]
+        return np.array([float(x.kept) for x in layers]), np.array([float(x.working) for x in layers])
 
     @cached_property
-    def _at_work(self) -> Grid:
-        """The most that the micro-batch at work takes, with the layer that runs."""
-        layers = self.problem.costs.layers
-        working = np.array([layer.options[0].extra_bytes + layer.temporary_bytes for layer in layers], dtype=np.float64)
-        return self.segments.most_at_work(self.cuts, self.cuts, self._left_bytes, working)
+    def _kept_bytes(self) -> Grid:
+        """What is kept of one micro-batch, shared values included."""
+        return between(sums(self._layers[0]), self.cuts, self.cuts) + self._block.shared_bytes
+
+    @cached_property
+    def _beyond_bytes(self) -> Grid:
+        """What the layer at work needs beyond what its micro-batch keeps in the end."""
+        return self.segments.most_at_work(self.cuts, self.cuts, *self._layers) - self._kept_bytes
 
     def _inside(self, grid: Grid) -> Grid:
         return np.where(self._block.inside, grid, np.inf)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.ir.plan import Plan, Stage
 from jvpipe.schedules.schedule import Schedule
@@ -13,12 +13,6 @@ RECOMPUTE = -1
 """The layer's forward runs again before its backward, from its input, which is kept."""
 RECOMPUTE_CHAIN = -2
 """The same, but its input is dropped too: the layer before it, run again as well, makes it again."""
-
-
-def recompute_peak_bytes(layer: LayerCost) -> int:
-    """What a backward takes to make the layer's residuals itself; what the last option does not drop is there."""
-    last = layer.options[-1]
-    return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
 
 @dataclass(frozen=True)

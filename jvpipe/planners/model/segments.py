@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_bytes import on_device_bytes, parameter_state_bytes
 
 Grid = Float[np.ndarray, "_ _"]
 OverJ = Float[np.ndarray, "J"]
@@ -112,8 +113,8 @@ class Segments:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.n = len(problem.costs.layers)
-        self.k = problem.schedule.in_flight(problem.stages, problem.microbatches)
-        self.v = tuple(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
+        self.in_flight = problem.schedule.in_flight(problem.stages, problem.microbatches)
+        self.versions = tuple(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
         layers = problem.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
@@ -141,7 +142,7 @@ class Segments:
         That stage is at least d stages before this one if the value is made at least d layers before the segment.
         """
         hops = self._values
-        more = tuple(self.k[s - d] - self.k[s - d + 1] for d in range(1, min(s, hops.reach) + 1))
+        more = tuple(self.in_flight[s - d] - self.in_flight[s - d + 1] for d in range(1, min(s, hops.reach) + 1))
         if more not in self._early_known:  # the same for most stages of a model without long edges
             parts = []
             for d, times in enumerate(more, 1):
@@ -175,7 +176,7 @@ class Segments:
 
     def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
         """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
-        return self.v[s] * self.parameter_bytes[bounds] + self.state_bytes[bounds]
+        return parameter_state_bytes(self.versions[s], self.parameter_bytes[bounds], self.state_bytes[bounds])
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Values that arrive early and cotangents that wait, at most."""
@@ -183,7 +184,8 @@ class Segments:
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Parameters, gradients, optimizer, shared values and what waits."""
-        shared = self.k[s] * self._tensors.over(starts, ends) + self.v[s] * self._copies.over(starts, ends)
+        tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
+        shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(self.versions[s], copies)
         return between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:

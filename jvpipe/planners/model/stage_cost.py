@@ -1,27 +1,17 @@
 """What a stage takes, in seconds and bytes: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
-Traffic is what crosses the stage's bounds, both ways, per micro-batch.
+Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per micro-batch.
 
     seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
-    bytes     v parameters + gradients + optimizer state
-              + (k - 1) kept + (min(k, 2) - 1) swapped    micro-batches that wait for their backward
-              + max over layers l of (what layers i to l keep and swap + what l needs while it runs)
-              + values that arrive early, and cotangents that wait
-
-One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
-l runs, nothing of the layers after it is there. An early value is of a micro-batch that the stage which makes it has
-in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this one.
-Which stages these are depends on other cuts: the most that is possible is counted.
+    bytes     `stage_bytes.py`
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
-from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem, recompute_peak_bytes
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.stage_bytes import layers_bytes, stage_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,81 +51,30 @@ def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
     return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
-def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
-    """The most bytes of values that reach stage `s` early, and of cotangents that wait there."""
-    k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
-    for edge in problem.costs.edges_at(i, j):
-        here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
-        if here and edge.producer < i:
-            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
-        if here and edge.differentiable and max(edge.readers) >= j:
-            reader = min(reader for reader in edge.readers if reader >= j)
-            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
-    return total
-
-
-class _Left(NamedTuple):
-    """What a layer leaves for its backward, by its choice, and what it needs while it runs."""
-
-    kept: int
-    swapped: int
-    extra_s: float
-    working: int
-
-
-def _left(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[_Left]:
-    """A run of layers computed again has all their residuals at once; those of its last its backward makes itself."""
-    run = 0
-    for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
-        if choice >= 0:
-            option = layer.options[choice]
-            kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
-            working = option.extra_bytes + layer.temporary_bytes
-            yield _Left(option.kept_bytes + kept, option.swapped_bytes + swapped, option.extra_s, working)
-        else:
-            run, kept = (run + layer.input_bytes, 0) if choice == RECOMPUTE_CHAIN else (0, layer.input_bytes)
-            residual = layer.options[0].kept_bytes
-            own = residual if following == RECOMPUTE_CHAIN else recompute_peak_bytes(layer)
-            yield _Left(kept, 0, layer.forward_s, run + own + layer.temporary_bytes)
-            run += residual
-
-
 def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:
-    """What stage `s` takes with layers [i, j); `choices` are those of all layers."""
-    k = problem.schedule.in_flight(problem.stages, problem.microbatches)[s]
-    v = problem.schedule.versions(s, problem.stages)
-    layers = problem.costs.layers[i:j]
-    left = list(_left(layers, choices[i:j]))
-    parameters, given = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
-    for shared in problem.costs.shared_at(i, j):
-        here = [layer for layer in shared.layers if i <= layer < j]
-        if here and shared.per_version:
-            parameters += shared.bytes
-        elif here:  # until the backward of the first layer that holds it
-            given[min(here) - i] += shared.bytes
-    kept, swapped = sum(x.kept for x in left) + sum(given), sum(x.swapped for x in left)
-    built = accumulate(x.kept + x.swapped + more for x, more in zip(left, given, strict=True))
+    """Counts the seconds per micro-batch and the bytes of stage `s` with layers [i, j).
+
+    Args:
+        problem: whose costs, schedule, micro-batches and links count.
+        s: the stage, from 0.
+        i: its first layer.
+        j: the layer after its last.
+        choices: those of all layers of the model.
+    """
+    layers, held = problem.costs.layers[i:j], stage_bytes(problem, s, i, j, choices)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
-    swap_s = 2 * problem.host.seconds(swapped)
-    peak = (
-        v * parameters
-        + sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        + (k - 1) * kept
-        + (min(k, 2) - 1) * swapped
-        + max(before + x.working for before, x in zip(built, left, strict=True))
-        + waiting_bytes(problem, s, i, j)
-    )
+    swap_s = 2 * problem.host.seconds(held.swapped)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
-        recompute_s=sum(x.extra_s for x in left),
+        recompute_s=sum(x.extra_s for x in layers_bytes(layers, choices[i:j])),
         swap_s=swap_s,
         comm_s=problem.peer.seconds(received) + problem.peer.seconds(returned),
         link_s=swap_s + (problem.peer.seconds(transit) if problem.peer_uses_host else 0.0),
-        peak_bytes=int(peak),
-        host_bytes=int(k * swapped),
-        in_flight=k,
+        peak_bytes=int(held.peak),
+        host_bytes=int(held.host),
+        in_flight=held.in_flight,
     )
 
 

@@ -15,7 +15,7 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
     each of which the stage takes its forward and its backward. That is exact in the steady state of 1F1B, and the mean
     over a step of GPipe.
     """
-    between_s = (stage.k - 1) * stage.compute_s + stage.later_s(change.layer)
+    between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
     return between_s - 2 * stage.problem.host.seconds(change.swapped_bytes)
 
 

@@ -53,17 +53,16 @@ class BinaryPartition:
         self.segments = segments
         self.bounds: list[int] = segments.cuts.tolist()
         self.crossing = segments.crossing_bytes
-        self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.k)}
+        self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
         self.need = [self._need(s, least) for s in range(segments.problem.stages)]
         self._parts: dict[tuple[int, int, int, int], Part | None] = {}
 
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
-        k, v = self.segments.k[s], self.segments.v[s]
-        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in self.changes[k].layers]
-        total = np.concatenate([[0], np.cumsum(held)])
-        total = total + v * self.segments.parameter_bytes + self.segments.state_bytes
+        every = self.changes[self.segments.in_flight[s]].layers
+        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in every]
+        total = np.concatenate([[0], np.cumsum(held)]) + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
     def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
@@ -111,7 +110,7 @@ class BinaryPartition:
 
     def stage(self, s: int, p: int, q: int) -> Selection:
         """One stage, its memory optimised."""
-        chosen = Selection(self.segments, self.changes[self.segments.k[s]], s, self.bounds[p], self.bounds[q])
+        chosen = Selection(self.segments, self.changes[self.segments.in_flight[s]], s, self.bounds[p], self.bounds[q])
         if chosen.may_fit:
             optimise(chosen)
         return chosen

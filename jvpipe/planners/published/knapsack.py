@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.planners.model.segments import OverJ, Segments
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, parameter_state_bytes
 from jvpipe.planners.published.selection import treatments
 
 QUANTA = 512
@@ -73,7 +74,7 @@ class Knapsack:
         more = [[x.bytes - min(y.bytes for y in layer) for x in layer] for layer in self.layers]
         divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
         most = min(limit_bytes // k, sum(max(layer) for layer in more))
-        self.k, self.q = k, q
+        self.in_flight, self.q = k, q
         self.quantum_bytes = divisor * max(1, -(-most // (q * divisor)))
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
@@ -102,7 +103,7 @@ class Knapsack:
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
         """How many quanta [i, j) may take of the bytes that fixed ones leave; negative if it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self.working_bytes[i:])])
-        left = (free_bytes - working) // self.k - (self.base_bytes - self.base_bytes[i])
+        left = (free_bytes - working) // self.in_flight - (self.base_bytes - self.base_bytes[i])
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
 
     def choose(self, i: int, j: int, quanta: int) -> tuple[float, list[int]]:
@@ -125,8 +126,9 @@ class Recomputation:
     def __init__(self, segments: Segments) -> None:
         layers, stages = segments.problem.costs.layers, range(segments.problem.stages)
         self.segments = segments
-        self._kept_bytes = np.array([0, *accumulate(x.options[0].kept_bytes + x.input_bytes for x in layers)])
-        self._working_bytes = np.array([x.options[0].extra_bytes + x.temporary_bytes for x in layers])
+        kept = [option_bytes(x, x.options[0]) for x in layers]
+        self._kept_bytes = np.array([0, *accumulate(x.kept for x in kept)])
+        self._working_bytes = np.array([x.working for x in kept])
         self._extra_s = np.array([0.0, *accumulate(x.options[0].extra_s for x in layers)])
         self.extra_s = np.stack([[self._all_kept(s, i) for i in range(len(layers))] for s in stages])
         self._items: list[list[Item]] = []
@@ -134,8 +136,8 @@ class Recomputation:
         if np.isinf(self.extra_s).any():
             self._items = items(segments)
             self._caps = working_caps(self._items)
-            for k in sorted(set(segments.k)):
-                of_k = [s for s in stages if segments.k[s] == k]
+            for k in sorted(set(segments.in_flight)):
+                of_k = [s for s in stages if segments.in_flight[s] == k]
                 for knapsack in self._knapsacks(k, QUANTA):
                     self._fill(knapsack, of_k)
 
@@ -147,7 +149,7 @@ class Recomputation:
     def _all_kept(self, s: int, i: int) -> OverJ:
         """Extra seconds of [i, j) with everything kept, over j; infinite where it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
-        taken = self.segments.k[s] * (self._kept_bytes - self._kept_bytes[i]) + working
+        taken = on_device_bytes(self.segments.in_flight[s], self._kept_bytes - self._kept_bytes[i]) + working
         fits = (taken <= self._free_bytes(s, i)) | (np.arange(len(taken)) <= i)
         return np.where(fits, self._extra_s - self._extra_s[i], np.inf)
 
@@ -167,8 +169,9 @@ class Recomputation:
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
         """For each i, the last j that may fit on any of these stages: by parameters and smallest treatments alone."""
         own, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
-        versions = min(own.v[s] for s in stages)
-        least = versions * own.parameter_bytes + own.state_bytes + knapsack.k * knapsack.base_bytes
+        versions = min(own.versions[s] for s in stages)
+        least = parameter_state_bytes(versions, own.parameter_bytes, own.state_bytes)
+        least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
         return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
@@ -178,7 +181,7 @@ class Recomputation:
         every = [
             knapsack.choose(i, j, quanta)
             for q in (QUANTA, FINE_QUANTA)
-            for knapsack in self._knapsacks(self.segments.k[s], q)
+            for knapsack in self._knapsacks(self.segments.in_flight[s], q)
             if (quanta := int(knapsack.quanta(self._free_bytes(s, i), i)[j])) >= 0
         ]
         return min(every)[1]

@@ -11,8 +11,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jvpipe.cost.costs import LayerCost
-from jvpipe.planners.model.problem import RECOMPUTE, Problem, recompute_peak_bytes
+from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recomputed_bytes
 
 
 class Treatment(NamedTuple):
@@ -34,15 +35,10 @@ class Treatment(NamedTuple):
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
     """A layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
-    rows = []
-    for option in layer.options:
-        swapped = option.swapped_bytes + (layer.input_bytes if option.swaps_input else 0)
-        kept = option.kept_bytes + (0 if option.swaps_input else layer.input_bytes)
-        held = k * kept + min(k, 2) * swapped
-        working = option.extra_bytes + layer.temporary_bytes
-        rows.append(Treatment(held, swapped, option.extra_s, working, kept + swapped))
-    working = recompute_peak_bytes(layer) + layer.temporary_bytes
-    return (*rows, Treatment(k * layer.input_bytes, 0, layer.forward_s, working, layer.input_bytes))
+    every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
+    return tuple(
+        Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left) for x in every
+    )
 
 
 class FateChange(NamedTuple):
@@ -105,7 +101,7 @@ class Selection:
     def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
         problem = segments.problem
         self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
-        self.k = segments.k[s]
+        self.in_flight = segments.in_flight[s]
         self.choices = [0] * (j - i)
         row = segments.row(s, i)
         self.fixed_bytes = int(row.fixed_bytes[0, j])
@@ -143,7 +139,7 @@ class Selection:
         device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
         over = 0 if device is None else max(0, self.peak_bytes - device)
         share = None if host is None else host // self.problem.stages
-        return over if share is None else max(over, self.k * self.swapped_bytes - share)
+        return over if share is None else max(over, self.in_flight * self.swapped_bytes - share)
 
     @property
     def is_over(self) -> bool:
@@ -174,7 +170,7 @@ class Selection:
         """Whether the stage's share of the host holds what the change swaps."""
         limit = self.problem.host_limit_bytes
         swapped = self.swapped_bytes + change.swapped_bytes
-        return limit is None or change.swapped_bytes <= 0 or self.k * swapped <= limit // self.problem.stages
+        return limit is None or change.swapped_bytes <= 0 or self.in_flight * swapped <= limit // self.problem.stages
 
     def take(self, change: FateChange) -> None:
         """Changes one layer's choice."""

@@ -47,11 +47,11 @@ def swap_recompute(stage: Selection) -> None:
 def attempt(problem: Problem) -> Decision | None:
     """The decision, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
-    changes = {k: FateChanges(problem, k) for k in set(segments.k)}
+    changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        chosen = Selection(segments, changes[segments.k[s]], s, i, j)
+        chosen = Selection(segments, changes[segments.in_flight[s]], s, i, j)
         swap_recompute(chosen)
         return chosen
 

@@ -20,12 +20,12 @@ def test_a_selection_costs_what_the_judge_says(problem: Problem, data: st.DataOb
     i = data.draw(st.integers(0, n - 1))
     j = data.draw(st.integers(i + 1, n))
     segments = Segments(problem)
-    stage = Selection(segments, FateChanges(problem, segments.k[s]), s, i, j)
+    stage = Selection(segments, FateChanges(problem, segments.in_flight[s]), s, i, j)
     for _ in range(4):
         choices = [*[0] * i, *stage.choices, *[0] * (n - j)]
         cost = stage_cost(problem, s, i, j, choices)
         assert stage.peak_bytes == cost.peak_bytes
-        assert stage.k * stage.swapped_bytes == cost.host_bytes
+        assert stage.in_flight * stage.swapped_bytes == cost.host_bytes
         assert stage.compute_s == pytest.approx(cost.compute_s)
         assert stage.link_s() == pytest.approx(cost.link_s)
         assert stage.comm_s == pytest.approx(cost.comm_s)

@@ -1,0 +1,185 @@
+"""The bytes of a stage: the one formula that every planner counts by.
+
+Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
+
+    static     v parameters + gradients + optimizer state + values that arrive early and cotangents that wait
+    on device  k kept + min(k, 2) swapped            for all micro-batches in flight, one of them at work
+    beyond     max over layers l of (what l needs while it runs - what the layers after l keep and swap)
+    peak       static + on device + beyond
+
+One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
+l runs, nothing of the layers after it is there. Of swapped bytes two micro-batches are on the device at most: that of
+the one at work, and that of the one that is on its way. An early value is of a micro-batch that the stage which makes
+it has in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this
+one. Which stages these are depends on other cuts: the most that is possible is counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
+
+Bytes = TypeVar("Bytes", int, float, np.ndarray)
+
+
+def on_device_bytes(in_flight: int, kept: Bytes, swapped: Bytes | int = 0) -> Bytes:
+    """Counts what all micro-batches in flight hold on the device.
+
+    Args:
+        in_flight: micro-batches, the one at work included.
+        kept: bytes of one micro-batch that stay on the device; a number or an array.
+        swapped: bytes of one micro-batch that go to the host.
+
+    >>> [on_device_bytes(in_flight, 10, 4) for in_flight in (1, 2, 3)]
+    [14, 28, 38]
+    """
+    return in_flight * kept + min(in_flight, 2) * swapped
+
+
+def parameter_state_bytes(versions: int, parameters: Bytes, state: Bytes | int = 0) -> Bytes:
+    """Counts parameters of all versions with their gradients and the optimizer's state, of which there is one.
+
+    Args:
+        versions: of the parameters that are live at once.
+        parameters: bytes of one version.
+        state: bytes of gradients and of the optimizer's state.
+    """
+    return versions * parameters + state
+
+
+class LayerBytes(NamedTuple):
+    """What a layer leaves of one micro-batch under a choice, and needs while it runs; seconds that its backward adds.
+
+    >>> option_bytes(LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3), Option(4, 1, 0.5, 7))
+    LayerBytes(kept=6, swapped=1, working=10, extra_s=0.5)
+    """
+
+    kept: int
+    swapped: int
+    working: int
+    extra_s: float
+
+    @property
+    def left(self) -> int:
+        """What is there of one micro-batch while the layers after this one run."""
+        return self.kept + self.swapped
+
+
+def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
+    """Counts a layer's bytes under one of its options: its input is kept beside what the option keeps, or swapped."""
+    kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
+    working = option.extra_bytes + layer.temporary_bytes
+    return LayerBytes(option.kept_bytes + kept, option.swapped_bytes + swapped, working, option.extra_s)
+
+
+def recompute_peak_bytes(layer: LayerCost) -> int:
+    """Counts the residuals that a backward has when it recomputes them itself, and what the last option leaves."""
+    last = layer.options[-1]
+    return last.kept_bytes + last.swapped_bytes + last.extra_bytes
+
+
+def recomputed_bytes(layer: LayerCost) -> LayerBytes:
+    """Counts the bytes of a layer under `RECOMPUTE`, with no `RECOMPUTE_CHAIN` after it: its input alone is kept."""
+    working = recompute_peak_bytes(layer) + layer.temporary_bytes
+    return LayerBytes(layer.input_bytes, 0, working, layer.forward_s)
+
+
+def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[LayerBytes]:
+    """Yields each layer's bytes under its choice; in a run of layers recomputed, of all layers of the run so far.
+
+    The forwards of a run hold the residuals of its layers and the inputs between them at once; those of the last layer
+    its backward recomputes itself.
+    """
+    run = 0
+    for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
+        if choice >= 0:
+            yield option_bytes(layer, layer.options[choice])
+            continue
+        alone, residuals = recomputed_bytes(layer), layer.options[0].kept_bytes
+        run = run + layer.input_bytes if choice == RECOMPUTE_CHAIN else 0
+        working = residuals + layer.temporary_bytes if following == RECOMPUTE_CHAIN else alone.working
+        yield alone._replace(kept=alone.kept if choice == RECOMPUTE else 0, working=run + working)
+        run += residuals
+
+
+@dataclass(frozen=True, eq=False)
+class StageBytes(Generic[Bytes]):
+    """What a stage holds, in numbers or in arrays of many stages: see the legend above.
+
+    >>> StageBytes(in_flight=3, static=100, kept=10, swapped=4, beyond=5).peak
+    143
+    """
+
+    in_flight: int
+    static: Bytes
+    kept: Bytes  # per micro-batch in flight, as are swapped
+    swapped: Bytes
+    beyond: Bytes
+
+    @property
+    def peak(self) -> Bytes:
+        """The most that the device holds at once."""
+        return self.static + on_device_bytes(self.in_flight, self.kept, self.swapped) + self.beyond
+
+    @property
+    def host(self) -> Bytes:
+        """What the host holds."""
+        return self.in_flight * self.swapped
+
+
+def stage_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageBytes[int]:
+    """Counts the bytes of stage `s` with layers [i, j).
+
+    Args:
+        problem: whose costs, schedule and micro-batches count.
+        s: the stage, from 0.
+        i: its first layer.
+        j: the layer after its last.
+        choices: those of all layers of the model.
+    """
+    layers = problem.costs.layers[i:j]
+    left = list(layers_bytes(layers, choices[i:j]))
+    parameters, shared = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
+    for held in problem.costs.shared_at(i, j):
+        here = [layer for layer in held.layers if i <= layer < j]
+        if here and held.per_version:
+            parameters += held.bytes
+        elif here:  # until the backward of the first layer that holds it
+            shared[min(here) - i] += held.bytes
+    beyond = later = 0
+    for layer, more in zip(reversed(left), reversed(shared), strict=True):
+        beyond = max(beyond, layer.working - later)
+        later += layer.left + more
+    state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+    versions = problem.schedule.versions(s, problem.stages)
+    return StageBytes(
+        in_flight=problem.schedule.in_flight(problem.stages, problem.microbatches)[s],
+        static=parameter_state_bytes(versions, parameters, state) + waiting_bytes(problem, s, i, j),
+        kept=sum(x.kept for x in left) + sum(shared),
+        swapped=sum(x.swapped for x in left),
+        beyond=beyond,
+    )
+
+
+def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
+    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of cotangents that wait there.
+
+    Args:
+        problem: whose edges, schedule and micro-batches count.
+        s: the stage, from 0.
+        i: its first layer.
+        j: the layer after its last.
+    """
+    k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
+    for edge in problem.costs.edges_at(i, j):
+        here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
+        if here and edge.producer < i:
+            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
+        if here and edge.differentiable and max(edge.readers) >= j:
+            reader = min(reader for reader in edge.readers if reader >= j)
+            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
+    return total
