@@ -72,7 +72,7 @@ class Pipeline:
     Raises:
         ValueError: for anything that cannot be used, with the values and the cure.
 
-    >>> import jax, jax.numpy as jnp, optax
+    >>> import jax, jax.numpy as jnp, numpy as np, optax
     >>> def loss_fn(params, batch, rng):
     ...     x = batch["x"]
     ...     for w in params:

@@ -32,7 +32,7 @@ from jvpipe.report.answers import Answer, as_json, best_first, comparison, stage
 from jvpipe.report.figures import timeline_figure
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.planning import Planned
 from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.trace.graph import Traced

@@ -16,8 +16,9 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Leaf, Name, piece_program
 from jvpipe.schedules import Schedule, find_schedule
-from jvpipe.session.arguments import batch_shapes, cut_for, micro_batch_shapes
+from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.model_planner import ModelPlanner, compile_plan
+from jvpipe.session.optimizer_cut import cut_for
 from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Settings
 from jvpipe.session.trees import Trees
@@ -93,7 +94,7 @@ class CompiledPlans:
 
     def for_batch(self, batch: Tree) -> CompiledPlan:
         """Finds what runs a batch; at a shape that is new the loss is traced and compiled."""
-        trees, key = self.trees, batch_shapes(batch)
+        trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
             micro_batch_shapes(batch, self.settings.microbatches)
             _log.warning("the shapes of the batch changed: tracing and compiling for them")
@@ -108,7 +109,7 @@ class CompiledPlans:
 
     def warmup_for(self, batch: Tree) -> CompiledPlan:
         """Finds what runs a batch in the synchronous steps before an asynchronous stream."""
-        return self._warmup[batch_shapes(batch)]
+        return self._warmup[shapes_of(batch)]
 
     def for_run(
         self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, leaves_of: LeavesOf
@@ -174,10 +175,10 @@ class CompiledPlans:
             compiled, self.planned = planner.plan(traced, finer=not self._follows)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
-            self._warmup[batch_shapes(batch)] = replace(
+            self._warmup[shapes_of(batch)] = replace(
                 compiled, schedule=plain, optimizer=cut(compiled.traced, schedule=plain)
             )
-        self._by_shapes[batch_shapes(batch)] = compiled
+        self._by_shapes[shapes_of(batch)] = compiled
 
     def _cut_optimizer(self, params: Tree, traced: Traced, schedule: Schedule | None = None) -> OptimizerCut:
         settings = self.settings

@@ -12,7 +12,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.model_change import ModelSwitch, Parked, plan_model_switch
 from jvpipe.runtime.tensors import Limits
-from jvpipe.session.arguments import batch_shapes, micro_batch_shapes
+from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.trace.leaves import abstract
 
@@ -93,7 +93,7 @@ class KnownModels:
 
     @staticmethod
     def _key(present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
-        return id(loss_fn), *map(batch_shapes, (params, present.trees.batch, model_state))
+        return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
 
 
 class _MissingError(Exception):

@@ -25,7 +25,7 @@ from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
-from jvpipe.session.arguments import feeds_of
+from jvpipe.session.batches import feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
 from jvpipe.session.migrations import Migrations

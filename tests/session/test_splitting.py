@@ -21,7 +21,7 @@ from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.planning import Planned
 from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Sorted, Traced, build_graph

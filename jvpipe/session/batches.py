@@ -1,0 +1,86 @@
+"""Batches: what tells their shapes apart, and the slices of them that micro-batches read."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import abstract, canonical, path_name
+
+Tree = Any
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+def shapes_of(tree: Tree) -> Any:
+    """The key of a tree that was traced: its containers, and the shapes and types of its leaves on a device."""
+    leaves, containers = jax.tree.flatten(tree)
+    return containers, tuple((np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+
+
+def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
+    """The shapes of one micro-batch."""
+
+    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(leaf)
+        size = shape[0]
+        if size % microbatches or not size:
+            near = _nearest_divisors(size, microbatches)
+            raise ValueError(
+                f"{microbatches} micro-batches do not divide the {size} examples of batch leaf '{path_name(path)}': "
+                f"the nearest that do are {near}"
+            )
+        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
+
+    batch = abstract(batch, "batch leaf")
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if scalars := [name for name, size in sizes.items() if not size]:
+        raise ValueError(
+            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
+            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
+        )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
+    return jax.tree_util.tree_map_with_path(part, batch)
+
+
+def feeds_of(
+    batch: Tree, words: np.ndarray | None, step: int, microbatches: int
+) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
+    """Slices what the micro-batches of a step read from the host, by (kind, index).
+
+    Args:
+        batch: a whole one.
+        words: those of the run's key, if it has one.
+        step: the number of the step.
+        microbatches: how many the batch is split into.
+    """
+    feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
+    for i, leaf in enumerate(map(_feedable, jax.tree.leaves(batch))):
+        size = len(leaf) // microbatches
+        feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
+    if words is not None:
+        feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)]
+    return feeds
+
+
+def _feedable(leaf: Any) -> Any:
+    """A leaf of the batch as an array of the type that it has on a device.
+
+    The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
+    """
+    if is_key(leaf) or leaf.dtype.name in _PACKED:
+        return jax.numpy.asarray(leaf)
+    return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)
+
+
+def _nearest_divisors(size: int, wanted: int) -> str:
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    divisors = sorted({*small, *(size // n for n in small)})
+    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
+    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
