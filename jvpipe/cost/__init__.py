@@ -1,1 +1,1 @@
-"""What layers, tensors and links cost, measured or estimated."""
+"""The costs of layers, tensors and links, measured or estimated."""

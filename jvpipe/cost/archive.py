@@ -76,7 +76,7 @@ def _digest(numbers: Sequence[float]) -> str:
 
 
 def surroundings(device: Device) -> str:
-    """What seconds on a device depend on beside the program: its kind, how many there are, cores, versions, flags."""
+    """Lists what seconds on a device depend on beside the program: its kind and number, cores, versions, flags."""
     cores = os.environ.get("NPROC", ""), str(os.cpu_count()), os.environ.get("XLA_FLAGS", "")
     kind = device.platform, device.device_kind, str(jax.local_device_count(device.platform))
     return " ".join((*kind, *cores, version("jax"), version("jaxlib")))

@@ -1,4 +1,4 @@
-"""What backwards need beside what they are given, told by the compiler: how it lays values out cannot be modelled.
+"""The temporary bytes of backwards, told by the compiler: how it lays values out cannot be modelled.
 
 A backward that computes half of its layer again may need more than one that computes all of it, or as much as one that
 is given everything.
@@ -48,11 +48,12 @@ def with_compiled_bytes(
         key: executable.memory_analysis().temp_size_in_bytes
         for key, executable in zip(distinct, executables, strict=True)
     }
-    found = []
+    compiled = []
     for own, programs in zip(options, backwards, strict=True):
         least, *more = (temporary[program.key] for program in programs)
-        found.append((own[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in zip(own[1:], more, strict=True))))
-    return found
+        pairs = zip(own[1:], more, strict=True)
+        compiled.append((own[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in pairs)))
+    return compiled
 
 
 def _kept(graph: LayerGraph, layer: Layer, option: Option) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: the numbers that planners and the simulator read.
+"""The costs of a model, layer by layer: the numbers that planners and the simulator read.
 
 Everything is for one micro-batch on one device. Where the numbers come from is another matter: measured, estimated
 from the jaxpr, or read from a profile that others took.
@@ -105,9 +105,9 @@ class Costs:
 
 
 def _by_layer(layers: int, things: Iterable[tuple[T, set[int]]]) -> list[list[T]]:
-    """For each layer the things that concern it."""
-    found: list[list[T]] = [[] for _ in range(layers)]
+    """Lists, for each layer, the things that concern it."""
+    concerning: list[list[T]] = [[] for _ in range(layers)]
     for thing, concerned in things:
         for layer in concerned:
-            found[layer].append(thing)
-    return found
+            concerning[layer].append(thing)
+    return concerning

@@ -1,4 +1,4 @@
-"""What a model costs on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
+"""The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
 
 from jvpipe.cost import roofline
 from jvpipe.cost.costs import Costs

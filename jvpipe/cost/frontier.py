@@ -1,4 +1,4 @@
-"""What a layer can do with its residuals: options of (bytes kept, bytes swapped, seconds more, bytes more).
+"""The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
 
 A candidate is kept, swapped to the host and back, or computed again in the backward. Of all choices those remain that
 no other one beats in every respect, the non-convex ones included; where they are many, those that some prices of
@@ -31,7 +31,7 @@ class Calibration:
 
 
 def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator) -> list[Recompute]:
-    """What dropping candidates costs each layer, by the roofline; equal layers get the same object.
+    """Finds what dropping candidates costs each layer, by the roofline; equal layers get the same object.
 
     Args:
         traced: the model.
@@ -39,15 +39,15 @@ def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Acceler
         device: the hardware.
     """
     known: dict[tuple[int, tuple[str, ...]], Recompute] = {}
-    found = []
+    costs = []
     for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
         key = id(programs), tuple(c.name for c in layer.candidates)
         if key not in known:
             results = [body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)]
             sizes = {c.name: c.bytes for c in layer.candidates}
             known[key] = recompute_of(programs, sizes, results, partial(equation_seconds, device=device))
-        found.append(known[key])
-    return found
+        costs.append(known[key])
+    return costs
 
 
 def layer_options(
@@ -65,7 +65,7 @@ def layer_options(
         measured: what it was measured to cost each layer, if it was.
     """
     known: dict[tuple[int, int], tuple[Option, ...]] = {}
-    found = []
+    by_layer = []
     for layer in traced.graph.layers:
         arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
         recompute, input_bytes = recomputed[layer.id], sum(array.bytes for array in arrays)
@@ -73,8 +73,8 @@ def layer_options(
         if key not in known:
             options = options_of(recompute, input_bytes)
             known[key] = calibrated(options, measured[layer.id]) if measured else options
-        found.append(named(known[key], traced.graph.label(layer), [array.name for array in arrays]))
-    return found
+        by_layer.append(named(known[key], traced.graph.label(layer), [array.name for array in arrays]))
+    return by_layer
 
 
 def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) -> tuple[Option, ...]:
@@ -88,8 +88,8 @@ def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) 
     Fates are named as the candidates are; `named` gives them the layer's name.
     """
     everything, nothing = (_option(recompute, kept) for kept in (recompute.choices, frozenset()))
-    found = [option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)]
-    others = [option for option in found if option not in (everything, nothing)]
+    options = [option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)]
+    others = [option for option in options if option not in (everything, nothing)]
     points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
     chosen = [others[i - 2] for i in _thinned(points, most) if i >= 2]
     chosen.sort(
@@ -141,7 +141,7 @@ def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> I
     """A choice of what is kept, with more and more of it swapped: from the largest on, and from the smallest on."""
     order = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
     growing = [list(accumulate(([c] for c in by), initial=[])) for by in (order, order[::-1])]
-    swaps = {frozenset(swapped) for found in growing for swapped in found}
+    swaps = {frozenset(swapped) for sets in growing for swapped in sets}
     for swapped, with_input in product(swaps, (False, True) if input_bytes else (False,)):
         yield _option(recompute, kept, swapped, with_input)
 
@@ -172,7 +172,7 @@ def _thinned(points: np.ndarray, most: int) -> list[int]:
 
 
 def _beaten(points: np.ndarray, i: int) -> bool:
-    """Whether another point is as good everywhere and better somewhere, or the same and earlier."""
+    """Tells whether a point is Pareto-dominated, or a later duplicate."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
     return bool((as_good & ~same).any() or same[:i].any())

@@ -12,7 +12,7 @@ class Link:
     latency_s: float = 0.0
 
     def seconds(self, size: int | float) -> float:
-        """How long `size` bytes take.
+        """The seconds that `size` bytes take.
 
         >>> Link(1e9, 1e-3).seconds(10**6), Link(1e9, 1e-3).seconds(0)
         (0.002, 0.0)
@@ -27,7 +27,7 @@ _SUBSTITUTES = {"bfloat16": "float16", "float16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What one device can do.
+    """The speeds and the memory of one device.
 
     `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
     and not the bytes that they move are the limit; `launch_s` is what each kernel takes besides.
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.devices_per_machine * self.machines
 
     def between(self, a: int, b: int) -> Link:

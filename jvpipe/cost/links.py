@@ -43,7 +43,7 @@ class Links:
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Links":
-        """From what `numbers` gave."""
+        """Makes links of what `numbers` gave."""
         out, back, send = (Link(r, late) if r else INFINITE for r, late in zip(numbers[:3], numbers[3:6], strict=True))
         return Links(out, back, send, bool(numbers[6]))
 
@@ -96,8 +96,8 @@ def measure_links(device: Device, other: Device | None = None, sizes: tuple[int,
     taken = []
     for copy, place in zip(copies, places, strict=True):
         arrays = [_arrays(size, place) for size in sizes]
-        taken.append([_seconds([copy], [found]) for found in arrays])
-    links = [_link(sizes, found) for found in taken]
+        taken.append([_seconds([copy], [sample]) for sample in arrays])
+    links = [_link(sizes, sample) for sample in taken]
     shared = False
     if other is not None:
         together = _seconds([copies[0], copies[2]], [_arrays(sizes[1], here), _arrays(sizes[1], here)])

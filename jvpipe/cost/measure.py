@@ -1,4 +1,4 @@
-"""What layers cost on the device at hand: each distinct layer is run and timed once."""
+"""The costs of layers on the device at hand: each distinct layer is run and timed once."""
 
 import statistics
 import time
@@ -31,7 +31,7 @@ _ENOUGH_S = 1.0  # slow programs are run less often
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a program took: seconds, and the bytes beside its inputs and results."""
+    """A program's run: its seconds, and the bytes beside its inputs and results."""
 
     seconds: float
     temporary_bytes: int
@@ -63,11 +63,11 @@ def measure_programs(
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
     for (key, program), executable in zip(distinct.items(), executables, strict=True):
-        found = executable.memory_analysis()
-        size = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        if room_bytes is None or size + found.temp_size_in_bytes <= room_bytes:
+        needs = executable.memory_analysis()
+        size = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+        if room_bytes is None or size + needs.temp_size_in_bytes <= room_bytes:
             seconds = _kept_seconds(store, executable, program, device, archive or Archive())
-            runs[key] = Run(seconds, found.temp_size_in_bytes)
+            runs[key] = Run(seconds, needs.temp_size_in_bytes)
     return runs
 
 
@@ -117,8 +117,8 @@ def measured_costs(
         recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
         measured = []
         for layer, recompute in enumerate(recomputed):
-            found: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
-            measured.append(_calibration(recompute, found))
+            by_share: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
+            measured.append(_calibration(recompute, by_share))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
         options = with_compiled_bytes(traced, options, [id(p) for p in kept["nothing"]], store, device)
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
@@ -127,7 +127,7 @@ def measured_costs(
 def _estimated(
     store: ProgramStore, device: Device, runs: Runs, programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]]
 ) -> Runs:
-    """What the programs that were not run would have taken."""
+    """Estimates what the programs that were not run would have taken."""
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
@@ -140,7 +140,7 @@ def _estimated(
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
-    """How much longer a layer's backward took than with everything kept."""
+    """Pairs the seconds that recomputing takes a layer's backward by the roofline with those that it took."""
     least = runs["all"]
     points = []
     for share, run in runs.items():

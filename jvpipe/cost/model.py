@@ -20,7 +20,7 @@ _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a layer's programs take on one micro-batch, with all candidates kept.
+    """The seconds and bytes of a layer's programs on one micro-batch, with all candidates kept.
 
     Temporaries are what a program needs beside its inputs and results; those of the update are the optimizer's.
     """
@@ -83,7 +83,7 @@ def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[
 
 
 class _Model:
-    """Who holds what: `holders[ref]` are the layers whose backward reads a value that a forward read or made."""
+    """The holders of values: `holders[ref]` are the layers whose backward reads what a forward read or made."""
 
     def __init__(self, graph: LayerGraph, signatures: Sequence[Signature]) -> None:
         self.graph = graph
@@ -107,7 +107,7 @@ class _Model:
         return [t for t in layer.reading(ValueKind.TENSOR) if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
 
     def shared(self) -> Iterator[Shared]:
-        """What a stage holds once, however many of its layers read it."""
+        """Yields what a stage holds once, however many of its layers read it."""
         for ref, size in self.bytes.items():
             holders, touching = self.holders.get(ref, ()), self.touching.get(ref, (0,))
             if ref.kind in (ValueKind.STATE, ValueKind.CONSTANT) and len(touching) > 1:
@@ -148,7 +148,7 @@ class _Model:
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
-    """What a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
+    """Counts what a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
     total = sum(graph.parameters[p].array.bytes for p in layer.reading(ValueKind.PARAMETER))
     if layer.id == graph.loss_layer:
         total += microbatches * ((1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux))
@@ -157,7 +157,7 @@ def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
 
 def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
     """The results of a step: loss, weight, norm of the gradient; aux values, averaged or one per micro-batch."""
-    groups = [(graph.aux[found[0]].bytes, graph.aux_reduced(i)) for i, found in enumerate(graph.aux_groups)]
+    groups = [(graph.aux[members[0]].bytes, graph.aux_reduced(i)) for i, members in enumerate(graph.aux_groups)]
     return 3 * graph.loss_bytes + sum(size * (1 if reduced else microbatches) for size, reduced in groups)
 
 
@@ -170,7 +170,7 @@ def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) 
 
 
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
-    """What the update needs beside gradients, parameters and state: the gradients of other layers that read a tied
+    """Counts what the update needs beside gradients, parameters and state: gradients of other layers that read a tied
     parameter, and the values that pieces exchange.
     """
     if optimizer is None:

@@ -1,4 +1,4 @@
-"""What a layer's backward computes again, depending on which candidates its forward keeps.
+"""The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
 Read off the backward that keeps nothing: there every candidate still bears its name. An equation that depends on no
 cotangent repeats the forward. Those that the cotangents' equations need although every candidate is kept are always
@@ -47,7 +47,7 @@ class Recompute:
     seconds: np.ndarray
 
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Of these kept candidates the ones that are needed, and the candidates that are made again."""
+        """Finds which of these kept candidates are needed, and which others are recomputed."""
         kept = self.free.union(kept)
         used, again, todo = set(), set(), set(self.parents[-1])
         while todo:
@@ -60,7 +60,7 @@ class Recompute:
         return frozenset(used), frozenset(again)
 
     def extra_s(self, again: Collection[int]) -> float:
-        """How long making these candidates again takes."""
+        """The seconds that recomputing these candidates takes."""
         return float(self.seconds[self.behind[sorted(again)].any(0)].sum()) if again else 0.0
 
     def kept_bytes(self, used: Iterable[int]) -> int:
@@ -81,16 +81,16 @@ class Recompute:
         order = sorted(self.choices)
         if len(order) <= _EXACT:
             tried = (frozenset(c for i, c in enumerate(order) if bits >> i & 1) for bits in range(2 ** len(order)))
-            found = {self.dropping(kept)[0] for kept in tried}
+            subsets = {self.dropping(kept)[0] for kept in tried}
         else:
             hull = {self.dropping(kept)[0] for kept in (frozenset(), self.choices, *map(self.cut, self._prices()))}
-            found = hull | {self.dropping(kept ^ {c})[0] for kept in hull for c in order}
-        return self._pareto(found)
+            subsets = hull | {self.dropping(kept ^ {c})[0] for kept in hull for c in order}
+        return self._pareto(subsets)
 
-    def _pareto(self, found: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
         best = []
         least = float("inf")
-        points = ((self.kept_bytes(used), self.extra_s(self.dropping(used)[1]), sorted(used)) for used in found)
+        points = ((self.kept_bytes(used), self.extra_s(self.dropping(used)[1]), sorted(used)) for used in subsets)
         for _, extra_s, used in sorted(points):
             if extra_s < least:
                 least = extra_s
@@ -135,7 +135,7 @@ class Recompute:
 def recompute_of(
     nothing: LayerPrograms, sizes: Mapping[str, int], results: Collection[str | None], seconds: EquationSeconds
 ) -> Recompute:
-    """What dropping the candidates of a layer costs.
+    """Finds what dropping the candidates of a layer costs.
 
     Args:
         nothing: the layer's programs with no candidate kept.
@@ -150,15 +150,15 @@ def recompute_of(
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
         """The candidates that some values are made of, and the equations since then."""
-        names, found, todo = set(), set(), list(start)
+        names, eqns, todo = set(), set(), list(start)
         while todo:
             v = todo.pop()
             if v in named:
                 names.add(named[v])
-            elif v in maker and maker[v] not in found:
-                found.add(maker[v])
+            elif v in maker and maker[v] not in eqns:
+                eqns.add(maker[v])
                 todo += jaxprs.variables(backward.eqns[maker[v]].invars)
-        return names, found
+        return names, eqns
 
     direct, always = made_of(wanted)
     operands = {name: jaxprs.variables(backward.eqns[maker[v]].invars) for v, name in named.items()}
@@ -170,14 +170,14 @@ def recompute_of(
             todo += sorted(lineage[name][0])
     names = [name for name in sizes if name in lineage]
     took = seconds(backward.eqns, backward.outvars)
-    columns = sorted({i for _, found in lineage.values() for i in found if took[i]} - always)
+    columns = sorted({i for _, eqns in lineage.values() for i in eqns if took[i]} - always)
     behind = np.array([[i in lineage[name][1] for i in columns] for name in names], bool)
     return Recompute(
         tuple(sizes),
         tuple(names),
         tuple(sizes[name] for name in names),
         frozenset(c for c, name in enumerate(names) if name in results),
-        tuple(frozenset(map(names.index, found)) for found in [*(lineage[name][0] for name in names), direct]),
+        tuple(frozenset(map(names.index, kept)) for kept in [*(lineage[name][0] for name in names), direct]),
         behind.reshape(len(names), len(columns)),
         np.array([took[i] for i in columns], float),
     )

@@ -52,7 +52,7 @@ def nbytes(atom: Atom) -> int:
 
 
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
-    """How long a program takes."""
+    """Estimates the seconds of a program."""
     jaxpr = merged(closed).jaxpr
     return sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device))
 
@@ -75,14 +75,20 @@ def temporary_bytes(closed: ClosedJaxpr) -> int:
 
 
 def equation_seconds(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator) -> list[float]:
-    """How long the kernel of each equation takes; nothing where an equation is part of another's kernel."""
+    """Estimates the seconds of each equation's kernel; none where an equation is part of another's kernel.
+
+    Args:
+        eqns: of a program.
+        outputs: what the program yields.
+        device: that would run it.
+    """
     kernels = _Kernels(eqns, outputs)
     return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What a kernel reads (bytes per value in memory), its elementwise operations and the bytes that it writes."""
+    """A kernel: what it reads (bytes per value in memory), its elementwise operations, the bytes that it writes."""
 
     reads: dict[Var, int]
     operations: float
@@ -125,8 +131,8 @@ class _Kernels:
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
         for v in jaxprs.variables(eqn.invars):
-            found, since = self.fused.get(v, ({v: nbytes(v)}, {}))
-            reads |= {u: max(size, reads.get(u, 0)) for u, size in found.items()}
+            sizes, since = self.fused.get(v, ({v: nbytes(v)}, {}))
+            reads |= {u: max(size, reads.get(u, 0)) for u, size in sizes.items()}
             operations |= since
         if eqn.primitive.name in _PARTIAL:
             limit = sum(map(nbytes, eqn.outvars))

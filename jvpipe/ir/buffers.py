@@ -15,7 +15,7 @@ HOST = -1
 
 
 class Copy(StrEnum):
-    """Which of the copies of a value at a place a buffer is."""
+    """The copies of a value that may lie at a place."""
 
     OWN = "own"  # what reads it there reads this one
     UNUSED = "unused"  # a program yields it and nobody reads it

@@ -1,4 +1,4 @@
-"""What becomes of the values that a forward leaves for its backward, resolved from a plan's names."""
+"""The fates of the values that a forward leaves for its backward, resolved from a plan's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +26,13 @@ class Fates:
     @staticmethod
     def of(graph: LayerGraph, plan: Plan) -> "Fates":
         """Resolves a plan's fates.
+
+        >>> from jvpipe.ir.layers import Array, Layer
+        >>> from jvpipe.ir.plan import Stage
+        >>> layer = Layer(0, "dense", (), (), (Array("product", (), "float32", 4),))
+        >>> plan = Plan((Stage((0,), (0,), {"dense/product": "swap"}),))
+        >>> Fates.of(LayerGraph((layer,), (), ()), plan).swapped
+        (frozenset({'product'}),)
 
         Raises:
             ValueError: a fate for a name that the stage does not know, or a tensor to recompute that its stage

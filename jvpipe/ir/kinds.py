@@ -5,7 +5,7 @@ from enum import Enum, StrEnum
 
 
 class Kind(StrEnum):
-    """What a task or a row does; its value is its letter in lists, timelines and traces."""
+    """The kinds of tasks and rows; their values are their letters in lists, timelines and traces."""
 
     F = "F"  # forward
     B = "B"  # backward
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 class Runs(Enum):
-    """What a row of a kind is bound to."""
+    """The things that a row is bound to."""
 
     LAYER = "a layer's program"
     PROGRAM = "another program"
@@ -38,7 +38,7 @@ class Runs(Enum):
 
 
 class Link(Enum):
-    """What a copy goes over."""
+    """The links that a copy goes over."""
 
     PEER = "from place to place"
     TO_HOST = "from a place to its host"
@@ -48,7 +48,7 @@ class Link(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KindInfo:
-    """What holds for all tasks or rows of a kind.
+    """The line of a kind in the table.
 
     `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same layer, where an
     order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards.

@@ -30,7 +30,7 @@ Source = tuple[Literal["input", "output", "residual"], int]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a layer's forward leaves for its backward, and what the backward takes and gives.
+    """The interface between a layer's forward and its backward: what is left, taken and given.
 
     All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals` exist for the
     backward alone; `sources` are the inputs, outputs and residuals it reads; `cotangents` the outputs whose
@@ -111,7 +111,12 @@ class LayerGraph:
     seed_bytes: int = 16
 
     def label(self, layer: Layer) -> str:
-        """What a layer is called in plans: its name, with its id where several layers have that name."""
+        """Names a layer as plans do: with its id where several layers have that name.
+
+        >>> layers = tuple(Layer(i, name, (), ()) for i, name in enumerate(["dense", "dense", "head"]))
+        >>> [LayerGraph(layers, (), ()).label(layer) for layer in layers]
+        ['dense@0', 'dense@1', 'head']
+        """
         alone = sum(other.name == layer.name for other in self.layers) == 1
         return layer.name if alone else f"{layer.name}@{layer.id}"
 
@@ -125,7 +130,7 @@ class LayerGraph:
         return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)
 
     def aux_reduced(self, group: int) -> bool:
-        """Whether a leaf of aux is averaged over the micro-batches (else they are stacked)."""
+        """Tells whether a leaf of aux is averaged over the micro-batches; else they are stacked."""
         first = self.aux[self.aux_groups[group][0]]
         return len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
 

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
     """The message for an unknown name.
 
+    Args:
+        kind: of thing that is named.
+        name: that nobody knows.
+        known: the names that there are.
+
     >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
     "unknown schedule '1f1p': did you mean '1f1b'? There are gpipe, 1f1b"
     """

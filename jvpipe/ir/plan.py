@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Fate(StrEnum):
-    """What becomes of a tensor between its forward and its backward."""
+    """The fates of a tensor between its forward and its backward."""
 
     KEEP = "keep"
     SWAP = "swap"
@@ -97,12 +97,12 @@ class Plan:
 
     def check(self, layers: int, devices: int) -> None:
         """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
-        found = [layer for stage in self.stages for layer in stage.layers]
-        if missing := sorted(set(range(layers)) - set(found)):
+        held = [layer for stage in self.stages for layer in stage.layers]
+        if missing := sorted(set(range(layers)) - set(held)):
             raise ValueError(f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}")
-        if found != list(range(layers)):
+        if held != list(range(layers)):
             raise ValueError(
-                f"the plan's stages hold layers {found}: they must be 0 to {layers - 1}, each once and in order"
+                f"the plan's stages hold layers {held}: they must be 0 to {layers - 1}, each once and in order"
             )
         for s, stage in enumerate(self.stages):
             if not stage.layers or len(stage.devices) != 1:
@@ -113,19 +113,19 @@ class Plan:
                 raise ValueError(f"stage {s} has unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """Turns the plan into plain data, as JSON knows it."""
         return asdict(self)
 
     @staticmethod
-    def from_json(found: Any) -> "Plan":
-        """From what `to_json` gave."""
+    def from_json(data: Any) -> "Plan":
+        """Makes a plan of what `to_json` gave."""
         stages = tuple(
             Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
-            for s in found["stages"]
+            for s in data["stages"]
         )
-        splits = tuple(map(int, found.get("splits", ())))
-        schedule = None if found["schedule"] is None else str(found["schedule"])
-        return Plan(stages, schedule, str(found["planner"]), bool(found.get("keep_last", False)), splits)
+        splits = tuple(map(int, data.get("splits", ())))
+        schedule = None if data["schedule"] is None else str(data["schedule"])
+        return Plan(stages, schedule, str(data["planner"]), bool(data.get("keep_last", False)), splits)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

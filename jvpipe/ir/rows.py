@@ -37,7 +37,7 @@ class ShiftRun:
 
 @dataclass(frozen=True, slots=True)
 class SettleRun:
-    """What an update did, remembered; `tau`: the updates between a forward and its update."""
+    """The memory of what an update did; `tau`: the updates between a forward and its update."""
 
     tau: int
 

@@ -1,4 +1,4 @@
-"""What a layer did with a micro-batch, in versions of its weights."""
+"""The uses of weights: which version each layer read or made, for which micro-batch."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ NEVER = -(10**9)
 
 
 class ValueKind(StrEnum):
-    """What a value is. The comment says what tells it from others of its kind."""
+    """The kinds of values. The comment says what tells values of a kind apart."""
 
     PARAMETER = "parameter"  # index: leaf; version: the updates before it
     OPTIMIZER = "optimizer"  # index: leaf of the optimizer's state; layer: whose, NONE for what belongs to all
@@ -53,7 +53,7 @@ class Owner(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """What holds for all values of a kind.
+    """The line of a kind in the table.
 
     `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
     from the host when it is read. `follows`: belongs to a layer, so that it has arrived elsewhere before it ends where
@@ -96,7 +96,7 @@ VALUES: dict[ValueKind, ValueInfo] = {
 
 
 class Value(NamedTuple):
-    """What is computed: its kind, and what tells it from others of its kind. Where it lies is not its matter.
+    """A thing that is computed: its kind, and what tells it from others of its kind. It does not know where it lies.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1

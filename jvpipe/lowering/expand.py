@@ -22,21 +22,41 @@ from jvpipe.lowering.placement import written_state
 
 @runtime_checkable
 class Weights(Protocol):
-    """Which weights a layer reads, and which sums its gradients go to."""
+    """The rule by which layers read weights and sum gradients."""
 
     accumulates: bool
     """Whether several micro-batches belong to an update: their gradients are then added up."""
 
     def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The parameter that a layer's forward, or backward, of a micro-batch reads."""
+        """The parameter that a layer's forward, or backward, of a micro-batch reads.
+
+        Args:
+            p: the parameter.
+            layer: that reads it.
+            m: the micro-batch.
+            back: of the backward rather than the forward.
+        """
         ...
 
     def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
-        """What must be computed of a layer's weights before those that are wanted can be read."""
+        """Yields what is computed of a layer's weights before those that are wanted can be read.
+
+        Args:
+            layer: whose weights.
+            m: the micro-batch.
+            wanted: the parameters that will be read.
+            back: by the backward rather than the forward.
+        """
         ...
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The sum to which a layer's gradient of a parameter is added."""
+        """The sum to which a layer's gradient of a parameter is added.
+
+        Args:
+            p: the parameter.
+            layer: that reads it.
+            m: the micro-batch.
+        """
         ...
 
 
@@ -77,7 +97,18 @@ class Expander:
         delivers: Sequence[Delivery] = (),
         forgets: Sequence[Value] = (),
     ) -> Operation:
-        """An operation; from here on there is what it writes, and no more what it forgets."""
+        """An operation; from here on there is what it writes, and no more what it forgets.
+
+        Args:
+            kind: of the operation.
+            layer: or NONE.
+            m: the micro-batch, or NONE.
+            reads: the values that it reads.
+            writes: the values that it yields.
+            run: tells it from others of its kind.
+            delivers: the values that go elsewhere.
+            forgets: the values that nobody reads afterwards.
+        """
         self.made.update(write.value for write in writes)
         self.made.difference_update(forgets)
         return Operation(kind, layer, m, tuple(reads), tuple(writes), run, tuple(delivers), tuple(forgets))
@@ -85,7 +116,14 @@ class Expander:
     # Names
 
     def read_by(self, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Value:
-        """What a layer reads for a micro-batch; the model state as the micro-batch before left it."""
+        """Names a value that a layer reads for a micro-batch; the model state is as the one before left it.
+
+        Args:
+            layer: that reads.
+            ref: one of its inputs.
+            m: the micro-batch.
+            back: by its backward rather than its forward.
+        """
         match ref.kind:
             case ValueKind.PARAMETER:
                 return self.weights.reading(ref.index, layer.id, m, back=back)
@@ -99,7 +137,7 @@ class Expander:
                 raise AssertionError(f"no layer reads {ref}")
 
     def written_by(self, ref: Ref, m: int) -> Value:
-        """What a layer writes for a micro-batch; the model state is for the micro-batch after."""
+        """Names a value that a layer writes for a micro-batch; the model state is for the one after."""
         return Value(ref.kind, ref.index, microbatch=m + (ref.kind is ValueKind.STATE))
 
     def _bytes_of(self, ref: Ref) -> int:
@@ -119,7 +157,13 @@ class Expander:
     # Tasks
 
     def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """A layer's forward; what it makes goes straight to the layers that read it."""
+        """A layer's forward; what it makes goes straight to the layers that read it.
+
+        Args:
+            layer: that runs.
+            m: the micro-batch.
+            layout: of the micro-batch.
+        """
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=False)
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [Write(self.written_by(ref, m), self._bytes_of(ref)) for ref in layer.writes]
@@ -143,6 +187,11 @@ class Expander:
     def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """A layer's backward, after what must run again for it. Its cotangents go to the next earlier reader, last to
         the producer.
+
+        Args:
+            layer: that runs.
+            m: the micro-batch.
+            layout: of the micro-batch.
         """
         signature, tensors = layout.signatures[layer.id], self.graph.tensors
         for kind, i in signature.sources:
@@ -171,7 +220,13 @@ class Expander:
         yield self.operation(Kind.B, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
 
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
-        """Once every micro-batch of a step has its loss and aux: their sums; `weight` is what those of weights is."""
+        """Once every micro-batch of a step has its loss and aux: their sums; `weight` is what those of weights is.
+
+        Args:
+            layer: that has just run.
+            batch: the micro-batches of the step.
+            weight: the sum of the weights.
+        """
         graph = self.graph
         if not (layer.writing(ValueKind.LOSS) or layer.writing(ValueKind.AUX)):
             return
@@ -218,7 +273,7 @@ class Expander:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
 
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
-        """What a backward finds of its forward: an input, an output or a residual."""
+        """Names what a backward reads of its forward: an input, an output or a residual."""
         kind, i = source
         match kind:
             case "input":
@@ -260,7 +315,11 @@ class Expander:
 
 
 def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
-    """What a step that begins with a micro-batch tells of itself: the loss, and each group of aux."""
+    """Names the metrics of a step that begins with a micro-batch: the loss, and each group of aux.
+
+    >>> [str(value) for value in metrics_of(LayerGraph((), (), (), aux_groups=((0,),)), 8)]
+    ['metric 0 micro-batch 8', 'metric 1 micro-batch 8']
+    """
     return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(1 + len(graph.aux_groups))]
 
 

@@ -1,4 +1,4 @@
-"""How a micro-batch runs: its plan, with the fates of what it leaves and the programs that were made for them."""
+"""The layout of a micro-batch: its plan, the fates of what it leaves, and the programs that were made for these."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jvpipe.ir.values import Value, ValueKind
 
 @dataclass(frozen=True)
 class MicrobatchLayout:
-    """How a micro-batch runs; `number` tells the layouts of one step apart, and with them each layer's programs."""
+    """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart."""
 
     number: int
     graph: LayerGraph
@@ -30,6 +30,15 @@ class MicrobatchLayout:
             plan: their stages and fates.
             signatures: what each layer's programs, made for these fates, take and give.
             number: which of the layouts of its step it is.
+
+        >>> from jvpipe.ir.layers import Array
+        >>> from jvpipe.ir.plan import Stage
+        >>> product = Array("product", (), "float32", 4)
+        >>> graph = LayerGraph((Layer(0, "dense", (), (), (product,)),), (), ())
+        >>> signature = Signature((product,), (("residual", 0),), (), (), (), ())
+        >>> plan = Plan((Stage((0,), (0,), {"dense/product": "swap"}),))
+        >>> [str(value) for value in MicrobatchLayout.of(graph, plan, [signature]).swapped(0, 5)]
+        ['residual 0 layer 0 micro-batch 5']
         """
         return MicrobatchLayout(number, graph, plan, Fates.of(graph, plan), signatures)
 

@@ -26,10 +26,16 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a layer (or none: what concerns all) computes for a micro-batch (or none: for a step).
+    """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole step).
 
     A value both read and written is updated in place. `delivers` are copies that leave at once for layers that may run
     elsewhere. What it `forgets` nobody reads afterwards.
+
+    >>> from jvpipe.ir.values import ValueKind
+    >>> made = Value(ValueKind.TENSOR, 7, microbatch=0)
+    >>> forward = Operation(Kind.F, 3, 0, (), (Write(made, 4),), delivers=(Delivery(made, (4, 9)),))
+    >>> f"{forward.kind}{forward.microbatch} of layer {forward.layer} makes {forward.writes[0].value}"
+    'F0 of layer 3 makes tensor 7 micro-batch 0'
     """
 
     kind: Kind

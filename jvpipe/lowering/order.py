@@ -28,6 +28,12 @@ def dispatch_order(
 
     Raises:
         ValueError: the lists cannot progress; it says which task waits for what.
+
+    >>> lists = tuple(tuple(Task(s, kind, 0) for kind in (Kind.F, Kind.B)) for s in range(2))
+    >>> needs = {Task(1, Kind.F, 0): [Task(0, Kind.F, 0)], Task(0, Kind.B, 0): [Task(1, Kind.B, 0)]}
+    >>> order = dispatch_order(lists, lambda task: needs.get(task, []), lambda task: 1.0, lambda task: task.stage)
+    >>> [str(task) for task in order]
+    ['0F0', '1F0', '1B0', '0B0']
     """
     ended = dict.fromkeys(done, 0.0)
     free: dict[int, float] = {}
@@ -68,8 +74,8 @@ class _Neighbours:
     """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward."""
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
-        self.stage = {layer: s for s, found in enumerate(plan.stages) for layer in found.layers}
-        self.devices = [found.devices[0] for found in plan.stages]
+        self.stage = {layer: s for s, members in enumerate(plan.stages) for layer in members.layers}
+        self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
         stage = self.stage
@@ -87,7 +93,7 @@ class _Neighbours:
 
 
 class Waits:
-    """What tasks wait for: values and model state from other stages. `plans` are those of each micro-batch."""
+    """The tasks that tasks wait for, for values and model state. `plans` are those of each micro-batch."""
 
     def __init__(self, graph: LayerGraph, plans: Sequence[Plan]) -> None:
         known = {id(plan): _Neighbours(graph, plan) for plan in plans}

@@ -36,6 +36,19 @@ class Placer:
 
     `spots` are what the buffers are called by now; `moved` are buffers of layers that have moved, with their copies.
     With `by_host` what moves waits on the host until all of it has left.
+
+    >>> import jax
+    >>> from jvpipe.lowering.operation import Delivery
+    >>> from jvpipe.ir.layers import Array, Layer, Ref, Tensor
+    >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
+    >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
+    >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())
+    >>> optimizer = OptimizerCut((), (), (), jax.tree.structure(None), ())
+    >>> placer, made = Placer(graph, Plan.from_cuts([1, 1]), optimizer), Value(ValueKind.TENSOR, 0, microbatch=0)
+    >>> placer.begin()
+    >>> placer.perform(Operation(Kind.F, 0, 0, (), (Write(made, 4),), delivers=(Delivery(made, (1,)),)))
+    >>> [str(row) for row in placer.blocks[0].rows], [str(spot) for spot in placer.spots]
+    (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at 1'])
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> None:
@@ -57,7 +70,7 @@ class Placer:
     # Plans
 
     def enter(self, plan: Plan) -> None:
-        """What is placed from here on runs under this plan."""
+        """Places what follows under this plan."""
         if id(plan) not in self._placements:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
@@ -70,7 +83,14 @@ class Placer:
     # Buffers and rows
 
     def buffer(self, value: Value, place: int, size: int, copy: Copy = Copy.OWN) -> int:
-        """The id of a copy of a value at a place, made if there is none yet."""
+        """The id of a copy of a value at a place, made if there is none yet.
+
+        Args:
+            value: that it is a copy of.
+            place: where it lies.
+            size: in bytes.
+            copy: which of the copies there.
+        """
         spot = Spot(value, place, copy)
         if spot not in self.ids:
             self.ids[spot] = len(self.buffers)
@@ -90,7 +110,17 @@ class Placer:
         writes: Sequence[int],
         run: Run = None,
     ) -> None:
-        """Appends a row; `layer` and `m` say what it concerns."""
+        """Appends a row; `layer` and `m` say what it concerns.
+
+        Args:
+            kind: of the row.
+            place: where it runs.
+            layer: that it concerns, or NONE.
+            m: the micro-batch, or NONE.
+            reads: ids of buffers.
+            writes: ids of buffers.
+            run: tells it from others of its kind.
+        """
         stage = self.where.stage.get(layer, NONE)
         self.blocks[-1].rows.append(Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run))
 
@@ -114,14 +144,29 @@ class Placer:
     # Copies
 
     def send(self, value: Value, source: int, target: int, layer: int, m: int) -> int:
-        """A copy of a value at another place, made once."""
+        """A copy of a value at another place, made once.
+
+        Args:
+            value: to be copied.
+            source: a place that has it.
+            target: the place that gets it.
+            layer: that the row concerns.
+            m: the micro-batch, or NONE.
+        """
         if (value, target) not in self.current:
             b = self.current[value, source]
             self.row(Kind.SEND, source, layer, m, [b], [self.buffer(value, target, self.buffers[b].bytes)])
         return self.current[value, target]
 
     def bring(self, value: Value, target: int, layer: int, m: int = NONE) -> int:
-        """A value at a place; what still lies where its layer ran before is moved."""
+        """A value at a place; what still lies where its layer ran before is moved.
+
+        Args:
+            value: that is wanted.
+            target: the place that wants it.
+            layer: that the row concerns.
+            m: the micro-batch, or NONE.
+        """
         if (value, target) in self.current:
             return self.current[value, target]
         source = self.holder(value)
@@ -256,7 +301,7 @@ class Placer:
         return max(made, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
-        """What lies on the devices between steps under the plan: its name then, and the newest buffer of it there."""
+        """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
             if VALUES[value.kind].lasts:

@@ -1,4 +1,4 @@
-"""Where layers run under a plan, and what lies on the devices between steps."""
+"""The places of layers under a plan, and of what lies on the devices between steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class Placement:
 
     @cached_property
     def home(self) -> int:
-        """Where what concerns all layers is computed: where the loss is."""
+        """The place of what concerns all layers: that of the loss."""
         return self.place[self.graph.loss_layer]
 
     def of(self, layer: int) -> int:
-        """Where a layer runs, or what belongs to none."""
+        """The place of a layer, or of what belongs to none."""
         return self.home if layer == NONE else self.place[layer]
 
     def holding(self, k: int) -> tuple[int, ...]:
@@ -52,9 +52,9 @@ class Placement:
         return tuple(dict.fromkeys(self.place[layer] for layer in (reading or writing or [0])))
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """What lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's state,
-        model state, constants. Optimizer state of no parameter (step counts) has a copy per layer, so that layers can
-        move.
+        """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
+        state, model state, constants. Optimizer state of no parameter (step counts) has a copy per layer, so that
+        layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []

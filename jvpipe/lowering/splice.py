@@ -13,6 +13,11 @@ from jvpipe.ir.task import Task, TaskLists
 def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
     """The lists of `old` for the micro-batches before `microbatch`, of `new` from it on.
 
+    Args:
+        old: lists of the plan before.
+        new: lists of the plan after, of as many micro-batches.
+        microbatch: the first one under the new plan.
+
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
     >>> [text(tasks) for tasks in spliced(one_f_one_b(1, 3), one_f_one_b(2, 3), 1)]
@@ -24,11 +29,11 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """One stage; it has no tasks in a plan that does not know it."""
-    found: dict[Task, None] = {}
+    tasks_of_stage: dict[Task, None] = {}
     known = {t for t in old if t.microbatch < microbatch} | {t for t in new if t.microbatch >= microbatch}
 
     def add(tasks: Sequence[Task]) -> None:
-        found.update(dict.fromkeys(task for task in tasks if task in known))
+        tasks_of_stage.update(dict.fromkeys(task for task in tasks if task in known))
 
     for m in range(1 + max((task.microbatch for task in (*old, *new)), default=-1)):
         own = old if m < microbatch else new
@@ -37,5 +42,5 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
             add([task for task in own[:forward] if task.kind != Kind.F])
             add([own[forward]])
     add(new or old)
-    assert found.keys() == known
-    return tuple(found)
+    assert tasks_of_stage.keys() == known
+    return tuple(tasks_of_stage)

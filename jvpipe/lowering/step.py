@@ -93,6 +93,15 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
         plan: where they run.
         optimizer: whose state is there meanwhile.
         microbatches: of the batch.
+
+    >>> import jax
+    >>> from jvpipe.ir.layers import Array, Ref, Tensor
+    >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
+    >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
+    >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())
+    >>> optimizer = OptimizerCut((), (), (), jax.tree.structure(None), ())
+    >>> [str(row) for row in lower_evaluation(graph, Plan.from_cuts([1, 1]), optimizer, 1).rows]
+    ['0E0[layer 0]', '0SEND0[layer 0]', '1E0[layer 1]', '1LOSS[layer 1]']
     """
     lists = tuple(tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages)))
     expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
@@ -107,7 +116,13 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
 
 
 def swapped_by(placer: Placer, layout: MicrobatchLayout, task: Task) -> tuple[int, list[int]]:
-    """The first layer of a task's stage, and the buffers that its forward leaves and that are to be swapped."""
+    """The first layer of a task's stage, and the buffers that its forward leaves and that are to be swapped.
+
+    Args:
+        placer: that has placed the task.
+        layout: of the micro-batch.
+        task: a forward.
+    """
     first, place = layout.layers(task.stage)[0].id, layout.plan.stages[task.stage].devices[0]
     return first, [placer.current[value, place] for value in layout.swapped(task.stage, task.microbatch)]
 

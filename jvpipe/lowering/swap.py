@@ -32,6 +32,14 @@ def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapp
         buffers: the table.
         lists: the tasks of each stage; nothing is swapped beyond the end of a list.
         swapped: what a forward leaves that is to be swapped.
+
+    >>> from jvpipe.ir.values import Value, ValueKind
+    >>> from jvpipe.schedules.gpipe import gpipe
+    >>> lists, left = gpipe(1, 2), [Buffer(Value(ValueKind.RESIDUAL, 0, 0, m), 0, 4) for m in range(2)]
+    >>> blocks = [Block(task, [Row(task.kind, 0, 0, 0, task.microbatch, (), ())]) for task in lists[0]]
+    >>> rows = [row for block in swap(blocks, left, lists, lambda task: (0, [task.microbatch])) for row in block]
+    >>> " ".join(f"{row.kind}{row.microbatch}" for row in rows)
+    'F0 OUT0 FREE0 IN0 F1 OUT1 FREE1 IN1 B0 B1'
     """
     swaps = _Swaps(buffers, lists, swapped)
     for block in blocks:
@@ -55,7 +63,7 @@ class _Swaps:
         self._fetched: dict[int, int] = {}  # a buffer and what has come back of it
 
     def before(self, task: Task) -> Iterator[Row]:
-        """What must happen before a task: its own values come back, the next one's start to, room is made."""
+        """Yields the rows before a task: its own values come back, the next one's start to, room is made."""
         s, kind, m = task
         if KINDS[kind].back:
             yield from self._fetch(s, m)
@@ -67,7 +75,7 @@ class _Swaps:
                 yield from self._free(s)
 
     def after(self, task: Task) -> Iterator[Row]:
-        """What happens after a task: what a forward left goes out."""
+        """Yields the rows after a task: what a forward left goes out."""
         s, kind, m = task
         match kind:
             case Kind.F:

@@ -20,7 +20,13 @@ from jvpipe.programs.pieces import Slot, SlotKind
 
 
 class Slots:
-    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of the parameters."""
+    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of the parameters.
+
+    >>> import jax
+    >>> slots = Slots(LayerGraph((), (), ()), OptimizerCut((), (), (), jax.tree.structure(None), ()))
+    >>> print(slots.value(Slot(SlotKind.STATE, 2), layer=1))
+    optimizer 2 layer 1
+    """
 
     def __init__(self, graph: LayerGraph, optimizer: OptimizerCut) -> None:
         self.graph, self.optimizer = graph, optimizer

@@ -1,4 +1,4 @@
-"""Whether a layer in two programs computes the same bits as in one, and is updated to the same bits.
+"""Compares a layer in two programs with the layer in one: the bits that it computes, and those that it is updated to.
 
 XLA chooses anew in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. So
 it is tried: both run on the same numbers, and every output, gradient and cotangent is compared.
@@ -27,9 +27,16 @@ _Arrays = dict[Var, np.ndarray]
 
 
 def same_bits(store: ProgramStore, device: Device, whole: Traced, layer: int, halves: Traced) -> bool:
-    """Whether `layer` of `whole` computes what `layer` and `layer + 1` of `halves` compute, to the bit.
+    """Tells whether `layer` of `whole` computes what `layer` and `layer + 1` of `halves` compute, to the bit.
 
     False also where that cannot be told: for a layer that takes keys, or gives what is not a number.
+
+    Args:
+        store: compiles the programs.
+        device: runs them.
+        whole: the model with the layer as one.
+        layer: its number there.
+        halves: the model with that layer as two.
     """
     body, rng = whole.bodies[layer], np.random.default_rng(0)
     if any(jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended) for v in [*body.inputs, *body.outputs]):
@@ -41,19 +48,27 @@ def same_bits(store: ProgramStore, device: Device, whole: Traced, layer: int, ha
     sums = {v: _drawn(rng, v) for v in dict.fromkeys([*body.inputs, *body.outputs]) if isinstance(v, Var)}
     one = _outcome(store, device, whole, [layer], values, sums)
     two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
-    pairs = [(found[0][v], found[1][v]) for found in zip(one, two, strict=True) for v in sums if v in found[0]]
+    pairs = [(results[0][v], results[1][v]) for results in zip(one, two, strict=True) for v in sums if v in results[0]]
     return all(_alike(x, y) for x, y in pairs)
 
 
 def same_update(store: ProgramStore, device: Device, whole: OptimizerCut, layer: int, halves: OptimizerCut) -> bool:
-    """Whether the optimizer updates `layer` of `whole` as it does `layer` and `layer + 1` of `halves`, to the bit."""
+    """Tells whether `layer` of `whole` is updated as `layer` and `layer + 1` of `halves` are, to the bit.
+
+    Args:
+        store: compiles the programs.
+        device: runs them.
+        whole: the optimizer cut for the layer as one.
+        layer: its number there.
+        halves: the optimizer cut for that layer as two.
+    """
     one = _updated(store, device, whole, [layer])
     two = _updated(store, device, halves, [layer, layer + 1])
     return one.keys() == two.keys() and all(_alike(one[slot], two[slot]) for slot in one)
 
 
 def _updated(store: ProgramStore, device: Device, cut: OptimizerCut, layers: Sequence[int]) -> dict[Slot, np.ndarray]:
-    """What the pieces of some layers write; what they tell the global program in any order, joined."""
+    """Runs the pieces of some layers; what they tell the global program is joined and sorted, as halves split it."""
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     told: dict[Slot, list[np.ndarray]] = defaultdict(list)
     for piece in (piece for piece in cut.update if piece.layer in layers):
@@ -66,8 +81,8 @@ def _updated(store: ProgramStore, device: Device, cut: OptimizerCut, layers: Seq
             values[slot, piece.layer] = x
             if slot.kind is SlotKind.PARTIAL:
                 told[replace(slot, source=0)].append(x)
-    found = {slot: x for (slot, _), x in values.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)}
-    return found | {slot: np.sort(np.concatenate(x)) for slot, x in told.items()}
+    written = {slot: x for (slot, _), x in values.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)}
+    return written | {slot: np.sort(np.concatenate(x)) for slot, x in told.items()}
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
@@ -90,7 +105,7 @@ def _outcome(
 ) -> tuple[_Arrays, _Arrays]:
     """The values that layers compute, one after another, and the gradients and cotangents of what they read."""
     values, cotangents, passes = dict(given), dict(sums), []
-    found: _Arrays = {}
+    gradients: _Arrays = {}
     for layer in layers:
         body, tensors = traced.bodies[layer], traced.graph.tensors
         later = [r.index for r in body.reads if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer]
@@ -114,8 +129,8 @@ def _outcome(
         got = _run(backward, read, device)
         moved = {body.inputs[i]: x for i, x in zip((*signature.gradients, *signature.returned), got, strict=False)}
         cotangents |= moved
-        found |= moved
-    return values, found
+        gradients |= moved
+    return values, gradients
 
 
 def _run(executable: Any, arrays: Sequence[np.ndarray], device: Device) -> list[np.ndarray]:

@@ -31,46 +31,46 @@ class Flow:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of all layers and of the global program, in an order in which they can run."""
         homes: list[Home] = [*self.layers, "global"]
-        found = [piece for home in homes for piece in self._pieces_of(home)]
-        return tuple(sorted(found, key=lambda piece: (piece.phase, piece.layer is None)))
+        pieces = [piece for home in homes for piece in self._pieces_of(home)]
+        return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
 
     @cached_property
     def readers(self) -> dict[Var, set[Home]]:
-        """Who needs each value. What goes from layer to layer goes by the global program."""
-        found: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
+        """The layers that need each value. What goes from layer to layer goes by the global program."""
+        readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
         for out in self.outputs:
             for var in jaxprs.variables([out.atom]):
-                found[var] |= self._holders(out)
+                readers[var] |= self._holders(out)
         for eqn in reversed(self.eqns):
-            asking = set().union(*(found[v] for v in eqn.outvars))
+            asking = set().union(*(readers[v] for v in eqn.outvars))
             home = self.placement.of(eqn.outvars[0]).home
             for var in jaxprs.variables(eqn.invars):
-                found[var] |= {home} if asking and home != "everywhere" else asking
-        for var, who in found.items():
+                readers[var] |= {home} if asking and home != "everywhere" else asking
+        for var, who in readers.items():
             home = self.placement.of(var).home
             if isinstance(home, int) and who - {home}:
                 who.add("global")
-        return found
+        return readers
 
     @cached_property
     def _vectors(self) -> dict[Slot, list[Var]]:
-        """What is packed into each vector between the layers and the global program."""
-        found: dict[Slot, list[Var]] = {}
+        """The values that are packed into each vector between the layers and the global program."""
+        vectors: dict[Slot, list[Var]] = {}
         for var, who in self.readers.items():
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
             if isinstance(home, int) and "global" in who:
-                found.setdefault(Slot(SlotKind.PARTIAL, phase, home, dtype), []).append(var)
+                vectors.setdefault(Slot(SlotKind.PARTIAL, phase, home, dtype), []).append(var)
             if home != "everywhere" and who - {home, "global"}:
-                found.setdefault(Slot(SlotKind.GLOBAL, phase, 0, dtype), []).append(var)
-        return found
+                vectors.setdefault(Slot(SlotKind.GLOBAL, phase, 0, dtype), []).append(var)
+        return vectors
 
     @cached_property
     def _eqns_of(self) -> dict[Home, list[JaxprEqn]]:
-        found: dict[Home, list[JaxprEqn]] = {}
+        eqns: dict[Home, list[JaxprEqn]] = {}
         for eqn in self.eqns:
-            found.setdefault(self.placement.of(eqn.outvars[0]).home, []).append(eqn)
-        return found
+            eqns.setdefault(self.placement.of(eqn.outvars[0]).home, []).append(eqn)
+        return eqns
 
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
         """The equations that a layer or the global program may run. For layers alike they are in the same order."""
@@ -88,11 +88,11 @@ class Flow:
 
     def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
         """The vectors that a layer or the global program makes, by phase."""
-        found: dict[int, list[Slot]] = {}
+        sent: dict[int, list[Slot]] = {}
         for slot in self._vectors:
             if home == ("global" if slot.kind is SlotKind.GLOBAL else slot.source):
-                found.setdefault(slot.index, []).append(slot)
-        return found
+                sent.setdefault(slot.index, []).append(slot)
+        return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
         """A piece for each phase in which something is sent; all results are made in the last."""
@@ -132,7 +132,7 @@ class Flow:
     def _kept(self, home: Home, runs: Mapping[int, tuple[list[JaxprEqn], list[Var]]]) -> dict[Var, Slot]:
         """The results of costly equations that a layer reads in a later phase."""
         made = {v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
-        read = dict.fromkeys(v for _, found in runs.values() for v in found if v in made)
+        read = dict.fromkeys(v for _, variables in runs.values() for v in variables if v in made)
         return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read) if isinstance(home, int)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:

@@ -89,5 +89,5 @@ def _is_plain(jaxpr: Jaxpr) -> bool:
 
 def _folded(eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
     values = [a.val for a in atoms if isinstance(a, Literal)]
-    found = jaxprs.folded(eqn, values) if len(values) == len(atoms) else None
-    return found and [Literal(x, _jax.aval(v)) for x, v in zip(found, eqn.outvars, strict=True)]
+    folded = jaxprs.folded(eqn, values) if len(values) == len(atoms) else None
+    return folded and [Literal(x, _jax.aval(v)) for x, v in zip(folded, eqn.outvars, strict=True)]

@@ -85,13 +85,13 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
     """The candidate that each value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
-    found: dict[_jax.Atom, str] = {}
+    names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
         if eqn.primitive.name == "name":
-            found[eqn.outvars[0]] = str(eqn.params["name"])
-        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in found:
-            found[eqn.outvars[0]] = found[eqn.invars[0]]
-    return found
+            names[eqn.outvars[0]] = str(eqn.params["name"])
+        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in names:
+            names[eqn.outvars[0]] = names[eqn.invars[0]]
+    return names
 
 
 def inference(body: Body) -> ClosedJaxpr:
@@ -167,7 +167,7 @@ def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> 
 
 
 def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
-    """Where the backward finds each value that the forward leaves it."""
+    """Names where the backward finds each value that the forward leaves it."""
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
     known: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
@@ -189,8 +189,8 @@ def _trace_backward(
     taken = [i for i in active if body.writes[i] != Ref(ValueKind.LOSS, 0)]
     shapes = dict(leaves)
 
-    def backward(found: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
-        value = dict(zip(shapes, found, strict=True))
+    def backward(left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
+        value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
         given = {i: jnp.ones((), _jax.aval(body.outputs[i]).dtype) for i in active}
         given |= zip(taken, cotangents, strict=True)

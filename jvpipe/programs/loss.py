@@ -16,6 +16,11 @@ def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) ->
 
     The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
     reduced likewise if it is `Weighted` or a floating-point scalar; others are stacked along a new first axis.
+
+    Args:
+        graph: whose losses and aux.
+        inputs: the shapes of all losses, then of all aux, each of all micro-batches.
+        microbatches: how many.
     """
 
     def total(values: Sequence[jax.Array]) -> jax.Array:
@@ -33,8 +38,8 @@ def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) ->
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
         else:
             out = [loss / np.asarray(microbatches, loss.dtype)]
-        for group, found in enumerate(graph.aux_groups):
-            parts = [aux[i] for i in found]
+        for group, members in enumerate(graph.aux_groups):
+            parts = [aux[i] for i in members]
             if len(parts) == 2:
                 sums = total(parts[0]), total(parts[1])
                 out.append(sums[0] / sums[1].astype(sums[0].dtype))

@@ -17,18 +17,24 @@ Share = Literal["all", "half", "nothing"]
 
 
 def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "all") -> tuple[LayerPrograms, ...]:
-    """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep."""
-    found = []
+    """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep.
+
+    Args:
+        store: that may know them already.
+        traced: the model.
+        share: which candidates are kept.
+    """
+    programs = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != layer.id]
         names = [c.name for c in layer.candidates]
         kept = sorted(share.kept[layer.id]) if isinstance(share, Fates) else kept_names(names, share)
-        found.append(store.layer(body, kept, later))
-    return tuple(found)
+        programs.append(store.layer(body, kept, later))
+    return tuple(programs)
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Of a layer's candidates those that are kept; half of them is every other one.
+    """Picks the candidates of a layer that are kept; half of them is every other one.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']

@@ -27,7 +27,7 @@ Apply = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class TracedOptimizer:
-    """What an optimizer does to a whole tree of parameters.
+    """The equations of an optimizer over a whole tree of parameters.
 
     `update` takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
     state; it returns parameters, state and, if asked for, the gradient norm. `init` takes the parameters.
@@ -123,7 +123,13 @@ def scope(eqn: JaxprEqn) -> str:
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind) -> list[Any]:
-    """Runs a jaxpr on values, each equation through `apply`."""
+    """Runs a jaxpr on values, each equation through `apply`.
+
+    Args:
+        closed: the jaxpr.
+        args: its arguments.
+        apply: runs an equation on values.
+    """
     env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
     jaxprs.run(closed.jaxpr.eqns, env, apply)
     return jaxprs.read(closed.jaxpr.outvars, env)
@@ -172,13 +178,13 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
 
 def _traced_in(eqn: JaxprEqn) -> str:
     """The factory of the innermost `update` or `init` that traced an equation: `adam` of `adam.<locals>.update_fn`."""
-    found, outer = "", ""
+    factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):
         if function == _call_optimizer.__name__ and file == __file__:
-            return found or outer
+            return factory or outer
         name, _, method = function.rpartition(".")
-        if not found and name and method in ("update", "update_fn", "init", "init_fn"):
-            found = name.partition(".")[0]
+        if not factory and name and method in ("update", "update_fn", "init", "init_fn"):
+            factory = name.partition(".")[0]
         outer = function.partition(".")[0]
     return ""
 

@@ -1,4 +1,4 @@
-"""Where each equation of an optimizer runs: with the layer that owns its operands, everywhere, or once for all layers.
+"""The places of an optimizer's equations: with the layer that owns their operands, everywhere, or once for all layers.
 
 What is computed from replicated values alone is computed again by whoever needs it. What mixes layers runs in the
 global program, and only small values may go there. Layers and the global program take turns, in phases: the
@@ -22,7 +22,7 @@ SMALL_BYTES = 1024
 
 
 class Place(NamedTuple):
-    """Where a value is made, and in which phase; a `home` that is a number is a layer."""
+    """The home at which a value is made, and the phase; a `home` that is a number is a layer."""
 
     home: Home
     phase: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Where an input of the optimizer lives, and the path of the parameter it belongs to, if any."""
+    """The home of an input of the optimizer, and the path of the parameter it belongs to, if any."""
 
     home: Home
     parameter: str = ""
@@ -58,12 +58,17 @@ class Placement:
     splits: Mapping[int, SplitScan]
 
     def of(self, atom: Atom) -> Place:
-        """Where an atom is made; constants are everywhere."""
+        """The place of an atom; constants are everywhere."""
         return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
 
 
 def place(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]) -> Placement:
     """Finds a place for every equation of `straight_line`.
+
+    Args:
+        eqns: of `straight_line`.
+        inputs: the homes of their free variables.
+        outputs: their results.
 
     Raises:
         ValueError: an equation mixes large arrays of several layers, or has side effects.
@@ -78,7 +83,14 @@ def place(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequen
 def check_outputs(
     eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
 ) -> None:
-    """Raises ValueError if a large result is made by one layer and needed by another."""
+    """Raises ValueError if a large result is made by one layer and needed by another.
+
+    Args:
+        eqns: that were placed.
+        inputs: the homes of their free variables.
+        outputs: their results.
+        at: where they are.
+    """
     for out in outputs:
         home = at.of(out.atom).home
         if isinstance(home, int) and home != out.home and not _is_small(out.atom):
@@ -152,7 +164,7 @@ class _Placing:
                 read_by_layers.update(jaxprs.variables(eqn.invars))
 
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
-        """Whether what is made of global values is best made once, and sent.
+        """Tells whether what is made of global values is best made once, and sent.
 
         It is if it serves many, is no larger than they are, and of their type: a vector per type is sent.
         """
@@ -162,7 +174,7 @@ class _Placing:
         return serves_many and no_larger and all(_jax.aval(v).dtype in types for v in eqn.outvars)
 
     def _continues_a_reduction(self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home) -> bool:
-        """Whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
+        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
 
         Then the result stays global: else each layer in turn would wait for the one before.
         """
@@ -171,7 +183,7 @@ class _Placing:
         return mixes and reduced and any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation makes a number of an array, or of such numbers."""
+        """Tells whether an equation makes a number of an array, or of such numbers."""
         reduces = eqn.primitive.name.startswith(("reduce_", "dot_general"))
         scalar = all(_size(v) == 1 for v in eqn.outvars)
         return scalar and (reduces or any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars)))
@@ -185,8 +197,8 @@ class _Placing:
             raise ValueError(self._complaint(eqn))
         self.splits[index] = split
         phase = max(p.phase for p in operands.values())
-        for var, found in zip(eqn.outvars, split.layers, strict=True):
-            self.places[var] = Place(min(found), phase) if found else Place("everywhere", phase)
+        for var, layers_of_result in zip(eqn.outvars, split.layers, strict=True):
+            self.places[var] = Place(min(layers_of_result), phase) if layers_of_result else Place("everywhere", phase)
 
     def _complaint(self, eqn: JaxprEqn) -> str:
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
@@ -199,11 +211,11 @@ class _Placing:
 
 def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Iterable[Atom]) -> str:
     """The parameters that values are made of, as text."""
-    found: dict[str, None] = {}
+    origins: dict[str, None] = {}
     for atom in atoms:
         read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
-        found |= {inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter}
-    names = [f"'{name}'" for name in found]
+        origins |= {inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter}
+    names = [f"'{name}'" for name in origins]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -20,7 +20,7 @@ from jvpipe.trace import jaxprs
 
 
 class SlotKind(StrEnum):
-    """What an array that a piece of an optimizer reads or writes is; pieces take theirs in this order."""
+    """The kinds of arrays that pieces of an optimizer read and write; pieces take theirs in this order."""
 
     GRADIENT = "gradient"
     WEIGHT = "weight"
@@ -67,7 +67,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one layer (None: the global program) computes in one phase, from `reads` to `writes`.
+    """The program of one layer (None: the global program) in one phase, from `reads` to `writes`.
 
     `donated` are positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
     """
@@ -105,7 +105,13 @@ class Part:
         return tuple(sorted(set(self.read.values()), key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
-        """The program of these equations; the last of a layer may overwrite what the layer owns."""
+        """The program of these equations; the last of a layer may overwrite what the layer owns.
+
+        Args:
+            layer: that runs it; None: the global program.
+            phase: in which it runs.
+            last: whether it is the last of its layer.
+        """
         program = _program_of(_Content(self._content, self))
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         donated = _donated(self.reads, writes, program) if last else ()
@@ -151,7 +157,7 @@ class Part:
         return jax.lax.reshape(jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """Where a value begins in its vector, and the length of that; nothing if it is alone in its slot."""
+        """The position at which a value begins in its vector, and the length of that; nothing if it is alone."""
         sizes = {v: _size(v) for v in self.vectors.get(slot, ())}
         before = itertools.takewhile(lambda v: v is not var, sizes)
         return (sum(sizes[v] for v in before), sum(sizes.values())) if sizes else ()
@@ -159,7 +165,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Content:
-    """What a part computes, and the part."""
+    """A part, equal to others that compute the same."""
 
     key: Hashable
     part: Part = field(compare=False)

@@ -25,14 +25,14 @@ class SplitScan:
 
     @property
     def separates(self) -> bool:
-        """Whether no result mixes layers."""
-        return all(found is None or len(found) <= 1 for found in self.layers)
+        """Tells whether no result mixes layers."""
+        return all(result is None or len(result) <= 1 for result in self.layers)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
         results: dict[int, Any] = {}
-        for layers in dict.fromkeys(found for found in self.layers if found is not None):
-            results |= self._run([i for i, found in enumerate(self.layers) if found == layers], values)
+        for layers in dict.fromkeys(result for result in self.layers if result is not None):
+            results |= self._run([i for i, result in enumerate(self.layers) if result == layers], values)
         return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
@@ -57,8 +57,8 @@ class SplitScan:
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)
-        found = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
-        return {i: found[i] for i in outputs}
+        values_of = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
+        return {i: values_of[i] for i in outputs}
 
     def _narrowed(self, outputs: Sequence[int], carry_in: Sequence[Var]) -> tuple[list[int], list[JaxprEqn]]:
         """The carries that some results need, and the equations of the body behind all these."""
@@ -85,11 +85,11 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
     body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
     outvars = body.jaxpr.outvars
     while True:
-        found = dict(zip(body.jaxpr.invars, operands, strict=True))
+        layers = dict(zip(body.jaxpr.invars, operands, strict=True))
         for inner in body.jaxpr.eqns:
-            mixed = Layers().union(*(found.get(v, Layers()) for v in jaxprs.variables(inner.invars)))
-            found |= dict.fromkeys(inner.outvars, mixed)
-        results = [Layers() if isinstance(v, _jax.Literal) else found.get(v, Layers()) for v in outvars]
+            mixed = Layers().union(*(layers.get(v, Layers()) for v in jaxprs.variables(inner.invars)))
+            layers |= dict.fromkeys(inner.outvars, mixed)
+        results = [Layers() if isinstance(v, _jax.Literal) else layers.get(v, Layers()) for v in outvars]
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:

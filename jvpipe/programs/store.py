@@ -71,7 +71,7 @@ class ProgramStore:
         return [self._compiled[p.key, d] for p, d in wanted]
 
     def text(self, program: Program, device: Device) -> str:
-        """What a program is, in words that are the same in every process."""
+        """Writes what a program is, in words that are the same in every process."""
         return self._lower(program, device).as_text()
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:

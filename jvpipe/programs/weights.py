@@ -41,6 +41,12 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
     """PipeMare's T1 and T2: `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`, in place.
 
     The update is scaled by max(1, tau) ** -(1 - min(t / K, 1)).
+
+    Args:
+        shapes: of the parameters.
+        tau: updates between a forward and its update.
+        decay: D, between 0 and 1.
+        anneal_updates: K; 0: updates are not scaled.
     """
     n, gamma = len(shapes), decay ** (1 / tau)
 
@@ -64,10 +70,10 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     """`(weight, ...) -> their sum`, a float32 scalar, in ascending order."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        found = values[0]
+        sum_so_far = values[0]
         for value in values[1:]:
-            found = found + value
-        return [found.astype(jnp.float32)]
+            sum_so_far = sum_so_far + value
+        return [sum_so_far.astype(jnp.float32)]
 
     return Program(("total", count, _key([shape])), run, (shape,) * count)
 

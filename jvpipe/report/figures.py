@@ -43,6 +43,12 @@ def timeline_figure(
 
     A row for each device, and a thinner one for each link with traffic; a box for each task, with the number of its
     micro-batch where it fits. Under it, if the timeline knows them, bytes over time per device, and `limit_bytes`.
+
+    Args:
+        timeline: simulated, or measured spans.
+        path: of the picture; its suffix says the format: png, svg, pdf.
+        limit_bytes: a line in the curves of bytes.
+        title: of the picture.
     """
     spans = list(timeline.spans() if isinstance(timeline, Timeline) else timeline)
     curves = timeline.curves if isinstance(timeline, Timeline) else ()

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What one step did; steps count from 1, `staleness` is in updates, per layer.
+    """The metrics of one step; steps count from 1, `staleness` is in updates, per layer.
 
     `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
     `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. In a search `architecture`

@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What distinguishes it from other schedules, as JSON."""
+        """Lists what distinguishes it from other schedules, as JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if not callable(value)}
 
@@ -67,6 +67,11 @@ class Schedule:
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
         """The lists of a stream of so many steps, with the updates of an asynchronous schedule: U<m> after B<m>.
 
+        Args:
+            stages: how many.
+            microbatches: of a step.
+            steps: of the stream.
+
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
         >>> text(find_schedule("pipedream").with_updates(2, 3)[0])
@@ -75,9 +80,9 @@ class Schedule:
         every = self.period(microbatches)
         return tuple(
             tuple(
-                found
+                one
                 for task in tasks
-                for found in ((task, Task(task.stage, Kind.U, task.microbatch)) if _updates(task, every) else (task,))
+                for one in ((task, Task(task.stage, Kind.U, task.microbatch)) if _updates(task, every) else (task,))
             )
             for tasks in self.lists(stages, microbatches * steps)
         )

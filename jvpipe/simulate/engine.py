@@ -42,14 +42,14 @@ class Work:
         name: Callable[[int], str] = str,
     ) -> None:
         self.occupies = occupies
-        self.resources = 1 + max((r for found in occupies for r in found), default=-1)
-        turns = {found: _turns(found, frozenset(in_order)) for found in set(occupies)}
+        self.resources = 1 + max((r for resources in occupies for r in resources), default=-1)
+        turns = {resources: _turns(resources, frozenset(in_order)) for resources in set(occupies)}
         last: dict[int, int] = {}
         self._before: list[Sequence[int]] = []
         self._after: list[list[int]] = [[] for _ in occupies]
-        self._served = [turns[found][1] for found in occupies]  # the resources for which a task queues
-        for i, (found, needs) in enumerate(zip(occupies, waits, strict=True)):
-            lists = turns[found][0]
+        self._served = [turns[resources][1] for resources in occupies]  # the resources for which a task queues
+        for i, (resources, needs) in enumerate(zip(occupies, waits, strict=True)):
+            lists = turns[resources][0]
             before = (*needs, *[last[r] for r in lists if r in last]) if lists else needs
             self._before.append(before)
             for j in before:
@@ -130,12 +130,12 @@ class Work:
             if depth[i] == len(levels):
                 levels.append([])
             levels[depth[i]].append(i)
-        found = []
+        arrays = []
         for level in levels:
             width = max(1, *(len(self._before[i]) for i in level))
             rows = [[*self._before[i], *[len(depth)] * (width - len(self._before[i]))] for i in level]
-            found.append((np.array(level), np.array(rows)))
-        return found
+            arrays.append((np.array(level), np.array(rows)))
+        return arrays
 
     def _sorted(self) -> list[int]:
         """The tasks, each after all that it waits for; those in a circle are left out."""
@@ -160,8 +160,8 @@ class Work:
         while i not in path:
             path[i] = None
             i = next(j for j in self._before[i] if j not in done)
-        found = list(path)
-        return found[found.index(i) :]
+        passed = list(path)
+        return passed[passed.index(i) :]
 
 
 def _turns(resources: Sequence[int], in_order: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -69,7 +69,7 @@ def simulate(
     work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
     starts_s = np.array(work.starts_s(seconds))
     ends_s = starts_s + seconds
-    found = peaks(lowered, devices, temporary_bytes)
+    most = peaks(lowered, devices, temporary_bytes)
     return Timeline(
         tasks=rows,
         starts_s=starts_s,
@@ -78,7 +78,7 @@ def simulate(
         resources=tuple(names),
         devices=devices,
         curves=_curves(lowered, devices, starts_s, ends_s, temporary_bytes),
-        peak_bytes=tuple(peak.bytes for peak in found),
+        peak_bytes=tuple(peak.bytes for peak in most),
     )
 
 
@@ -160,25 +160,25 @@ def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link
         ValueError: the lists cannot progress; it says which task waits for what.
 
     >>> from jvpipe.schedules.one_f_one_b import one_f_one_b
-    >>> found = simulate_lists(one_f_one_b(4, 8), [StageLoad(1.0, 2.0)] * 4)
-    >>> found.step_s, round(found.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
+    >>> work = simulate_lists(one_f_one_b(4, 8), [StageLoad(1.0, 2.0)] * 4)
+    >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
     (33.0, 0.2727)
     """
     if len(lists) != len(stages):
         raise ValueError(f"{len(lists)} task lists need as many stages, {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
     swaps = any(stage.swapped_bytes for stage in stages)
-    found = stage_work(lists, Features.of(parts_s, shared=shared_link, swaps=swaps))
-    seconds = found.seconds(parts_s)
-    starts_s = np.array(found.work.starts_s(seconds))
+    work = stage_work(lists, Features.of(parts_s, shared=shared_link, swaps=swaps))
+    seconds = work.seconds(parts_s)
+    starts_s = np.array(work.work.starts_s(seconds))
     ends_s = starts_s + seconds
-    curves = _stage_curves(found, stages, starts_s, ends_s)
+    curves = _stage_curves(work, stages, starts_s, ends_s)
     return Timeline(
-        tasks=found.tasks,
+        tasks=work.tasks,
         starts_s=starts_s,
         ends_s=ends_s,
-        occupies=found.work.occupies,
-        resources=found.resources,
+        occupies=work.work.occupies,
+        resources=work.resources,
         devices=len(stages),
         curves=curves,
         peak_bytes=tuple(curve.most_bytes for curve in curves),
@@ -186,12 +186,12 @@ def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link
 
 
 def _stage_curves(
-    found: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
+    work: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
 ) -> tuple[Curve, ...]:
     """Kept bytes count from F to B, swapped ones too, but while they are on the host alone."""
     here: list[list[tuple[float, int]]] = [[] for _ in stages]
     host: list[tuple[float, int]] = []
-    for (s, kind, _), start_s, end_s in zip(found.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
+    for (s, kind, _), start_s, end_s in zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
         kept, swapped = stages[s].kept_bytes, stages[s].swapped_bytes
         match kind:
             case Kind.F:

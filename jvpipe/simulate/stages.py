@@ -32,7 +32,7 @@ PARTS = (Kind.F, Kind.R, Kind.B, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN)
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What one stage asks for, per micro-batch; `static_bytes` are those that are there all the time."""
+    """The seconds and bytes of one stage per micro-batch; `static_bytes` are there all the time."""
 
     forward_s: float
     backward_s: float
@@ -61,7 +61,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Features:
-    """What is to be simulated beside F and B; whatever takes no seconds can be left out."""
+    """The parts that are simulated beside F and B; whatever takes no seconds can be left out."""
 
     recompute: bool = True
     swaps: bool = True
@@ -70,8 +70,14 @@ class Features:
 
     @staticmethod
     def of(parts_s: Sequence[Sequence[float]], *, shared: bool, swaps: bool = False) -> "Features":
-        """What these stages (seconds in the order of `PARTS`) need; `swaps` even if these take no time."""
-        _, again, _, out, back, sent, returned = (any(found) for found in zip(*parts_s, strict=True))
+        """Finds the parts that stages need.
+
+        Args:
+            parts_s: per stage, seconds in the order of `PARTS`.
+            shared: whether sends take the links to the host.
+            swaps: whether something is swapped even if that takes no time.
+        """
+        _, again, _, out, back, sent, returned = (any(column) for column in zip(*parts_s, strict=True))
         sends = sent or returned
         return Features(again, swaps or out or back, sends, shared and sends)
 
@@ -91,7 +97,7 @@ class StageWork:
 
     @cached_property
     def slots(self) -> list[int]:
-        """Where each task's seconds stand."""
+        """The positions of each task's seconds."""
         return [code // self.microbatches for code in self.codes]
 
     @cached_property
@@ -107,7 +113,7 @@ class StageWork:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """What the resources are called: devices, their links to the host, to the next stage, to the previous one."""
+        """The names of the resources: devices, their links to the host, to the next stage, to the previous one."""
         count = range(self.stages)
         links = (f"stage {s} to {s + step}" for step in (1, -1) for s in count)
         return (*(f"stage {s}" for s in count), *(f"stage {s} host" for s in count), *links)
@@ -173,7 +179,7 @@ def _occupied(s: int, part: Kind, S: int, *, shared: bool) -> tuple[int, ...]:
 def _stage(
     s: int, tasks: Sequence[Task], on: Features, M: int, *, final: bool
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """What a stage does, in order, and what each waits for, as codes; the device's order is the engine's matter."""
+    """Yields what a stage does, in order, and what each waits for, as codes; the engine keeps the device's order."""
     stage = len(PARTS) * M  # from a task to the same of the next stage
     F, R, B, OUT, IN, SEND, RETURN = range(s * stage, (s + 1) * stage, M)  # micro-batch 0 of each part
     source, answer = (SEND - stage, RETURN + stage) if on.sends else (F - stage, B + stage)

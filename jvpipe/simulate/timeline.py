@@ -26,7 +26,13 @@ class Curve:
 
     @staticmethod
     def of(place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0) -> "Curve":
-        """From changes (when, bytes more or less) in any order; what ends at an instant makes room for what begins.
+        """Makes a curve of changes in any order; what ends at an instant makes room for what begins.
+
+        Args:
+            place: whose bytes.
+            space: of the device or of the host.
+            changes: when (seconds), and how many bytes more or less.
+            base_bytes: what is there all the time.
 
         >>> curve = Curve.of("stage 0", "device", [(1.0, 5), (0.0, 3), (1.0, -3)], base_bytes=10)
         >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
@@ -50,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulator found.
+    """A simulated run: when each task ran on what, and the bytes over time.
 
     Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the first `devices` of
     these are devices, the others links. `curves` are of each device, and last of the host, by time. `peak_bytes` are
@@ -68,17 +74,17 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """From the first start to the last end."""
+        """The seconds from the first start to the last end."""
         return float(self.ends_s.max(initial=0.0))
 
     @cached_property
     def busy_s(self) -> dict[str, float]:
-        """How long each resource worked."""
-        found = np.zeros(len(self.resources))
+        """The seconds that each resource worked."""
+        busy_s = np.zeros(len(self.resources))
         for r, taken in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
             for one in r:
-                found[one] += taken
-        return dict(zip(self.resources, map(float, found), strict=True))
+                busy_s[one] += taken
+        return dict(zip(self.resources, map(float, busy_s), strict=True))
 
     @property
     def bubble_fraction(self) -> float:

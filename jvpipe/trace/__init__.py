@@ -1,1 +1,1 @@
-"""From a loss function to a LayerGraph."""
+"""Traces a loss function into a LayerGraph."""

@@ -1,4 +1,4 @@
-"""Where a model is narrow: the places at which a run of equations is cut into layers.
+"""The narrow places of a model, at which a run of equations is cut into layers.
 
 A cut is good where few values are alive. What "few" means depends on the model, so it is asked locally: a
 position is narrow if no position nearby has fewer live values. Distance is counted in weighted

@@ -1,4 +1,4 @@
-"""From a loss to its layer graph, and to the equations of each layer."""
+"""The layer graph of a loss, and the equations of each layer."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from jvpipe.trace.sums import settle_sums
 
 @dataclass(frozen=True)
 class Body:
-    """What a layer computes: equations from `inputs` to `outputs`, which are what it `reads` and `writes`.
+    """The equations of a layer, from `inputs` to `outputs`, which are what it `reads` and `writes`.
 
     `differentiable` marks the inputs that a gradient flows to, `active` the outputs that one comes from,
     `candidates` the variables whose fate can be chosen, by name.
@@ -69,6 +69,11 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequ
 
     Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
     to no layer: each layer that needs one computes it again (but see `settle_sums`).
+
+    Args:
+        loss: traced.
+        cuts: positions in its main equations; None: its narrow places.
+        splits: further ones, inside of what the cuts make layers.
     """
     sorted_eqns = Sorted.of(loss)
     if cuts is None:
@@ -289,16 +294,16 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _candidates(eqns: Sequence[JaxprEqn], own: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """What XLA materialises anyway: results of products and the like; of random bits the mask made of them."""
-    found: dict[Var, str] = {}
+    """Names what XLA materialises anyway: results of products and the like; of random bits the mask made of them."""
+    candidates: dict[Var, str] = {}
     for eqn in own:
         if not (is_heavy(eqn) or is_random(eqn)):
             continue
         for var in eqn.outvars:
             if not _jax.is_dropped(var):
                 kept = _mask_of(var, eqns) if is_random(eqn) else var
-                found[kept] = f"{eqn.primitive.name}_{len(found)}"
-    return found
+                candidates[kept] = f"{eqn.primitive.name}_{len(candidates)}"
+    return candidates
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:

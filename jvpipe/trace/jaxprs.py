@@ -102,7 +102,13 @@ def run(
     env: dict[Var, Any],
     apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,
 ) -> None:
-    """Runs equations in order; reads from and writes to `env`."""
+    """Runs equations in order; reads from and writes to `env`.
+
+    Args:
+        eqns: in order.
+        env: the values of variables; it is added to.
+        apply: runs an equation on values.
+    """
     for eqn in eqns:
         env.update(zip(eqn.outvars, apply(eqn, read(eqn.invars, env)), strict=True))
 
@@ -200,6 +206,12 @@ def structure(
     Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
     the equations are not to be differentiated and `rules` do not count. Parameters that cannot be compared do so by
     identity: equal structures are equal programs; the converse need not hold.
+
+    Args:
+        eqns: in order.
+        inputs: their free variables, in order.
+        outputs: their results, in order.
+        rules: compare derivative rules too.
     """
     numbers: dict[Var, int] = {}
 

@@ -21,7 +21,7 @@ _FEW = 4  # an index among so few keys stays: it makes a few variants of a layer
 
 
 def is_key(value: Any) -> bool:
-    """Whether an array (or its shape and type) is of typed random keys."""
+    """Tells whether an array (or its shape and type) is of typed random keys."""
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
@@ -38,12 +38,12 @@ def dtype_of(name: str) -> Any:
 
 
 def derives_key(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes keys from a key."""
+    """Tells whether an equation makes keys from a key."""
     return eqn.primitive.name in ("random_split", "random_fold_in")
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
-    """Whether a value is an array of many keys; it may be of old ones, two or four words each."""
+    """Tells whether a value is an array of many keys; it may be of old ones, two or four words each."""
     aval = _jax.aval(atom)
     old = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
     return (is_key(aval) or old) and aval.ndim > 0 and aval.shape[0] > _FEW

@@ -31,7 +31,12 @@ def layer_signature(body: Body) -> Hashable:
 
 
 def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
-    """How many equations before its end a layer can be cut in two, the most even halves first.
+    """Finds the points, in equations before its end, at which a layer can be cut in two: the most even halves first.
+
+    Args:
+        traced: the model.
+        layer: to be cut.
+        seconds: of each equation, of those that make some outputs.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.trace.graph import build_graph
@@ -50,15 +55,15 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     run, behind = sorted_eqns.main[start:end], parameters_behind(sorted_eqns.floating, parameters)
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     taken_s = list(seconds(body.eqns, body.outputs))
-    total_s, found = sum(taken_s), []
+    total_s, points = sum(taken_s), []
     for p in products[1:]:
         first, second = (_reads(half) for half in (run[:p], run[p:]))
         if _behind(first, behind).isdisjoint(_behind(second, behind)):
             later_s = sum(taken_s[len(taken_s) - len(run) + p :])
             slower = max(later_s, total_s - later_s) / total_s if total_s else 1.0
             sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-            found.append((round(slower / _EVEN), sum(map(_bytes, sent)), len(run) - p))
-    return [place for *_, place in sorted(found)]
+            points.append((round(slower / _EVEN), sum(map(_bytes, sent)), len(run) - p))
+    return [place for *_, place in sorted(points)]
 
 
 def split_layers(traced: Traced, where: dict[int, int]) -> Traced:

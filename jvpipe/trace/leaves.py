@@ -84,7 +84,7 @@ def check(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Whether parameters are given as a function that makes them; a module that can be called is a tree of arrays."""
+    """Tells whether parameters are a function that makes them; a module that can be called is a tree of arrays."""
     return callable(params) and jax.tree_util.all_leaves([params])
 
 

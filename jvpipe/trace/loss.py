@@ -99,7 +99,7 @@ def trace_loss(
 
 @dataclass
 class _Outputs:
-    """What a loss returns: as the caller says; once it is traced, also the tree of its aux and what is weighted."""
+    """The outputs of a loss: as the caller says; once it is traced, also the tree of its aux and what is weighted."""
 
     has_aux: bool
     has_state: bool
@@ -152,7 +152,7 @@ def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: boo
 
 @dataclass(frozen=True)
 class KeyKind:
-    """How a user's key is written: the shape of its words, and its implementation (None: the old kind)."""
+    """The form of a user's key: the shape of its words, and its implementation (None: the old kind)."""
 
     shape: tuple[int, ...]
     impl: str | None

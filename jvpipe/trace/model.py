@@ -37,6 +37,17 @@ def trace_model(
     """Traces at the shapes of a micro-batch; `params` may be shapes alone.
 
     `cuts` and `splits` are those of an earlier trace.
+
+    Args:
+        loss_fn: as `jvpipe.Pipeline` takes it.
+        params: arrays or shapes.
+        micro_batch: arrays or shapes of one micro-batch.
+        rng: a key, or None.
+        model_state: with `has_state`.
+        cuts: of an earlier trace; None: the narrow places.
+        splits: of an earlier trace.
+        has_aux: the loss returns `(loss, aux)`.
+        has_state: the loss takes the model state and returns it.
     """
     loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
     stacks = find_stacks(loss, params)

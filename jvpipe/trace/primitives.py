@@ -1,4 +1,4 @@
-"""What jvpipe knows of JAX's primitives: which cost little, which draw random bits, which XLA materialises."""
+"""The classes of JAX's primitives: which cost little, which draw random bits, which XLA materialises."""
 
 import math
 from functools import cache
@@ -27,7 +27,7 @@ _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws an array of random bits, which is not cheap."""
+    """Tells whether an equation draws an array of random bits, which is not cheap."""
     return eqn.primitive.name in _RANDOM and _jax.aval(eqn.outvars[0]).shape != ()
 
 
@@ -37,7 +37,7 @@ def _cheap_names() -> frozenset[str]:
 
 
 def calls_host(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs code of the user's on the host, which can raise."""
+    """Tells whether an equation runs code of the user's on the host, which can raise."""
     name = eqn.primitive.name
     return (
         "callback" in name
@@ -47,7 +47,7 @@ def calls_host(eqn: JaxprEqn) -> bool:
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether doing an equation again costs less than keeping or sending its result."""
+    """Tells whether recomputing an equation costs less than keeping or sending its result."""
     if eqn.primitive.name in _RANDOM:
         return not is_random(eqn)
     if bodies := _jax.inner_jaxprs(eqn):
@@ -57,7 +57,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Whether an equation only moves or casts values: readers do that themselves, products as part of their work."""
+    """Tells whether an equation only moves or casts values, which its readers do as part of their work."""
     return eqn.primitive.name in _move_names()
 
 
@@ -67,7 +67,7 @@ def _move_names() -> frozenset[str]:
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation does real work: a product, a convolution, a scan, a gather, or an unknown call."""
+    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an unknown call."""
     return not is_cheap(eqn) and eqn.primitive.name not in _RANDOM
 
 

@@ -42,7 +42,7 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Which leaves of the parameters are stacks of layers: their `lengths`, None for the others.
+    """The leaves of the parameters that are stacks of layers: their `lengths`, None for the others.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -66,7 +66,7 @@ class Stacks:
         return self.tree.unflatten(split)
 
     def join(self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
-        """What `split` took apart: the parameters, or what mirrors them, such as the optimizer's state."""
+        """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state."""
 
         def joined(part: Tree) -> Tree:
             return jax.tree.map(stack, *part) if _is_slices(part) else part
@@ -99,7 +99,7 @@ class Stacks:
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
     """The leaves that nothing reads but scans over layers."""
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     others: set[int | None] = set()
     source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
     for eqn in loss.eqns:
@@ -109,17 +109,17 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
         elif eqn.primitive.name == "scan":
             *rest, xs = _jax.scan_operands(eqn, read)
             over_layers = _is_over_layers(eqn, [i is not None for i in xs])
-            found |= {i: eqn.params["length"] for i in xs if i is not None and over_layers}
+            lengths |= {i: eqn.params["length"] for i in xs if i is not None and over_layers}
             others.update(*rest, () if over_layers else xs)
         else:
             others.update(read)
     others.update(source.get(v) for v in jaxprs.variables(atom for atom, _ in loss.outputs))
     leaves, tree = jax.tree.flatten(params)
-    return Stacks(tree, tuple(found.get(i) if i not in others else None for i in range(len(leaves))))
+    return Stacks(tree, tuple(lengths.get(i) if i not in others else None for i in range(len(leaves))))
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
-    """Whether the iterations of a scan do real work with their slices of the parameters, as those over time do not."""
+    """Tells whether a scan's iterations do real work with their slices of the parameters; those over time do not."""
     body = eqn.params["jaxpr"]
     flat = jaxprs.flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
     *_, xs = _jax.scan_operands(eqn, flat.invars)

@@ -54,7 +54,7 @@ def settle_sums(
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes one number of an array."""
+    """Tells whether an equation makes one number of an array."""
     return _jax.aval(eqn.outvars[0]).shape == () and any(_jax.aval(v).shape for v in eqn.invars)
 
 

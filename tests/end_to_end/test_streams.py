@@ -36,8 +36,6 @@ MOMENTUM = optax.sgd(0.05, momentum=0.9)
 
 def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = ADAMW, **options: Any) -> jvpipe.Pipeline:
     count = stages if isinstance(stages, int) else len(stages.stages)
-    if not isinstance(stages, int):
-        stages = replace(stages, stages=tuple(replace(stage, devices=(0,)) for stage in stages.stages))
     return jvpipe.Pipeline(
         m.loss_fn,
         optimizer,
@@ -45,7 +43,7 @@ def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = AD
         options.pop("microbatches", MICRO),
         schedule,
         planner="even",
-        devices=jax.devices()[:1] * count,
+        devices=jax.devices()[:count],
         has_aux=m.has_aux,
         has_state=m.has_state,
         **options,
@@ -75,6 +73,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("case", "stages", "optimizer"), [("pre-norm", 3, ADAMW), ("resnet", 2, MOMENTUM)])
 def test_the_replay_gives_the_same_bits_with_any_fates(name: str, case: str, stages: int, optimizer: Any) -> None:
@@ -94,7 +93,7 @@ def test_the_replay_gives_the_same_bits_with_any_fates(name: str, case: str, sta
     state = pipe.drain(state)
     assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)[0])
     held = sum(x.nbytes for x in state.arrays)
-    assert pipe.ledger.live == [held, 0], "something leaked"
+    assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (held, 0), "something leaked"
     assert pipe.ledger.peak == [peak.bytes for peak in pipe.session.compiled.peaks]
     assert pipe.ledger.peak[HOST] > 0
 
@@ -127,7 +126,7 @@ def test_every_schedule_replays_at_every_number_of_stages(name: str, stages: int
 
 
 @pytest.mark.parametrize("name", ["pipedream", "xpipe"])
-def test_four_stages_replay_on_four_devices(name: str) -> None:
+def test_four_stages_with_dropout_replay(name: str) -> None:
     m = CASES["chained-keys"]()  # with dropout
     pipe = jvpipe.Pipeline(m.loss_fn, ADAMW, 4, MICRO, SCHEDULES[name], planner="even")
     batches = batches_of(m, 4)

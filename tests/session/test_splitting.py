@@ -113,7 +113,7 @@ def test_even_stages_stay() -> None:
 
 def run(params: Any, given: Any, loss_fn: Any, stages: int | Plan, **options: Any) -> tuple[Any, Pipeline]:
     """Losses and parameters of two steps, as bytes."""
-    devices = jax.devices()[:1] * (stages if isinstance(stages, int) else len(stages.stages))
+    devices = jax.devices()[: stages if isinstance(stages, int) else len(stages.stages)]
     pipe = Pipeline(loss_fn, SGD, stages=stages, microbatches=2, devices=devices, **options)
     state, losses = pipe.init(params, given, jax.random.key(0)), []
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_transformer_has_the_same_bits_with_halves() -> None:
     whole = trace_model(case.loss_fn, case.params, micro, case.rng).traced
     attention, network = (split_points(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2))
     halves = split_layers(whole, {1: attention, 2: network})
-    plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], devices=[0] * 4, splits=halves.splits)
+    plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], splits=halves.splits)
     alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
     cut, pipe = run(case.params, case.batch, case.loss_fn, plan)
     assert len(pipe.session.compiled.traced.graph.layers) == len(whole.graph.layers) + 2

@@ -68,7 +68,7 @@ def read_cluster(path: Path) -> Cluster:
     per_machine, machines = table.count("devices_per_machine"), table.count("machines", 1)
     needed = ["host", *(["peer"] if per_machine > 1 else []), *(["network"] if machines > 1 else [])]
     links = {name: _link(table, name, name in needed) for name in ("host", "peer", "network")}
-    memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.found else None
+    memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
     return Cluster(
         table.text_of("name", path.stem),
         _device(table),
@@ -81,7 +81,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _link(table: "_Table", name: str, needed: bool) -> Link:
-    if name not in table.found and not needed:
+    if name not in table.entries and not needed:
         return INFINITE
     link = table.inner(name, "a link: a table with bytes_per_s")
     link.know("bytes_per_s latency_s")
@@ -89,7 +89,7 @@ def _link(table: "_Table", name: str, needed: bool) -> Link:
 
 
 def _device(table: "_Table") -> Accelerator:
-    named = table.found.get("device")
+    named = table.entries.get("device")
     if isinstance(named, str):
         if named not in PRESETS:
             raise table.wrong("device", did_you_mean("hardware", named, list(PRESETS)))
@@ -97,13 +97,13 @@ def _device(table: "_Table") -> Accelerator:
     device = table.inner("device", "a table, or the name of a preset")
     device.know("name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s")
     rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
-    if "float32" not in rates.found:
+    if "float32" not in rates.entries:
         raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
     return Accelerator(
         device.text_of("name", "device"),
         device.size("memory_bytes"),
         device.number("memory_bytes_per_s"),
-        {dtype: rates.number(dtype) for dtype in rates.found},
+        {dtype: rates.number(dtype) for dtype in rates.entries},
         device.number("launch_s", 5e-6, zero=True),
         device.number("elementwise_per_s", math.inf),
     )
@@ -115,7 +115,7 @@ class _Table:
 
     path: Path
     text: str
-    found: Mapping[str, Any]
+    entries: Mapping[str, Any]
     prefix: str = ""
 
     def wrong(self, key: str, what: str) -> ValueError:
@@ -123,14 +123,14 @@ class _Table:
         return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
-        for key in self.found:
+        for key in self.entries:
             if key not in names.split():
                 raise self.wrong(key, f"is unknown: {did_you_mean('field', key, names.split())}")
 
     def value(self, key: str, what: str) -> Any:
-        if key not in self.found:
+        if key not in self.entries:
             raise self.wrong(key, f"is missing: it is {what}")
-        return self.found[key]
+        return self.entries[key]
 
     def inner(self, key: str, what: str) -> "_Table":
         value = self.value(key, what)
@@ -140,7 +140,7 @@ class _Table:
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
         """A rate, which may be infinite, or with `zero` a time, which may be 0."""
-        value = self.value(key, "a number") if default is None else self.found.get(key, default)
+        value = self.value(key, "a number") if default is None else self.entries.get(key, default)
         least, most = ("of at least 0", sys.float_info.max) if zero else ("above 0", math.inf)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (0 < value <= most or (zero and value == 0)):
@@ -150,7 +150,7 @@ class _Table:
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.value(key, "a whole number") if default is None else self.found.get(key, default)
+        value = self.value(key, "a whole number") if default is None else self.entries.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, f"must be a whole number of at least 1, not {value!r}")
         return value
@@ -166,13 +166,13 @@ class _Table:
         return size
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.found.get(key, default)
+        value = self.entries.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, f"must be true or false, not {value!r}")
         return value
 
     def text_of(self, key: str, default: str) -> str:
-        value = self.found.get(key, default)
+        value = self.entries.get(key, default)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, f"must be a text, not {value!r}")
         return value

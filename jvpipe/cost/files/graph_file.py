@@ -13,7 +13,7 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 
 
 def read_graph(path: str | Path) -> GraphFile:
-    """What a graph file says: PipeDream's graph.txt, or the JSON of dnn-partitioning, told apart by their content.
+    """Reads a graph file: PipeDream's graph.txt, or the JSON of dnn-partitioning, told apart by their content.
 
     Layers are the file's (forward) nodes in topological order, nodes that must share a device as close together as they
     can be; of those that are ready the lowest id comes first. What is wrong in the file is a ValueError that names

@@ -40,10 +40,10 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     >>> node = dict(id=7, fpgaLatency=1, size=100, isBackwardNode=0, colorClass=1)
     >>> grad = dict(node, id=8, fpgaLatency=2, size=60, isBackwardNode=1)
     >>> text = json.dumps(dict(maxSizePerFPGA=1e9, maxFPGAs=2, nodes=[node, grad], edges=[]))
-    >>> found = read_graph_json(text, "graph.json")
-    >>> found.memory_limit_bytes, found.devices, found.costs.ids
+    >>> graph = read_graph_json(text, "graph.json")
+    >>> graph.memory_limit_bytes, graph.devices, graph.costs.ids
     (1000000000, 2, (7,))
-    >>> layer = found.costs.layers[0]
+    >>> layer = graph.costs.layers[0]
     >>> layer.forward_s, layer.backward_s, layer.parameter_bytes, layer.gradient_bytes
     (0.001, 0.002, 100, 60)
     """
@@ -106,6 +106,6 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
 
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
-    """How fast the file's edges move; the middle one, should they disagree."""
+    """The speed of the file's edges, in bytes per second; the middle one, should they disagree."""
     rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes and edge.seconds]
     return statistics.median(rates) if rates else _BYTES_PER_S

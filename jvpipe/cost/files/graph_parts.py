@@ -1,4 +1,4 @@
-"""What every format of graph file shares: what is read from one, the order of its nodes, its errors."""
+"""The common parts of all formats of graph files: what is read from one, the order of its nodes, its errors."""
 
 import heapq
 import math
@@ -12,7 +12,7 @@ from jvpipe.ir.sizes import MOST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """What a graph file says: costs always, the machine it was made for where the format tells.
+    """The content of a graph file: costs always, the machine it was made for where the format tells.
 
     `devices` accelerators of `memory_limit_bytes` each are joined by `link`; `costs.ids` are the file's node ids.
     """
@@ -25,6 +25,11 @@ class GraphFile:
 
 def wrong(file: str, line: int, what: str) -> ValueError:
     """The error that says where a file is wrong.
+
+    Args:
+        file: its name.
+        line: its number, from 1.
+        what: is wrong there.
 
     >>> wrong("a.txt", 3, "activation_size is missing")
     ValueError('a.txt, line 3: activation_size is missing')
@@ -49,6 +54,11 @@ def topological_order(nodes: Iterable[int], edges: Mapping[tuple[int, int], int]
     """Nodes such that every edge runs forward; of those that are ready, the one of the lowest id comes first.
 
     `edges` maps each to the line where it stands. A cycle is a ValueError that names it.
+
+    Args:
+        nodes: of the graph.
+        edges: from a node to another, with the line of each.
+        file: for the error.
 
     >>> topological_order([3, 1, 2], {(3, 2): 8}, "a.txt")
     [1, 3, 2]

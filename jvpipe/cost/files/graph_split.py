@@ -1,4 +1,4 @@
-"""How others split a graph file over devices: the expert's splits that lie beside the dnn-partitioning files.
+"""The splits of a graph file over devices that experts made, which lie beside the dnn-partitioning files.
 
 The load of a device is the seconds of its nodes and of its transfers: each output that others read is sent once, each
 that it reads from others comes once, and so do their cotangents. The largest load is the time per sample, which the
@@ -18,15 +18,15 @@ def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
     whole = parse(Path(path).read_text(), str(path))
     if "cpus" in whole and any(device.items_of("nodes") for device in whole.objects("cpus")):
         raise whole.wrong("the field cpus holds nodes: only splits over accelerators can be used")
-    found: list[tuple[int, ...]] = []
+    parts: list[tuple[int, ...]] = []
     for device in whole.objects("fpgas"):
         nodes = device.items_of("nodes")
         if bad := [node for node in nodes if type(node) is not int]:
             raise device.wrong(f"the field nodes holds {bad[0]!r}, which is not the id of a node")
-        found.append(tuple(nodes))
-    if twice := [node for node, times in Counter(n for nodes in found for n in nodes).items() if times > 1]:
+        parts.append(tuple(nodes))
+    if twice := [node for node, times in Counter(n for nodes in parts for n in nodes).items() if times > 1]:
         raise whole.wrong(f"the field nodes holds {twice[0]} twice: a node is on one device")
-    return tuple(found)
+    return tuple(parts)
 
 
 def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[float, ...]:

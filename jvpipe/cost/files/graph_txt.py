@@ -55,10 +55,10 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     lines = list(enumerate(text.splitlines(), 1))
     for line, content in lines:
         if content.strip() and not content[0].isspace():
-            node, found = _read_node(content.rstrip(), file, line)
+            node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
                 raise wrong(file, line, f"node{node} was described on line {nodes[node].line} already")
-            nodes[node] = found
+            nodes[node] = cost
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content.strip() and content[0].isspace():

@@ -13,10 +13,10 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 class Located(dict[str, Any]):
     r"""A JSON object from `line` of `file`; each reading of a field is a ValueError if it is not what it must be.
 
-    >>> found = parse('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
-    >>> found.amount("size"), found.objects("nodes")[0].line
+    >>> whole = parse('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
+    >>> whole.amount("size"), whole.objects("nodes")[0].line
     (8.0, 2)
-    >>> found.objects("nodes")[0].count("id")
+    >>> whole.objects("nodes")[0].count("id")
     Traceback (most recent call last):
     ValueError: a.json, line 2: the field id is 1.5: it must be a whole number
     """
@@ -36,56 +36,56 @@ class Located(dict[str, Any]):
 
     def amount(self, field: str) -> float:
         """A number that can be a time or a size."""
-        found = self.field(field)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise self.wrong(f"the field {field} is {found!r}, which is not a number")
-        if reason := flaw(found):
-            raise self.wrong(f"the field {field} is {found}: it {reason}")
-        return float(found)
+        number = self.field(field)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise self.wrong(f"the field {field} is {number!r}, which is not a number")
+        if reason := flaw(number):
+            raise self.wrong(f"the field {field} is {number}: it {reason}")
+        return float(number)
 
     def count(self, field: str) -> int:
         """A whole number that is not negative."""
-        found = self.amount(field)
-        if not found.is_integer():
-            raise self.wrong(f"the field {field} is {found}: it must be a whole number")
-        return int(found)
+        number = self.amount(field)
+        if not number.is_integer():
+            raise self.wrong(f"the field {field} is {number}: it must be a whole number")
+        return int(number)
 
     def flag(self, field: str) -> bool:
         """True or false, or 1 or 0."""
-        found = self.field(field)
-        if found not in (0, 1):
-            raise self.wrong(f"the field {field} is {found!r}: it must be true or false")
-        return bool(found)
+        value = self.field(field)
+        if value not in (0, 1):
+            raise self.wrong(f"the field {field} is {value!r}: it must be true or false")
+        return bool(value)
 
     def items_of(self, field: str) -> list[Any]:
         """A list."""
-        found = self.field(field)
-        if not isinstance(found, list):
+        items = self.field(field)
+        if not isinstance(items, list):
             raise self.wrong(f"the field {field} must be a list")
-        return found
+        return items
 
     def objects(self, field: str) -> list["Located"]:
         """A list of objects."""
-        found = self.items_of(field)
-        if bad := [item for item in found if not isinstance(item, Located)]:
+        items = self.items_of(field)
+        if bad := [item for item in items if not isinstance(item, Located)]:
             raise self.wrong(f"the field {field} holds {bad[0]!r}, which is not an object")
-        return found
+        return items
 
 
 def parse(text: str, file: str) -> Located:
     """The object that a text holds, and in it objects side by side, all with their lines."""
     newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    openings = [found.start() for found in _STRING_OR_OPENING.finditer(text) if found[0] == "{"]
+    openings = [located.start() for located in _STRING_OR_OPENING.finditer(text) if located[0] == "{"]
     # They are made as they close: the outermost, which opens first, is the last.
     lines = iter([bisect.bisect(newlines, at) + 1 for at in (*openings[1:], *openings[:1])])
 
     def locate(pairs: list[tuple[str, Any]]) -> Located:
-        found = Located(pairs)
-        found.file, found.line = file, next(lines)
+        located = Located(pairs)
+        located.file, located.line = file, next(lines)
         names = [name for name, _ in pairs]
-        if twice := [name for name in found if names.count(name) > 1]:
-            raise found.wrong(f"the field {twice[0]} is there twice")
-        return found
+        if twice := [name for name in located if names.count(name) > 1]:
+            raise located.wrong(f"the field {twice[0]} is there twice")
+        return located
 
     try:
         whole = json.loads(text, object_pairs_hook=locate)

@@ -27,7 +27,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What an operator of layer `source` sends to layer `target`, and the seconds that it takes."""
+    """A value that an operator of layer `source` sends to layer `target`, and the seconds that it takes."""
 
     operator: Operator
     source: int

@@ -1,1 +1,1 @@
-"""What a stream without a flush adds to lowering: versions of the weights, and steps that repeat."""
+"""The lowering of streams without a flush: versions of the weights, and steps that repeat."""

@@ -20,7 +20,25 @@ _WINDOW = 2  # a layer's old place is free so many tasks of each stage after it 
 
 
 class Departures:
-    """What layers have left behind, by the number of the task that moved it."""
+    """The buffers that layers have left behind, by the number of the task that moved them.
+
+    >>> import jax
+    >>> from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref
+    >>> from jvpipe.programs.optimizer import OptimizerCut
+    >>> reads, loss = (Ref(ValueKind.PARAMETER, 0),), Ref(ValueKind.LOSS, 0)
+    >>> graph = LayerGraph((Layer(0, "a", reads, (loss,)),), (), (Parameter(Array("w", (), "float32", 4), (0,)),))
+    >>> here, there = (Plan.from_cuts([1], devices=[place]) for place in (0, 1))
+    >>> placer = Placer(graph, here, OptimizerCut((), (), (), jax.tree.structure(None), ()))
+    >>> placer.begin()
+    >>> placer.enter(there)
+    >>> new, departures = placer.bring(Value(ValueKind.PARAMETER, 0, version=0), 1, 0), Departures(placer)
+    >>> departures.note(task=7)
+    >>> for task in (9, 10):
+    ...     departures.free(task)
+    ...     print([str(row.kind) for row in placer.blocks[0].rows])
+    ['MOVE']
+    ['MOVE', 'FREE', 'DROP']
+    """
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -84,11 +102,18 @@ class LastReads:
                         self._last[p, self._left_at(p, v, m), v] = number
 
     def after(self, p: int, place: int, version: int, task: int) -> bool:
-        """Whether a version is read at a place after a task."""
+        """Tells whether a version is read at a place after a task.
+
+        Args:
+            p: the parameter.
+            place: where it is read.
+            version: of the parameter.
+            task: the number of a task.
+        """
         return self._last.get((p, place, version), -1) > task
 
     def _left_at(self, p: int, v: int, m: int) -> int:
-        """Where a version was made, if its owner has left that place; else -1."""
+        """The place at which a version was made, if its owner has left it; else -1."""
         if len(self._timeline.spans) == 1:
             return -1
         owner = self._timeline.graph.parameters[p].owner

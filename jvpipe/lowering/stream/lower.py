@@ -34,10 +34,27 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StreamLowering:
-    """What a stream is lowered from.
+    """A stream to be lowered.
 
     `spans` say which layout holds from which micro-batch on; `in_flight_at_switch` gives, by the step in which a span
     begins, the names of all that the spans before have left in flight.
+
+    >>> import jax
+    >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
+    >>> from jvpipe.ir.plan import Plan
+    >>> from jvpipe.lowering.layout import MicrobatchLayout
+    >>> from jvpipe.schedules import find_schedule
+    >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
+    >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
+    >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())
+    >>> signatures = Signature((), (), (0,), (), (), ()), Signature((), (("input", 0),), (), (), (), (0,))
+    >>> spans = [PlanSpan(0, MicrobatchLayout.of(graph, Plan.from_cuts([1, 1]), signatures))]
+    >>> optimizer = OptimizerCut((), (), (), jax.tree.structure(None), ())
+    >>> stream = StreamLowering(graph, spans, find_schedule("pipedream"), 2, optimizer)
+    >>> " ".join(f"{row.stage}{row.kind}" for row in stream.steps[-1].lowered.rows if row.kind in (Kind.F, Kind.B))
+    '0F 1F 0B 1B 0F 1F 0B 1B'
+    >>> [str(spot) for spot in stream.steps[-1].after]
+    ['cotangent 0 micro-batch -1 at 0']
     """
 
     graph: LayerGraph
@@ -71,7 +88,7 @@ class StreamLowering:
         return self.spans[-1].start // self.microbatches
 
     def drain(self, steps: int) -> Step:
-        """What is left to do after so many steps; it ends with nothing in flight."""
+        """Makes the step that ends a stream after so many steps, with nothing in flight."""
         n = min(steps, len(self.steps))
         return dropping(self._lower(n, drained=True).step(n), self.steps[n - 1])
 
@@ -193,7 +210,7 @@ class _Unrolling:
             self.placer.perform(operation)
 
     def _spots(self) -> dict[int, Spot]:
-        """What each buffer is called by now."""
+        """Lists what each buffer is called by now."""
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
@@ -202,7 +219,7 @@ class _Unrolling:
         return {b for _, b in self.placer.lasting()} | remembered
 
     def _metrics(self, n: int) -> list[int]:
-        """What step n tells: its metrics, then the losses of its micro-batches."""
+        """Lists the metrics of step n, then the losses of its micro-batches."""
         M, placer = self.timeline.M, self.placer
         losses = [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(n * M, n * M + M)]
         home = placer.where.home

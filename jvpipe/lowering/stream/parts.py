@@ -54,13 +54,13 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
 
 
 def _counted(tasks: tuple[Task, ...], kind: Kind) -> list[int]:
-    """For each micro-batch, the updates before its task of a kind."""
-    done, found = 0, []
+    """Counts, for each micro-batch, the updates before its task of a kind."""
+    done, counts = 0, []
     for task in tasks:
         done += task.kind == Kind.U
         if task.kind == kind:
-            found.append(done)
-    return found
+            counts.append(done)
+    return counts
 
 
 def parts(
@@ -85,7 +85,7 @@ def parts(
     >>> [text(part[0]) for part in parts(lambda n: three, 2, 2, ended=two)]
     ['0F0 0F1 0B0 0U0', '0F2 0B1 0U1 0F3 0B2 0U2', '0B3 0U3']
     """
-    found: list[TaskLists] = []
+    steps_parts: list[TaskLists] = []
     done: set[Task] = set()
     for n in range(steps):
         left = [[task for task in tasks if task not in done] for tasks in lists(n)]
@@ -98,6 +98,6 @@ def parts(
         brought = early(part, rest)
         part = tuple((*a, *(t for t in b if t in brought)) for a, b in zip(part, rest, strict=True))
         done |= {task for tasks in part for task in tasks}
-        found.append(part)
-    found.append(tuple(tuple(task for task in tasks if task not in done) for tasks in ended))
-    return found
+        steps_parts.append(part)
+    steps_parts.append(tuple(tuple(task for task in tasks if task not in done) for tasks in ended))
+    return steps_parts

@@ -78,7 +78,7 @@ class Unrolled:
         return (spot._replace(copy=Copy.OWN) if spot.copy is Copy.STALE else spot).shifted(-m0, -v0)
 
     def _alive(self, n: int) -> list[tuple[Spot, int]]:
-        """What is in flight before step n, in the order of its names."""
+        """Lists what is in flight before step n, in the order of its names."""
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
         if n == 0:
@@ -118,7 +118,16 @@ class Unrolled:
 
 
 def dropping(drain: Step, last: Step) -> Step:
-    """A drain that begins with all that a step leaves: versions that only later steps would have read are dropped."""
+    """Makes a drain begin with all that a step leaves: versions that only later steps would have read are dropped.
+
+    >>> from jvpipe.ir.values import Value, ValueKind
+    >>> old, new = (Value(ValueKind.PARAMETER, 0, version=v) for v in (-1, 0))
+    >>> spots, buffers = (Spot(old, 0), Spot(new, 0)), (Buffer(old, 0, 4), Buffer(new, 0, 4))
+    >>> last = Step(Lowered((), buffers, 2, (0, 1), ()), spots, spots, ())
+    >>> drain = Step(Lowered((), buffers[1:], 1, (0,), ()), spots[1:], spots[1:], ())
+    >>> [(str(row), row.frees) for row in dropping(drain, last).lowered.rows]
+    [('DROP', (0,))]
+    """
     at = {spot: i for i, spot in enumerate(drain.before)}
     left = {spot: last.lowered.buffers[b] for spot, b in zip(last.after, last.lowered.final, strict=True)}
     assert at.keys() <= left.keys(), at.keys() - left.keys()

@@ -22,16 +22,36 @@ from jvpipe.schedules.schedule import Schedule
 
 
 class PlanSpan(NamedTuple):
-    """From micro-batch `start` of a stream on, this is how they run."""
+    """The layout of a stream's micro-batches from `start` on."""
 
     start: int
     layout: MicrobatchLayout
 
 
 class StreamTimeline:
-    """So many steps of M micro-batches; `drained`: and the stream ends there.
+    """The plan and the weights of every micro-batch of a stream's first steps.
 
     `parts` are the lists of each step, and last those of the end, or of what would come.
+
+    Args:
+        graph: the layers.
+        spans: the layouts, and the micro-batches from which they hold; the first from 0.
+        schedule: an asynchronous one.
+        M: micro-batches of a step.
+        steps: how many there are.
+        drained: whether the stream ends with them.
+
+    >>> from jvpipe.ir.plan import Plan
+    >>> from jvpipe.ir.values import ValueKind
+    >>> from jvpipe.schedules import find_schedule
+    >>> from jvpipe.ir.layers import Array, Layer, Ref, Tensor
+    >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
+    >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
+    >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())
+    >>> spans = [PlanSpan(0, MicrobatchLayout.of(graph, Plan.from_cuts([1, 1]), ()))]
+    >>> timeline = StreamTimeline(graph, spans, find_schedule("pipedream"), 2, 3, drained=False)
+    >>> [timeline.version(0, m, back=False) for m in range(4)]
+    [0, 0, 1, 2]
     """
 
     def __init__(
@@ -48,9 +68,7 @@ class StreamTimeline:
         self._starts = [span.start for span in spans]
         self.every = schedule.period(M)
         counts = [len(span.layout.plan.stages) for span in spans]
-        self._stages = [
-            {i: s for s, found in enumerate(span.layout.plan.stages) for i in found.layers} for span in spans
-        ]
+        self._stages = [{i: s for s, part in enumerate(span.layout.plan.stages) for i in part.layers} for span in spans]
         longer = steps + 1 + -(-max(counts) // M)
         self._tables = [versions(schedule, schedule.with_updates(S, M, longer), M) for S in counts]
         self._newest: dict[tuple[int, int], int] = {}
@@ -64,21 +82,21 @@ class StreamTimeline:
         self.parts = parts(known, M, steps, self._whole(ended if drained else more), self._early)
 
     def _whole(self, lists: Sequence[TaskLists]) -> TaskLists:
-        found, *others = lists
+        whole, *others = lists
         for span, following in zip(self.spans[1:], others, strict=False):
-            found = spliced(found, following, span.start)
-        return found
+            whole = spliced(whole, following, span.start)
+        return whole
 
     def _early(self, part: TaskLists, rest: TaskLists) -> set[Task]:
-        """What a step needs of later ones: the update of a layer where it was, before it is read where it is."""
+        """Finds the tasks of later steps that a step needs: updates of layers where they were, before they are read."""
         later = {task for tasks in rest for task in tasks}
         wanted: set[Task] = set()
         waiting = [task for tasks in part for task in tasks] if len(self.spans) > 1 else []
         while waiting:
             task = waiting.pop()
-            found = {other for other in (*self.waits(task), *self.versions(task)) if other in later} - wanted
-            wanted |= found
-            waiting += found
+            needed = {other for other in (*self.waits(task), *self.versions(task)) if other in later} - wanted
+            wanted |= needed
+            waiting += needed
         for tasks in rest:  # backwards and updates keep their order
             last = max([i for i, task in enumerate(tasks) if task in wanted], default=-1)
             wanted |= {task for task in tasks[: last + 1] if task.kind != Kind.F}
@@ -89,17 +107,23 @@ class StreamTimeline:
         return bisect_right(self._starts, m) - 1
 
     def layout(self, m: int) -> MicrobatchLayout:
-        """How a micro-batch runs."""
+        """The layout of a micro-batch."""
         return self.spans[self._at(m)].layout
 
     def stage(self, layer: int, m: int) -> int:
-        """Where a layer runs with a micro-batch."""
+        """The stage of a layer with a micro-batch."""
         return self._stages[self._at(m)][layer]
 
     def version(self, layer: int, m: int, *, back: bool) -> int:
-        """The version of a layer's weights that its forward, or its backward, of a micro-batch reads."""
-        found = self._ruled(self._at(m), layer, m, back=back)
-        return found if back else max(found, self._newest.get((layer, m), 0))
+        """The version of a layer's weights that its forward, or its backward, of a micro-batch reads.
+
+        Args:
+            layer: whose weights.
+            m: the micro-batch.
+            back: of the backward rather than the forward.
+        """
+        ruled = self._ruled(self._at(m), layer, m, back=back)
+        return ruled if back else max(ruled, self._newest.get((layer, m), 0))
 
     def _ruled(self, n: int, layer: int, m: int, *, back: bool) -> int:
         table = self._tables[n].backward if back else self._tables[n].forward
@@ -111,7 +135,7 @@ class StreamTimeline:
         return self._ruled(n - 1, layer, first, back=False) if n and first else 0
 
     def versions(self, task: Task) -> Iterator[Task]:
-        """What a task of a layer that has changed stages waits for there: its weights, and its sums of gradients."""
+        """Yields what a task waits for where layers have changed stages: their weights, and their sums of gradients."""
         s, kind, m = task
         if m < self.spans[min(1, len(self.spans) - 1)].start:
             return
@@ -128,7 +152,7 @@ class StreamTimeline:
                     yield Task(self.stage(layer, maker), Kind.U, maker)
 
     def settle(self, ordered: Sequence[Task]) -> None:
-        """Where forwards predict by what the newest update did, those after a change read that: by this order."""
+        """Fixes, by this order, the newest versions that forwards after a change read, if these predict."""
         if not self.schedule.predicts or len(self.spans) == 1:
             return
         made = dict.fromkeys(self._stages[0], 0)

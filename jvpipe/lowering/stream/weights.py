@@ -22,7 +22,22 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `made` are the values that there are by now."""
+    """The rule of a timeline's schedule; `made` are the values that there are by now.
+
+    >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
+    >>> from jvpipe.ir.plan import Plan
+    >>> from jvpipe.lowering.layout import MicrobatchLayout
+    >>> from jvpipe.lowering.stream.timeline import PlanSpan
+    >>> from jvpipe.schedules import find_schedule
+    >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
+    >>> layers = Layer(0, "a", (), (edge,)), Layer(1, "b", (edge,), (loss,))
+    >>> graph = LayerGraph(layers, (Tensor(Array("t", (), "float32", 4), 0, (1,), True),), ())
+    >>> spans = [PlanSpan(0, MicrobatchLayout.of(graph, Plan.from_cuts([1, 1]), ()))]
+    >>> timeline = StreamTimeline(graph, spans, find_schedule("pipemare"), 2, 3, drained=False)
+    >>> weights = StreamWeights(timeline, set())
+    >>> [weights.tau(layer, 0) for layer in (0, 1)], [weights.ahead(0, m) for m in range(3)]
+    ([1, 0], [0, 1, 1])
+    """
 
     def __init__(self, timeline: StreamTimeline, made: set[Value]) -> None:
         self.timeline, self.graph, self.made = timeline, timeline.graph, made
@@ -30,12 +45,18 @@ class StreamWeights:
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
-        """Whether several stages read a parameter in a micro-batch."""
+        """Tells whether several stages read a parameter in a micro-batch."""
         stage = self.timeline.layout(m).stage
         return len({stage[reader] for reader in self.graph.parameters[p].readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
-        """The version of a parameter that the forward, or the backward, of a micro-batch reads."""
+        """The version of a parameter that the forward, or the backward, of a micro-batch reads.
+
+        Args:
+            p: the parameter.
+            m: the micro-batch.
+            back: of the backward rather than the forward.
+        """
         return self.timeline.version(self.graph.parameters[p].owner, m, back=back and not self.is_tied(p, m))
 
     def tau(self, layer: int, m: int) -> int:
@@ -50,14 +71,28 @@ class StreamWeights:
     # Reading
 
     def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The version that the rule says, or what has been computed of it."""
+        """The version that the rule says, or what has been computed of it.
+
+        Args:
+            p: the parameter.
+            layer: that reads it.
+            m: the micro-batch.
+            back: by the backward rather than the forward.
+        """
         shifted = self._shifted(p, m, back=back)
         if shifted in self.made and not self.is_tied(p, m):
             return shifted
         return Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back))
 
     def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
-        """Predicts or corrects a layer's weights along what is remembered of their updates, all at once."""
+        """Predicts or corrects a layer's weights along what is remembered of their updates, all at once.
+
+        Args:
+            layer: whose weights.
+            m: the micro-batch.
+            wanted: the parameters that will be read.
+            back: by the backward rather than the forward.
+        """
         if not (self.schedule.decay is not None if back else self.schedule.predicts):
             return
         own = [p for p in layer.reading(ValueKind.PARAMETER) if not self.is_tied(p, m)]
@@ -73,7 +108,13 @@ class StreamWeights:
         yield Operation(Kind.SHIFT, layer.id, m, tuple(reads), tuple(writes), ShiftRun(updates))
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The sum of the update that a micro-batch belongs to."""
+        """The sum of the update that a micro-batch belongs to.
+
+        Args:
+            p: the parameter.
+            layer: that reads it.
+            m: the micro-batch.
+        """
         return Value(ValueKind.GRADIENT, p, layer, version=m // self.timeline.every)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
@@ -88,7 +129,13 @@ class StreamWeights:
         )
 
     def use(self, kind: Kind, layer: Layer, m: int) -> Use:
-        """What a layer's forward or backward has read."""
+        """Records what a layer's forward or backward has read.
+
+        Args:
+            kind: of task: a forward or a backward.
+            layer: that ran.
+            m: the micro-batch.
+        """
         back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
@@ -153,7 +200,7 @@ class StreamUpdates:
         return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
 
     def _remembered(self, layer: int, before: dict[int, int], m: int, tau: int) -> Iterator[Operation]:
-        """What PipeMare and XPipe keep of an update: the mean of the updates, or the last one."""
+        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one."""
         corrects = self.weights.schedule.decay is not None
         kind = ValueKind.DELTA if corrects else ValueKind.APPLIED
         size = {p: self.weights.graph.parameters[p].array.bytes for p in before}
