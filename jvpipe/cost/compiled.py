@@ -1,6 +1,6 @@
 """The temporary bytes of backwards, told by the compiler: how it lays values out cannot be modelled.
 
-A backward that computes half of its layer again may need more than one that computes all of it, or as much as one that
+A backward that recomputes half of its layer may need more than one that recomputes all of it, or as much as one that
 is given everything.
 """
 

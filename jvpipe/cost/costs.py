@@ -17,7 +17,7 @@ class Option:
     """One way to treat what a layer's forward leaves for its backward: a point of the layer's frontier.
 
     `kept_bytes` stay on the device and `swapped_bytes` go to the host, both per micro-batch in flight; the backward
-    takes `extra_s` longer and `extra_bytes` more while it runs, for what it computes again. `fates` names what is
+    takes `extra_s` longer and `extra_bytes` more while it runs, for what it recomputes. `fates` names what is
     not kept (tensor name to "swap" or "recompute"). `swaps_input` says that the layer's inputs are among the swapped.
     """
 

@@ -1,8 +1,8 @@
 """The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
 
-A candidate is kept, swapped to the host and back, or computed again in the backward. Of all choices those remain that
+A candidate is kept, swapped to the host and back, or recomputed in the backward. Of all choices those remain that
 no other one beats in every respect, the non-convex ones included; where they are many, those that some prices of
-bytes and link time pick, and the ones farthest from them. Elementwise values are always computed again.
+bytes and link time pick, and the ones farthest from them. Elementwise values are always recomputed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -78,7 +78,7 @@ def layer_options(
 
 
 def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) -> tuple[Option, ...]:
-    """A layer's options: the first keeps everything, the last computes everything again.
+    """A layer's options: the first keeps everything, the last recomputes everything.
 
     Args:
         recompute: what dropping the layer's candidates costs.
@@ -101,7 +101,7 @@ def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Options whose seconds agree with what was measured; in between they are interpolated."""
     modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
-    measured_s = np.maximum.accumulate(measured_s)  # noise must not make it cheaper to compute more again
+    measured_s = np.maximum.accumulate(measured_s)  # noise must not make it cheaper to recompute more
     return tuple(
         replace(option, extra_s=float(np.interp(option.extra_s, modelled_s, measured_s))) for option in options
     )
@@ -122,7 +122,7 @@ def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple
 def _option(
     recompute: Recompute, kept: Iterable[int], swapped: Iterable[int] = (), swaps_input: bool = False
 ) -> Option:
-    used, again = recompute.dropping(frozenset(kept))
+    used, recomputed = recompute.dropping(frozenset(kept))
     swapped = used.intersection(swapped)
     everything = recompute.choices == frozenset(kept)
     dropped = frozenset() if everything else recompute.choices - used
@@ -130,8 +130,8 @@ def _option(
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
-        extra_s=recompute.extra_s(again),
-        extra_bytes=sum(recompute.bytes[c] for c in again),
+        extra_s=recompute.extra_s(recomputed),
+        extra_bytes=sum(recompute.bytes[c] for c in recomputed),
         fates=fates | {recompute.names[c]: "swap" for c in sorted(swapped)},
         swaps_input=swaps_input,
     )

@@ -101,7 +101,7 @@ def measured_costs(
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: layer_programs(store, traced, share) for share in shares}
-    forwards = [forward_program(programs, again=True) for programs in kept["all"]]
+    forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
     programs = [*forwards, *chain.from_iterable(backwards.values())]
     runs = measure_programs(store, programs, device, known, room_bytes, archive)

@@ -34,8 +34,8 @@ class Recompute:
 
     `candidates` are the names of all; `names` and `bytes` those of the ones that can matter; `free` ones are kept
     anyway (results of the layer).
-    `parents[c]` are the candidates that making `c` again needs, `parents[-1]` those that the backward needs itself;
-    `behind[c]` the equations (columns) that making `c` again repeats, `seconds` how long each takes.
+    `parents[c]` are the candidates that recomputing `c` needs, `parents[-1]` those that the backward needs itself;
+    `behind[c]` the equations (columns) that recomputing `c` repeats, `seconds` how long each takes.
     """
 
     candidates: tuple[str, ...]
@@ -49,19 +49,19 @@ class Recompute:
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Finds which of these kept candidates are needed, and which others are recomputed."""
         kept = self.free.union(kept)
-        used, again, todo = set(), set(), set(self.parents[-1])
+        used, recomputed, todo = set(), set(), set(self.parents[-1])
         while todo:
             c = todo.pop()
             if c in kept:
                 used.add(c)
-            elif c not in again:
-                again.add(c)
+            elif c not in recomputed:
+                recomputed.add(c)
                 todo |= self.parents[c]
-        return frozenset(used), frozenset(again)
+        return frozenset(used), frozenset(recomputed)
 
-    def extra_s(self, again: Collection[int]) -> float:
+    def extra_s(self, recomputed: Collection[int]) -> float:
         """The seconds that recomputing these candidates takes."""
-        return float(self.seconds[self.behind[sorted(again)].any(0)].sum()) if again else 0.0
+        return float(self.seconds[self.behind[sorted(recomputed)].any(0)].sum()) if recomputed else 0.0
 
     def kept_bytes(self, used: Iterable[int]) -> int:
         """The bytes of kept candidates; free ones lie elsewhere."""
@@ -105,22 +105,22 @@ class Recompute:
     def cut(self, price: float) -> frozenset[int]:
         """The candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
 
-        Two nodes per candidate, needed and made again, and one per equation. What lies on the source's side is true:
+        Two nodes per candidate, needed and recomputed, and one per equation. What lies on the source's side is true:
 
             source -> needed[p]         p is needed by the backward itself
-            needed[c] -> again[c]       cut if c is kept, at its price
-            again[c] -> needed[p]       making c again needs p
-            again[c] -> e -> sink       and repeats equation e, cut at its seconds
+            needed[c] -> recomputed[c]       cut if c is kept, at its price
+            recomputed[c] -> needed[p]       recomputing c needs p
+            recomputed[c] -> e -> sink       and repeats equation e, cut at its seconds
         """
         n, columns = self.behind.shape
-        needed, again, equation = np.arange(n) + 2, np.arange(n) + 2 + n, np.arange(columns) + 2 + 2 * n
+        needed, recomputed, equation = np.arange(n) + 2, np.arange(n) + 2 + n, np.arange(columns) + 2 + 2 * n
         own = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
         scale = _CAPACITY / max(own.sum() + self.seconds.sum(), 1e-300)
         endless = 2 * _CAPACITY
         edges = [(0, needed[p], endless) for p in self.parents[-1]]
-        edges += [(needed[c], again[c], int(own[c] * scale)) for c in range(n)]
-        edges += [(again[c], needed[p], endless) for c in range(n) for p in self.parents[c]]
-        edges += [(again[c], equation[e], endless) for c, e in zip(*self.behind.nonzero(), strict=True)]
+        edges += [(needed[c], recomputed[c], int(own[c] * scale)) for c in range(n)]
+        edges += [(recomputed[c], needed[p], endless) for c in range(n) for p in self.parents[c]]
+        edges += [(recomputed[c], equation[e], endless) for c, e in zip(*self.behind.nonzero(), strict=True)]
         edges += [(equation[e], 1, max(int(self.seconds[e] * scale), 1)) for e in range(columns)]
         rows, cols, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
         size = 2 + 2 * n + columns
@@ -129,7 +129,7 @@ class Recompute:
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        return frozenset(c for c in self.choices if needed[c] in reached and again[c] not in reached)
+        return frozenset(c for c in self.choices if needed[c] in reached and recomputed[c] not in reached)
 
 
 def recompute_of(

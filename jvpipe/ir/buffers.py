@@ -19,7 +19,7 @@ class Copy(StrEnum):
 
     OWN = "own"  # what reads it there reads this one
     UNUSED = "unused"  # a program yields it and nobody reads it
-    RERUN = "rerun"  # made again by a forward that ran again
+    RERUN = "rerun"  # yielded by a forward that was recomputed
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
     STALE = "stale"  # left behind by what has moved

@@ -14,13 +14,14 @@ class Fates:
     """The fate of every candidate of every layer, and of every edge that a stage holds.
 
     `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
-    host in between. `rerun` are layers whose forward runs again before the backward of what reads their outputs.
+    host in between. `recomputed` are layers whose forward runs once more before the backward of what reads their
+    outputs.
     `edges[stage, tensor]` are those that are swapped or recomputed; all others are kept.
     """
 
     kept: tuple[frozenset[str], ...]
     swapped: tuple[frozenset[str], ...]
-    rerun: frozenset[int]
+    recomputed: frozenset[int]
     edges: Mapping[tuple[int, int], Fate]
 
     @staticmethod
@@ -71,8 +72,8 @@ class Fates:
                         edges[s, tensors[name]] = fate
                 else:
                     raise ValueError(did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors]))
-        rerun = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE)
-        for layer in rerun:  # what a layer leaves is made again with its outputs
+        recomputed = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE)
+        for layer in recomputed:  # what a layer leaves is recomputed with its outputs
             kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)
             swapped[layer] = frozenset()
-        return Fates(tuple(kept), tuple(swapped), rerun, edges)
+        return Fates(tuple(kept), tuple(swapped), recomputed, edges)

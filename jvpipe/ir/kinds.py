@@ -9,7 +9,7 @@ class Kind(StrEnum):
 
     F = "F"  # forward
     B = "B"  # backward
-    R = "R"  # recompute: a forward that runs again for a backward
+    R = "R"  # recompute a forward for a backward
     U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
     SEND = "SEND"  # copy to another place

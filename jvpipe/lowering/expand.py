@@ -1,10 +1,10 @@
 """Expanding: a task of a stage becomes the operations of its layers, over values.
 
     1F2    F(layer 3) F(layer 4)                            what a layer reads and writes follows from the graph,
-    1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)   what it leaves and runs again from the layout's fates,
+    1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)   what it leaves and recomputes from the layout's fates,
                                                             which weights it reads from the rule of the schedule
 
-A layer whose stage drops what it makes runs again (R) before the first backward that reads it.
+A layer whose stage drops what it makes is recomputed (R) before the first backward that reads it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,7 +84,7 @@ class Expander:
     def __init__(self, graph: LayerGraph, weights: Weights, made: set[Value]) -> None:
         self.graph, self.weights, self.made = graph, weights, made
         self._written = written_state(graph)
-        self._ran_again: set[tuple[int, int]] = set()  # layers and micro-batches
+        self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 
     def operation(
         self,
@@ -167,7 +167,7 @@ class Expander:
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=False)
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [Write(self.written_by(ref, m), self._bytes_of(ref)) for ref in layer.writes]
-        copy = Copy.UNUSED if layer.id in layout.fates.rerun else Copy.OWN
+        copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
         yield self.operation(Kind.F, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
@@ -185,8 +185,9 @@ class Expander:
         yield self.operation(Kind.E, layer.id, m, reads, writes, None, delivers)
 
     def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """A layer's backward, after what must run again for it. Its cotangents go to the next earlier reader, last to
-        the producer.
+        """Yields a layer's backward, after recomputing what it needs.
+
+        Its cotangents go to the next earlier reader, last to the producer.
 
         Args:
             layer: that runs.
@@ -197,8 +198,8 @@ class Expander:
         for kind, i in signature.sources:
             if kind == "input":
                 yield from self._ensure(layer, layer.reads[i], m, layout)
-        if layer.id in layout.fates.rerun:
-            yield from self._again(layer, m, layout)
+        if layer.id in layout.fates.recomputed:
+            yield from self._recompute(layer, m, layout)
         sums = [self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
         if self.weights.accumulates and sums and sums[0] not in self.made:
             yield self._zeros(layer, m)
@@ -293,15 +294,15 @@ class Expander:
         return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
 
     def _ensure(self, reader: Layer, ref: Ref, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Makes an edge again if its stage dropped it."""
+        """Recomputes an edge if its stage dropped it."""
         if layout.drops(reader, ref):
-            yield from self._again(self.graph.layers[self.graph.tensors[ref.index].producer], m, layout)
+            yield from self._recompute(self.graph.layers[self.graph.tensors[ref.index].producer], m, layout)
 
-    def _again(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """A layer's forward once more, unless it has been; it leaves what backwards read."""
-        if (layer.id, m) in self._ran_again:
+    def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """Recomputes a layer's forward, once; it leaves what backwards read."""
+        if (layer.id, m) in self._recomputed:
             return
-        self._ran_again.add((layer.id, m))
+        self._recomputed.add((layer.id, m))
         for ref in layer.reads:
             yield from self._ensure(layer, ref, m, layout)
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=True)

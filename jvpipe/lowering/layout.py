@@ -52,7 +52,7 @@ class MicrobatchLayout:
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Tells whether a layer's stage drops an edge after the forward, to compute it again for the backward."""
+        """Tells whether a layer's stage drops an edge after the forward, to recompute it for the backward."""
         fate = self.fates.edges.get((self.stage[layer.id], ref.index))
         return ref.kind is ValueKind.TENSOR and fate is Fate.RECOMPUTE
 

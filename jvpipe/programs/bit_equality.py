@@ -111,7 +111,7 @@ def _outcome(
         later = [r.index for r in body.reads if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer]
         programs = store.layer(body, list(body.candidates.values()), later)
         forward, backward = store.compile(
-            [(forward_program(programs, again=True), device), (backward_program(programs), device)]
+            [(forward_program(programs, recompute=True), device), (backward_program(programs), device)]
         )
         made = _run(forward, [values[v] for v in body.inputs], device)
         outputs = [(v, x) for v, x in zip(body.outputs, made, strict=False) if isinstance(v, Var)]

@@ -1,8 +1,8 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
 The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
-barrier; everything else is computed again in the backward. Candidates and outputs are made by calls that are compiled
-alike in all programs (see `outline`), and what is made of them is the same whether they were kept or made again. So
+barrier; everything else is recomputed in the backward. Candidates and outputs are made by calls that are compiled
+alike in all programs (see `outline`), and what is made of them is the same whether they were kept or recomputed. So
 any choice gives the same bits.
 """
 
@@ -37,8 +37,8 @@ class LayerPrograms:
     signature: Signature
 
     @cached_property
-    def again(self) -> ClosedJaxpr:
-        """The forward for whoever runs it again: what it prints has been printed."""
+    def recompute(self) -> ClosedJaxpr:
+        """The forward for recomputing: what it prints has been printed."""
         return jaxprs.silent(self.forward)
 
     @cached_property

@@ -42,10 +42,10 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
     return {"all": names, "half": names[::2], "nothing": names[:0]}[share]
 
 
-def forward_program(programs: LayerPrograms, *, again: bool = False) -> Program:
-    """A layer's forward as something to compile; run `again`, or on trial, it prints nothing."""
-    if again and programs.again is not programs.forward:
-        return Program.of(programs.again, marked=True, key=("F again", programs.key))
+def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
+    """A layer's forward as something to compile; `recompute`: it prints nothing, as one on trial."""
+    if recompute and programs.recompute is not programs.forward:
+        return Program.of(programs.recompute, marked=True, key=("F again", programs.key))
     return Program.of(programs.forward, marked=True, key=("F", programs.key))
 
 

@@ -1,6 +1,6 @@
 """The places of an optimizer's equations: with the layer that owns their operands, everywhere, or once for all layers.
 
-What is computed from replicated values alone is computed again by whoever needs it. What mixes layers runs in the
+What is computed from replicated values alone is recomputed by whoever needs it. What mixes layers runs in the
 global program, and only small values may go there. Layers and the global program take turns, in phases: the
 global program of a phase reads what layers sent in it, layers read the results in the next phase.
 """

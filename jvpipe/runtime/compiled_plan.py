@@ -207,7 +207,7 @@ class CompiledPlan:
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
             case Kind.F | Kind.R:
-                return forward_program(programs[_operand(row, LayerRun).layout][layer], again=row.kind is Kind.R)
+                return forward_program(programs[_operand(row, LayerRun).layout][layer], recompute=row.kind is Kind.R)
             case Kind.B:
                 return self.backward_program(programs[_operand(row, LayerRun).layout][layer])
             case Kind.E:

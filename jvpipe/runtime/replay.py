@@ -136,7 +136,7 @@ class Replay:
         """A layer's forward again, with the backward's weights: what it wrote, and new residuals."""
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
-            out = self._run(forward_program(self._programs(layer), again=True), reads)
+            out = self._run(forward_program(self._programs(layer), recompute=True), reads)
             self._again[layer.id] = out
             self._residuals[layer.id] = out[len(layer.writes) :]
         return self._again[layer.id]
@@ -153,7 +153,7 @@ class Replay:
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
-        if layer.id in self._fates.rerun:
+        if layer.id in self._fates.recomputed:
             self._rerun(layer)
         arguments = []
         for kind, i in signature.sources:

@@ -8,7 +8,7 @@ paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the upd
         D: `decay`; off at tau = 0
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Whatever is computed again for a backward reads the backward's weights: here fates are part of the mathematics. A
+Whatever is recomputed for a backward reads the backward's weights: here fates are part of the mathematics. A
 parameter that several stages read follows its first reader in all of them, and is stashed instead.
 """
 

@@ -1,6 +1,6 @@
 """Task lists at the level of stages as work for the simulator: what planners count with.
 
-    F, B            forward and backward of a stage; R, what is computed again, straight before B
+    F, B            forward and backward of a stage; R, recomputing, straight before B
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
 
@@ -14,7 +14,7 @@ Against `jvpipe.simulate.rows`, which has the rows that a controller dispatches 
 the two together): bytes are the same, and seconds too, but that
     with swaps, the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe),
     and the rows' IN for the task before it in the dispatch to end, here for the B before its own to begin (1F1B);
-    with R, the rows compute again while the cotangents are on their way.
+    with R, the rows recompute while the cotangents are on their way.
 Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times; both lie between a step
 whose copies take no time and that plus all its copies.
 """
@@ -77,9 +77,9 @@ class Features:
             shared: whether sends take the links to the host.
             swaps: whether something is swapped even if that takes no time.
         """
-        _, again, _, out, back, sent, returned = (any(column) for column in zip(*parts_s, strict=True))
+        _, recomputes, _, out, back, sent, returned = (any(column) for column in zip(*parts_s, strict=True))
         sends = sent or returned
-        return Features(again, swaps or out or back, sends, shared and sends)
+        return Features(recomputes, swaps or out or back, sends, shared and sends)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequ
     """Cuts a traced loss into layers: at its narrow places unless `cuts` tells others, and at `splits` too.
 
     Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
-    to no layer: each layer that needs one computes it again (but see `settle_sums`).
+    to no layer: each layer that needs one recomputes it (but see `settle_sums`).
 
     Args:
         loss: traced.

@@ -135,7 +135,7 @@ def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same without what only prints and the like, `jax.debug.callback`: for whoever computes it again.
+    """The same without what only prints and the like, `jax.debug.callback`: for recomputing.
 
     >>> def loud(x):
     ...     jax.debug.print("{}", x)

@@ -28,7 +28,7 @@ def test_a_swapped_residual_is_saved_and_a_recomputed_one_is_not() -> None:
 
 def test_a_recomputed_edge_runs_its_maker_again_which_then_leaves_all() -> None:
     resolved = fates([3], t0="recompute", first_made="swap")
-    assert resolved.rerun == {0}
+    assert resolved.recomputed == {0}
     assert resolved.edges == {(0, 0): Fate.RECOMPUTE}
     assert (resolved.kept[0], resolved.swapped[0]) == (MADE, frozenset())
 

@@ -37,7 +37,7 @@ PLAN = Plan.from_cuts([2, 2])
 def test_always_keeps_the_stages_inputs_alone() -> None:
     fates = Fates.of(chain(), checkpointed(chain(), PLAN, "always"))
     assert fates.edges == {(0, 0): "recompute", (1, 2): "recompute"}  # not edge 1: the second stage's input
-    assert fates.rerun == {0, 2}
+    assert fates.recomputed == {0, 2}
     assert (fates.kept[1], fates.kept[3]) == (frozenset(), frozenset())
     assert fates.kept[0] == {"dot_0", "dot_1"}  # what is run again leaves everything, for one micro-batch
 

@@ -65,6 +65,6 @@ def test_a_forward_that_prints_prints_once() -> None:
         return loss
 
     programs = only(build_graph(trace_loss(loud, [W], X, None), cuts=[]), "all")
-    first, again = forward_program(programs), forward_program(programs, again=True)
+    first, again = forward_program(programs), forward_program(programs, recompute=True)
     assert (first.calls_host, again.calls_host) == (True, False)
     assert first.key != again.key

@@ -28,7 +28,7 @@ def test_only_the_last_micro_batch_of_except_last_keeps_all() -> None:
     compiled = begun(checkpoint="except_last")[0].session.compiled
     first, last = compiled.layouts(first=4)
     assert (first.number, last.number) == (4, 5)
-    recomputed, kept = (set(layout.fates.rerun) for layout in (first, last))
+    recomputed, kept = (set(layout.fates.recomputed) for layout in (first, last))
     assert recomputed > kept == set()
     with pytest.raises(ValueError, match="checkpoint='except_last' means nothing under pipedream"):
         begun(schedule="pipedream", checkpoint="except_last")

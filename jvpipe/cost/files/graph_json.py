@@ -33,7 +33,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     """The costs, limit and link in the text of a dnn-partitioning file; `file` is what errors call it.
 
     Each forward node is a layer, as `operator_graph` says. Its `size` counts as parameters, that of its backward as
-    gradients: the format does not tell what they hold, so there is nothing to swap or to compute again. Edges get the
+    gradients: the format does not tell what they hold, so there is nothing to swap or to recompute. Edges get the
     bytes that the file's link moves in their `cost`.
 
     >>> import json
