@@ -54,6 +54,25 @@ def test_a_micro_batch_reads_the_version_that_it_is_told(read: int) -> None:
     assert_close(losses[1:], [loss_fn(seen, MICRO_BATCHES[1], None)])
 
 
+def test_a_backward_may_read_other_weights_than_its_forward() -> None:
+    """By hand: what the forward left is of the first weights, cotangents pass the newest."""
+    uses = [
+        [Use(kind, layer, 0, v) for kind, v in ((Kind.F, 0), (Kind.B, 0), (Kind.U, 1)) for layer in range(3)],
+        [Use(kind, layer, 1, v) for kind, v in ((Kind.F, 0), (Kind.B, 1), (Kind.U, 2)) for layer in range(3)],
+    ]
+    parameters, _ = replayed("pipedream", uses)
+    once = [w - 0.5 * g for w, g in zip(PARAMS, gradients(PARAMS, 0), strict=True)]
+    made = [MICRO_BATCHES[1]["x"]]
+    for w in PARAMS:
+        made.append(np.tanh(made[-1] @ w))
+    cotangent, expected = 2 * made[-1] / made[-1].size, []
+    for i in reversed(range(3)):
+        cotangent = cotangent * (1 - made[i + 1] ** 2)
+        expected.append(once[i] - 0.5 * made[i].T @ cotangent)
+        cotangent = cotangent @ once[i].T
+    assert_close(parameters, expected[::-1])
+
+
 def test_a_micro_batch_in_flight_has_a_loss_and_no_update() -> None:
     uses = [[Use(Kind.F, layer, m, 0) for layer in range(3)] for m in range(MICRO)]
     parameters, losses = replayed("pipedream", uses)

@@ -19,7 +19,7 @@ def test_one_waits_for_the_step_after_that_of_the_one_before(caplog: pytest.LogC
     pipe, state = begun()
     migrations = pipe.session.migrations
     migrations.request(state, THERE, (2, 1), "first")
-    migrations.request(state, HERE, (1, 0), "second")
+    migrations.request(state, HERE, (1, 1), "second")
     assert [(it.change.step, it.change.microbatch, it.change.how) for it in migrations.queue] == [
         (2, 1, "inside"),
         (3, 0, "between"),

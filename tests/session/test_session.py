@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import jvpipe
 from jvpipe.schedules import PipeMare
 from tests.session.tiny import BATCH, HERE, PARAMS, THERE, begun, loss_fn, pipeline
 
@@ -36,11 +37,12 @@ def test_nothing_is_measured_unless_it_is_switched_on() -> None:
 
 def test_the_past_is_computed_with_the_plan_of_its_time() -> None:
     pipe, state = begun(schedule="pipedream")
-    state, _ = pipe.step(state, BATCH)
-    state = pipe.migrate(state, THERE)
-    pipe.step(state, BATCH)
-    plans = [pipe.session.compiled_in_the_past(BATCH, m, m).plan for m in range(4)]
-    assert [plan.cuts for plan in plans] == [HERE.cuts, HERE.cuts, THERE.cuts, THERE.cuts]
+    for plan in (HERE, THERE, jvpipe.Plan.from_cuts([3])):
+        if plan is not HERE:
+            state = pipe.migrate(state, plan)
+        state, _ = pipe.step(state, BATCH)
+    plans = [pipe.session.compiled_in_the_past(BATCH, m, m).plan for m in range(6)]
+    assert [plan.cuts for plan in plans] == [HERE.cuts] * 2 + [THERE.cuts] * 2 + [(3,)] * 2
 
 
 def test_a_warm_up_runs_synchronous_steps_first() -> None:
