@@ -108,7 +108,13 @@ def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option
 
 
 def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple[Option, ...]:
-    """The options of one of several equal layers: fates bear its name, swapped inputs their own."""
+    """The options of one of several equal layers: fates bear its name, swapped inputs their own.
+
+    Args:
+        options: of the first of them.
+        layer: what the one is called.
+        inputs: the names of its inputs.
+    """
     return tuple(
         replace(
             option,

@@ -86,6 +86,11 @@ def measure_links(device: Device, other: Device | None = None, sizes: tuple[int,
     """Times a device's links; without another device, sending takes no time.
 
     Each copy is of its own array, so that nothing is answered from what is there already.
+
+    Args:
+        device: whose links.
+        other: a device to send to.
+        sizes: bytes of a small and of a large copy.
     """
     pinned, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (_host_memory(device), None))
     copies: list[Copy] = [lambda x: jax.device_put(x, pinned), lambda x: jax.device_put(x, here)]

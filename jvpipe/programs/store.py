@@ -35,7 +35,14 @@ class Program:
     def of(
         closed: ClosedJaxpr, donated: Iterable[int] = (), *, marked: bool = False, key: Hashable = None
     ) -> "Program":
-        """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on."""
+        """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on.
+
+        Args:
+            closed: the jaxpr.
+            donated: positions of inputs that it may overwrite.
+            marked: whether somebody waits on it.
+            key: equal for programs that are the same.
+        """
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
         called = any(map(calls_host, closed.jaxpr.eqns))
@@ -51,7 +58,13 @@ class ProgramStore:
         self._compiled: dict[tuple[Hashable, Device], Any] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
-        """A layer's forward and backward; layers alike get the same ones."""
+        """A layer's forward and backward; layers alike get the same ones.
+
+        Args:
+            body: of the layer.
+            kept: the names of the candidates that its forward saves.
+            partial: tensors that later layers read too.
+        """
         places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
         kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
         key = (body.structure, places, kinds, body.differentiable, body.active, frozenset(kept))

@@ -58,7 +58,13 @@ def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A part of an array of keys, the indices as operands."""
+    """A part of an array of keys, the indices as operands.
+
+    Args:
+        keys: an array of keys.
+        starts: the first index of each axis.
+        sizes: how many of each axis.
+    """
     return jax.lax.dynamic_slice(keys, [np.int32(start) for start in starts], sizes)
 
 

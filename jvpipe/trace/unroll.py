@@ -58,7 +58,13 @@ def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def unrolled(eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]) -> list[Any] | None:
-    """The results of a scan over layers, whose iterations `run` does; None if the equation is anything else."""
+    """The results of a scan over layers, whose iterations `run` does; None if the equation is anything else.
+
+    Args:
+        eqn: a scan, or not.
+        values: its operands.
+        run: does one iteration.
+    """
     if eqn.primitive.name != "scan":
         return None
     constants, carry, xs = _jax.scan_operands(eqn, values)

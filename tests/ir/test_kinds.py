@@ -1,6 +1,7 @@
 """Kinds are told apart by their tables, or so that an unknown one is refused; docs/kinds.md lists where."""
 
 import ast
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,17 +39,20 @@ PICKED = {
     "simulate": {"F", "B", "U"},
 }
 """By room, the kinds that code there compares with: what it says of one of these holds for no other."""
+MENTIONED = re.compile(rf"\b({'|'.join(sorted(ENUMS))})\.|[\"']({'|'.join(Kind)}|I|W)[\"']")
+"""Files without any of these have nothing to look at, and are not parsed."""
 
 
 @cache
 def choices() -> list[tuple[Path, ast.Match | ast.Compare]]:
     """Every `match` and every comparison of the library, with its file."""
     house = Path(jvpipe.__file__).parent
-    files = [file for file in house.rglob("*.py") if "models" not in file.parts]
+    texts = {file: file.read_text() for file in house.rglob("*.py") if "models" not in file.parts}
     return [
         (file.relative_to(house), node)
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
+        for file, text in texts.items()
+        if MENTIONED.search(text)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.Match, ast.Compare))
     ]
 

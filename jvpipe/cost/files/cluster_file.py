@@ -139,7 +139,13 @@ class _Table:
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A rate, which may be infinite, or with `zero` a time, which may be 0."""
+        """A rate, which may be infinite, or with `zero` a time, which may be 0.
+
+        Args:
+            key: of the table.
+            default: where the key is missing; None: it must be there.
+            zero: a time is meant.
+        """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
         least, most = ("of at least 0", sys.float_info.max) if zero else ("above 0", math.inf)
         number = isinstance(value, int | float) and not isinstance(value, bool)
