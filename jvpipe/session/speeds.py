@@ -1,11 +1,13 @@
 """Cuts for devices that are not equally fast.
 
-Legend: c[s, i, j] seconds of stage s with layers i to j; T the slowest stage; L layers, S stages.
+Legend: T the slowest stage; L layers, S stages.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+
+from jvpipe.planners.model.chain_dp import least_path
 
 _EQUAL = 1 + 1e-9  # sums of floats are not exact
 
@@ -23,31 +25,10 @@ def cuts_at_speeds(layer_s: Sequence[float], slowness: Sequence[float], fixed_s:
     >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
     ([3, 3], [4, 2])
     """
-    total = np.concatenate([[0.0], np.cumsum(layer_s)])
-    fixed = fixed_s or [0.0] * len(slowness)
-    slowest, _ = _search(total, slowness, fixed, np.inf)
-    _, bounds = _search(total, slowness, fixed, slowest * _EQUAL)
+    total, places = np.concatenate([[0.0], np.cumsum(layer_s)]), np.arange(len(layer_s) + 1)
+    each_s = np.where(places > places[:, None], total - total[:, None], np.inf)
+    stages = [slow * each_s + fixed for slow, fixed in zip(slowness, fixed_s or [0.0] * len(slowness), strict=True)]
+    most_s = least_path(stages, np.maximum)[0] * _EQUAL
+    _, bounds = least_path((np.where(stage_s <= most_s, stage_s, np.inf) for stage_s in stages), np.add)
+    assert bounds is not None, "there are as many layers as stages need"
     return np.diff(bounds).tolist()
-
-
-def _search(
-    total: np.ndarray, slowness: Sequence[float], fixed_s: Sequence[float], most_s: float
-) -> tuple[float, list[int]]:
-    """The least slowest stage if any may take as long as it likes, else the least sum of stages within `most_s`."""
-    layers, stages = len(total) - 1, len(slowness)
-    best = np.where(np.arange(layers + 1) == 0, 0.0, np.inf)  # of the first layers on the first stages
-    came: list[np.ndarray] = []
-    for s, (slow, fixed) in enumerate(zip(slowness, fixed_s, strict=True)):
-        after, source = np.full(layers + 1, np.inf), np.zeros(layers + 1, int)
-        for j in range(s + 1, layers - (stages - 1 - s) + 1):
-            took = slow * (total[j] - total[:j]) + fixed
-            within = np.where(took <= most_s, took, np.inf)
-            total_s = np.maximum(best[:j], took) if most_s == np.inf else best[:j] + within
-            source[j] = int(total_s.argmin())
-            after[j] = total_s[source[j]]
-        best = after
-        came.append(source)
-    bounds = [layers]
-    for source in reversed(came):
-        bounds.append(int(source[bounds[-1]]))
-    return float(best[-1]), bounds[::-1]

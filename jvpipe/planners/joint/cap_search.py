@@ -18,8 +18,8 @@ from itertools import count
 
 import numpy as np
 
-from jvpipe.planners.joint.chain_dp import Matrix, least_max, least_sum, sums_through
 from jvpipe.planners.joint.segment_table import Path, Table, cells
+from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum, sums_through
 from jvpipe.planners.model.problem import Problem
 
 Caps = tuple[float, ...]

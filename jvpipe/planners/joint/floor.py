@@ -12,8 +12,8 @@ import numpy as np
 
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
+from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
-from jvpipe.planners.model.paths import best_path
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import check
 
@@ -86,7 +86,7 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
         least = min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None))
         yield Decision(least.bounds, least.choices)
     kept = KeepAll(problem)
-    places = best_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
+    _, places = least_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
     assert places is not None, "there are as many places as stages need"
     yield kept.decision(places)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.planners.joint.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.joint.trips import CAP_TOLERANCE, Trips
+from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Block, Segments

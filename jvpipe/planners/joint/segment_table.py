@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.chain_dp import Matrix, least_sum
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Segment
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateSearch, StageChoices, StageQuery
 from jvpipe.planners.joint.working_tiers import Tier, spread_max
+from jvpipe.planners.model.chain_dp import Matrix, least_sum
 from jvpipe.planners.model.segments import Block, Cuts, between, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.chain_dp import least_max, least_sum
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.working_tiers import spread_max, tiers
+from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Block, Cuts, Grid

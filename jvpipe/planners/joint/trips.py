@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jvpipe.planners.joint.chain_dp import Matrix
+from jvpipe.planners.model.chain_dp import Matrix
 
 CAP_FACTORS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
 """Over the least cap; the last ones are for steps of few micro-batches."""

@@ -6,12 +6,11 @@ where there is no layer between them it is infinite.
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
+from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.paths import best_path
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
@@ -96,10 +95,7 @@ def least_kept_bytes(problem: Problem) -> float:
     160.0
     """
     kept = KeepAll(problem)
-    peaks = [kept.peak_bytes(s) for s in range(problem.stages)]
-    places = best_path(peaks, np.maximum)
-    assert places is not None, "there are as many places as stages need"
-    return max(float(peaks[s][a, b]) for s, (a, b) in enumerate(pairwise(places)))
+    return least_path(map(kept.peak_bytes, range(problem.stages)), np.maximum)[0]
 
 
 def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:

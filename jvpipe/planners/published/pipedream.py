@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
-from jvpipe.planners.model.paths import best_path
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.published.replication import replicated
 
@@ -36,7 +36,7 @@ def pipedream(problem: Problem, replicate: bool = False) -> Decision:
 def _straight(problem: Problem) -> Decision:
     kept = KeepAll(problem)
     slowest = np.maximum(kept.seconds, kept.comm_s)
-    places = best_path((kept.where_it_fits(s, slowest) for s in range(problem.stages)), np.maximum)
+    _, places = least_path((kept.where_it_fits(s, slowest) for s in range(problem.stages)), np.maximum)
     if places is None:
         raise nothing_fits("pipedream", problem.memory_limit_bytes, least_peaks(kept))
     return kept.decision(places)
@@ -45,6 +45,6 @@ def _straight(problem: Problem) -> Decision:
 def least_peaks(kept: KeepAll) -> list[float]:
     """Bytes of each stage, where the cuts are such that the most is as little as can be."""
     stages = range(kept.problem.stages)
-    places = best_path(map(kept.peak_bytes, stages), np.maximum)
+    _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
     assert places is not None, "there are as many places as stages need"
     return [float(kept.peak_bytes(s)[ends]) for s, ends in zip(stages, pairwise(places), strict=True)]

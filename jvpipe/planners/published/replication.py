@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
-from jvpipe.planners.model.paths import join
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Grid, between, seconds
 from jvpipe.schedules.pipedream import PipeDream
@@ -119,7 +118,7 @@ class _Fastest:
             cost, begins, parts = alone, np.repeat(np.arange(rows)[:, None], n, 1), np.full((rows, n), m)
             for last in range(1, m):
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = join(pipelines.cost[m - last - 1], closing, np.maximum)
+                joined, middle = _join(pipelines.cost[m - last - 1], closing, np.maximum)
                 better = joined < cost
                 cost, begins = np.where(better, joined, cost), np.where(better, middle, begins)
                 parts = np.where(better, last, parts)
@@ -187,3 +186,23 @@ def _level(kept: KeepAll, parts: int, devices: int, link: Link) -> _Level:
     weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
     comm_s = KeepAll(replace(kept.problem, peer=link)).comm_s
     return _Level(parts, devices, comm_s, seconds(link, 2 * weights))
+
+
+def _join(
+    left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"], how: np.ufunc
+) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
+    """For row a and column b the least how(left[a, c], right[c, b]) over the places c > a, and that place.
+
+    >>> left, right = np.array([[np.inf, 3.0, 5.0]]), np.array([[np.inf] * 3, [np.inf, np.inf, 4.0], [np.inf] * 3])
+    >>> values, middles = _join(left, right, np.maximum)
+    >>> float(values[0, 2]), int(middles[0, 2])
+    (4.0, 1)
+    """
+    rows, columns = len(left), right.shape[1]
+    values = np.full((rows, columns), np.inf)
+    middles = np.zeros((rows, columns), dtype=np.int64)
+    for a in range(min(rows, columns - 1)):
+        ways = how(left[a, a + 1 :, None], right[a + 1 :])
+        least = ways.argmin(0)
+        values[a], middles[a] = ways[least, np.arange(columns)], least + a + 1
+    return values, middles

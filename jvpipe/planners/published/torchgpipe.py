@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 
@@ -65,16 +66,9 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_largest(total: np.ndarray, stages: int) -> np.ndarray:
-    """The bounds that make the largest block smallest, by dynamic programming over (blocks, layers)."""
-    largest = np.concatenate([[np.inf], total[1:]])
-    last_bound = []
-    for _ in range(stages - 1):
-        # [j, i]: the first j layers at their best, and layers j to i as one more block
-        worst = np.maximum(largest[:, None], total[None] - total[:, None])
-        worst[np.tril_indices(len(total))] = np.inf
-        last_bound.append(worst.argmin(0))
-        largest = worst.min(0)
-    bounds = [len(total) - 1]
-    for choice in reversed(last_bound):
-        bounds.append(int(choice[bounds[-1]]))
-    return np.array([0, *reversed(bounds)])
+    """The bounds that make the largest block smallest, given the costs of the first layers."""
+    costs = total[None] - total[:, None]
+    costs[np.tril_indices(len(total))] = np.inf
+    _, bounds = least_path([costs] * stages, np.maximum)
+    assert bounds is not None, "there are as many layers as stages need"
+    return np.array(bounds)

@@ -1,0 +1,75 @@
+"""The dynamic program over cuts of a chain: one matrix per stage, and the best path through all of them.
+
+Legend: the matrix of stage s has a row per place where it may begin and a column per place where it may end; the ends
+of a stage are the starts of the next. Where both are all places of a model, the matrix is square and infinite at and
+below its diagonal, where no layer is between. A path begins at the first place of the first stage and ends at the last
+one of the last stage. An infinite number is a stage that cannot be.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+Matrix = Float[np.ndarray, "_ _"]
+Places = tuple[int, ...]
+
+
+def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places | None]:
+    """Returns the least that a path takes, and its places: infinity and None if every path meets an infinite number.
+
+    Args:
+        matrices: what each stage takes, in seconds or bytes; they are looked at one after the other.
+        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the largest.
+
+    >>> inf = np.inf
+    >>> square = np.array([[inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4])
+    >>> least_path([square] * 2, np.maximum), least_path([square] * 3, np.add), least_path([square] * 4, np.add)
+    ((5.0, (0, 2, 3)), (10.0, (0, 1, 2, 3)), (inf, None))
+    """
+    best, came = None, list[np.ndarray]()
+    for matrix in matrices:
+        if best is None:
+            best = matrix[0]
+            continue
+        total = how(best[:, None], matrix)
+        came.append(total.argmin(0))
+        best = total[came[-1], np.arange(total.shape[1])]
+    assert best is not None, "there is at least one stage"
+    if not np.isfinite(best[-1]):
+        return float("inf"), None
+    path = [len(best) - 1]
+    for origin in reversed(came):
+        path.append(int(origin[path[-1]]))
+    return float(best[-1]), (0, *reversed(path))
+
+
+def least_sum(matrices: Iterable[Matrix]) -> tuple[float, Places | None]:
+    """Returns the least sum on any path, and its places.
+
+    >>> least_sum([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
+    (6.0, (0, 1, 0))
+    """
+    return least_path(matrices, np.add)
+
+
+def least_max(matrices: Sequence[Matrix]) -> float:
+    """Returns the largest number on the path whose largest number is least.
+
+    >>> least_max([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
+    4.0
+    """
+    best = np.full(1, -np.inf)
+    for matrix in matrices:
+        best = np.maximum(best[:, None], matrix).min(0)
+    return float(best[0])
+
+
+def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
+    """Returns for every place of every bound the least sum of a path through it."""
+    ahead, behind = [np.zeros(1)], [np.zeros(1)]
+    for matrix in matrices:
+        ahead.append((ahead[-1][:, None] + matrix).min(0))
+    for matrix in reversed(matrices):
+        behind.append((matrix + behind[-1]).min(1))
+    return [a + b for a, b in zip(ahead, reversed(behind), strict=True)]
