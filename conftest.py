@@ -21,9 +21,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
-from beartype import BeartypeConf  # noqa: E402
-from beartype.claw import beartype_package  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
+
+from tests.checked import check  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -40,7 +40,7 @@ def shaped_modules() -> list[str]:
 
 # What users give is checked by these themselves, and tests give what no annotation allows.
 CHECKING = ("jvpipe.pipeline", "jvpipe.session.arguments", "jvpipe.session.session", "jvpipe.ir.plan")
-beartype_package("jvpipe", conf=BeartypeConf(claw_is_pep526=False, claw_skip_package_names=CHECKING))
+check("jvpipe", CHECKING)
 install_import_hook(shaped_modules(), "beartype.beartype")
 
 
