@@ -1,8 +1,7 @@
 """The surrogate's optimum against enumeration of all cuts and all choices, runs of several layers included."""
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,21 +11,14 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.smallest_limit import longer_bytes, plan_within_bytes
+from jvpipe.planners.joint.smallest_limit import plan_within_bytes
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, check, evaluate, stage_cost, surrogate
 from jvpipe.schedules import find_schedule
+from tests.planners.joint.enumeration import choices
 from tests.planners.small import SCHEDULES, cuts, limited, problems
-
-
-def choices(problem: Problem, i: int, j: int) -> Iterator[list[int]]:
-    """All choices of layers [i, j), as a list for all layers."""
-    n = len(problem.costs.layers)
-    for some in product(*(range(RECOMPUTE_CHAIN, len(layer.options)) for layer in problem.costs.layers[i:j])):
-        if some[0] != RECOMPUTE_CHAIN and all(b != RECOMPUTE_CHAIN or a < 0 for a, b in pairwise(some)):
-            yield [0] * i + list(some) + [0] * (n - j)
 
 
 def enumerated(problem: Problem) -> tuple[float, int]:
@@ -69,24 +61,6 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
     assert problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
     assert evaluation.step_s == pytest.approx(least_s, rel=1e-9)
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
-
-
-@settings(max_examples=20, deadline=None)
-@given(problems(most_layers=4, tight=False))
-def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> None:
-    pricing, n = pricing_of(problem), len(problem.costs.layers)
-    for s in range(problem.stages):
-        block = pricing.segments.block(s, np.arange(n), np.arange(1, n + 1))
-        least = {
-            (i, j): min(stage_cost(problem, s, i, j, some).peak_bytes for some in choices(problem, i, j))
-            for i in range(n)
-            for j in range(i + 1, n + 1)
-        }
-        for (i, j), peak in least.items():
-            held = peak - float(block.fixed_bytes[i, j - 1])
-            claimed = longer_bytes(pricing, block, i, j - 1, held)
-            assert all(claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1))
-            assert claimed[i, 0] == peak
 
 
 def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True) -> Problem:

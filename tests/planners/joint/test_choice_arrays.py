@@ -1,0 +1,47 @@
+"""Choices in arrays, against the definition of each layer's bytes."""
+
+import numpy as np
+import pytest
+
+from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
+from jvpipe.planners.model.stage_cost import stage_cost
+from tests.planners.joint.enumeration import tiny
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_columns_hold_what_a_layer_alone_takes(seed: int) -> None:
+    problem = tiny(seed, "gpipe")
+    table, n = Choices.of(problem), len(problem.costs.layers)
+    working, held = table.working_bytes, table.held_bytes(4, slice(0, n))
+    for at, layer in enumerate(problem.costs.layers):
+        for column in (0, 1, 2, 3, RECOMPUTE):
+            every = [0] * n
+            every[at] = column
+            cost = stage_cost(problem, 0, at, at + 1, every)
+            need = working[at, column]
+            if column == RECOMPUTE:
+                need = table.recompute_peak_bytes[at] + layer.temporary_bytes
+            fixed = layer.parameter_bytes + layer.gradient_bytes
+            edges = stage_cost(problem, 0, at, at + 1, [0] * n).peak_bytes - (held[at, 0] + working[at, 0])
+            assert cost.peak_bytes == held[at, column] + need + edges
+            assert edges >= fixed
+            assert cost.host_bytes == 4 * table.swapped_bytes[at, column]
+            assert cost.recompute_s == table.extra_s[at, column]
+
+
+def test_columns_beaten_in_all_bytes_are_left_out_whatever_their_seconds() -> None:
+    table = Choices.of(tiny(0))
+    for layer, columns in enumerate(table.min_bytes_columns(2)):
+        rows = np.stack([table.held_bytes(2, slice(0, 4)), table.working_bytes, -table.left_bytes])[:, layer]
+        for column in range(4):
+            own = rows[:, [column]]
+            beaten = ((rows[:, :4] <= own).all(0) & (rows[:, :4] < own).any(0)).any()
+            assert not (beaten and column in columns)
+        assert [table.choice(int(c)) for c in columns[-2:]] == [RECOMPUTE_CHAIN, RECOMPUTE]
+
+
+def test_without_swaps_no_column_that_swaps_is_allowed() -> None:
+    table = Choices.of(tiny(1), swaps=False)
+    assert not (table.allowed & (table.swapped_bytes > 0)).any()
+    assert table.allowed[:, [0, RECOMPUTE]].all()

@@ -1,0 +1,24 @@
+"""The bound that no plan is below, against all plans."""
+
+import numpy as np
+import pytest
+
+from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.stage_cost import evaluate
+from tests.planners.joint.enumeration import every_decision, tiny
+from tests.planners.small import SCHEDULES, limited
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_plan_that_fits_is_below_the_bound(schedule: str) -> None:
+    problem = tiny(1, schedule, layers=3)
+    evaluations = (evaluate(problem, decision) for decision in every_decision(problem))
+    steps = [
+        simulated_step_s(problem, x.stages) for x in evaluations if x.peak_bytes <= (problem.memory_limit_bytes or 0)
+    ]
+    assert 0 < lower_bound(problem) <= min(steps) * (1 + 1e-9)
+
+
+def test_where_nothing_fits_it_is_infinite() -> None:
+    assert lower_bound(limited(tiny(0), 1)) == np.inf

@@ -1,0 +1,38 @@
+"""The fastest choices of a segment, against all of them."""
+
+import numpy as np
+import pytest
+
+from jvpipe.planners.joint.segment_table import Effort, Table
+from jvpipe.planners.joint.stage_fates import FateSearch, StageQuery
+from jvpipe.planners.joint.surrogate import pricing_of
+from tests.planners.joint.enumeration import every_cost, tiny
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_no_choices_that_fit_are_faster(seed: int, share: float) -> None:
+    problem = tiny(seed, share=share)
+    pricing, limit = pricing_of(problem), problem.memory_limit_bytes or 0
+    for s, i, j in ((0, 0, 3), (1, 1, 4), (1, 2, 4)):
+        block = pricing.segments.block(s, np.array([i]), np.array([j]))
+        room = pricing.limit_bytes - float(block.fixed_bytes[0, 0])
+        query = StageQuery(s, i, j, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room)
+        found_s = [FateSearch(pricing, query, tier).least_seconds(4000).seconds for tier in pricing.tiers]
+        fits = [cost.seconds for cost in every_cost(problem, s, i, j) if cost.peak_bytes <= limit]
+        assert min(found_s) == pytest.approx(min(fits, default=np.inf))
+
+
+def test_what_a_stage_may_swap_is_kept() -> None:
+    problem = tiny(1, share=0.3)
+    pricing = pricing_of(problem)
+    for most in (0.0, 8.0):
+        table = Table(pricing, [np.array([0]), np.array([2]), np.array([4])], Effort(), (most, most))
+        for cell in ((0, 0, 2), (1, 2, 4)):
+            table.settle(cell)
+            if table.fits(cell):
+                swapped = sum(
+                    pricing.choices.swapped_bytes[cell[1] + at, choice]
+                    for at, choice in enumerate(table.cell_choices(cell))
+                )
+                assert swapped <= most
