@@ -1,5 +1,6 @@
 """The one place that touches `jax.extend` and jaxlib: jaxprs as data, fast copies. Version differences end here."""
 
+import socket
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
+from jax.experimental import multihost_utils, transfer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         id: int
         platform: str
         device_kind: str
+        process_index: int
 
         def memory_stats(self) -> dict[str, int] | None: ...
         def addressable_memories(self) -> list[Any]: ...
@@ -191,3 +194,36 @@ def feeder(device: Device) -> Callable[[np.ndarray | jax.Array], jax.Array]:
         return copy(x)
 
     return run
+
+
+def transfer_server(address: str) -> Any:
+    """What other processes pull this one's arrays from; `address` is this host's on their network."""
+    client = cast(Any, jax.local_devices()[0]).client
+    return transfer.start_transfer_server(
+        client, f"{address}:0", [f"{address}:0"], max_num_parallel_copies=8, transfer_size=1 << 20
+    )
+
+
+def is_own(device: Device) -> bool:
+    """True for a device of this process."""
+    return device.process_index == jax.process_index()
+
+
+def own_address() -> str:
+    """The address of this host on the network over which it reaches the coordinator."""
+    coordinator = cast(Any, multihost_utils).distributed.global_state.coordinator_address
+    host, _, port = coordinator.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))  # nothing is sent
+        return probe.getsockname()[0]
+
+
+def placed(like: jax.ShapeDtypeStruct, device: Device) -> jax.ShapeDtypeStruct:
+    """A shape and type on a device."""
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=SingleDeviceSharding(device))
+
+
+def coordination() -> Any:
+    """The processes' key-value store and barriers; None where this process is alone."""
+    return cast(Any, multihost_utils).distributed.global_state.client

@@ -15,6 +15,7 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.planners import find_planner
 from jvpipe.report.explain import explain
 from jvpipe.report.reasons import cut_reasons
+from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.schedules import Schedule
@@ -133,6 +134,7 @@ class Pipeline:
                 has_state=has_state,
                 grad_norm=grad_norm,
                 remeasure=remeasure,
+                hosts=present_hosts(),
             )
         )
 
@@ -245,12 +247,14 @@ class Pipeline:
     # What a state holds
 
     def params(self, state: State) -> Tree:
-        """The parameters as the caller gave them, as numpy arrays."""
-        return self.session.params(state)
+        """The parameters as the caller gave them, as numpy arrays; of several processes the first alone gets them."""
+        leaves = self.session.host_values(state, ValueKind.PARAMETER)
+        return None if leaves is None else self.session.trees.join_params(leaves)
 
     def model_state(self, state: State) -> Tree:
-        """The model state as the caller gave it, as numpy arrays (keys as keys)."""
-        return self.session.trees.join_model_state(self.session.host_values(state, ValueKind.STATE))
+        """The model state as the caller gave it, as numpy arrays (keys as keys); of several processes to the first."""
+        leaves = self.session.host_values(state, ValueKind.STATE)
+        return None if leaves is None else self.session.trees.join_model_state(leaves)
 
     def optimizer_state(self, state: State) -> Tree:
         """The optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
@@ -259,7 +263,8 @@ class Pipeline:
         `evaluate(state, batch, params=...)` takes parameters that are made of it.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
-        return self.session.trees.join_optimizer_state(self.session.compiled.optimizer, leaves)
+        optimizer = self.session.compiled.optimizer
+        return None if leaves is None else self.session.trees.join_optimizer_state(optimizer, leaves)
 
     def with_optimizer_state(self, state: State, tree: Tree) -> State:
         """Gives the state another state of its optimizer, such as an injected learning rate. Consumes `state`.
@@ -292,6 +297,7 @@ class Pipeline:
             StageError: something failed on the way. If that was between two steps, nothing is lost: the error's `state`
                 is whole under the old plan.
         """
+        self._alone("migrate")
         self.session.check_state(state)
         if not isinstance(plan, Plan):
             raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {plan!r}")
@@ -303,6 +309,8 @@ class Pipeline:
 
         `session.history` tells what moved and why.
         """
+        if on:
+            self._alone("adapt")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()
@@ -326,6 +334,7 @@ class Pipeline:
             MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
             StageError: something failed on the way; its `state` is the present model's, drained and whole.
         """
+        self._alone("update_model")
         self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
@@ -340,9 +349,15 @@ class Pipeline:
             params: arrays or shapes.
             model_state: likewise.
         """
+        self._alone("precompile")
         with beside_training():
             known, present = self.session.known_models, self.session.compiled_plans
             known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
+
+    def _alone(self, what: str) -> None:
+        """Raises ValueError where several processes run the pipeline."""
+        if (hosts := self.session.settings.hosts) is not None:
+            raise ValueError(f"{what} works in one process alone, and this pipeline runs over {hosts.count}")
 
     # Checkpoints
 

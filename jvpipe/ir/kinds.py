@@ -20,6 +20,8 @@ class Kind(StrEnum):
     IN = "IN"  # copy back from the host
     FREE = "FREE"  # wait until a copy is there, then end its source
     DROP = "DROP"  # end what nobody will read
+    ARRIVE = "ARRIVE"  # make a mark of what has come from another process
+    RECEIPT = "RECEIPT"  # wait until what another process was offered has arrived there
     ZERO = "ZERO"  # make accumulators
     LOSS = "LOSS"  # sum the losses of a step's micro-batches
     WEIGHT = "WEIGHT"  # sum the weights of an update's micro-batches
@@ -103,6 +105,8 @@ KINDS: dict[Kind, KindInfo] = {
     Kind.IN: KindInfo(Runs.COPY, ("swap in", "#f0a8ad"), link=Link.FROM_HOST, watched=True),
     Kind.FREE: KindInfo(Runs.WAIT, _OTHER),
     Kind.DROP: KindInfo(Runs.NOTHING, _OTHER),
+    Kind.ARRIVE: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.RECEIPT: KindInfo(Runs.WAIT, _OTHER),
     Kind.ZERO: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.LOSS: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.WEIGHT: KindInfo(Runs.PROGRAM, _OTHER),

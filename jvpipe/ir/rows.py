@@ -49,7 +49,23 @@ class SumRun:
     count: int
 
 
-Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | None
+@dataclass(frozen=True, slots=True)
+class OfferRun:
+    """The source's half of a copy between processes: the `number`-th row of all offers it to a `process`."""
+
+    number: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRun:
+    """The target's half of a copy between processes: what the `number`-th row of all offers is asked of a `process`."""
+
+    number: int
+    process: int
+
+
+Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | OfferRun | AskRun | None
 """What tells rows of one kind and layer apart; None where the kind says it all."""
 
 

@@ -33,6 +33,7 @@ class ValueKind(StrEnum):
     DELTA = "delta"  # index: leaf: the running mean of a parameter's updates
     APPLIED = "applied"  # index: leaf: a parameter's last update
     UPDATES = "updates"  # layer: how many updates its deltas have seen
+    MARK = "mark"  # index: the row of the copy that has arrived
 
 
 class Owner(StrEnum):
@@ -91,6 +92,7 @@ VALUES: dict[ValueKind, ValueInfo] = {
     ValueKind.DELTA: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
     ValueKind.APPLIED: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
     ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
+    ValueKind.MARK: ValueInfo(Owner.METRIC),
 }
 """The one table of kinds of values."""
 

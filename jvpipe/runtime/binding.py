@@ -73,6 +73,7 @@ def bind(
     executable_of: Callable[[Row], Any],
     calls_host: Callable[[Row], bool],
     mark_of: Callable[[Buffer], Callable[[], Any] | None],
+    crossing_of: Callable[[Row], Callable[..., Any] | None] = lambda row: None,
 ) -> Bound:
     """Binds each row to the program or the copy that runs it.
 
@@ -82,13 +83,14 @@ def bind(
         executable_of: gives the executable of a row that runs a program.
         calls_host: tells of such a row if it calls the host: those can fail and are watched.
         mark_of: gives what compiles the program that says when a moved buffer has arrived.
+        crossing_of: gives what runs this process's half of a copy between processes; None for other rows.
     """
     buffers = lowered.buffers
     temporary_bytes: dict[int, int] = {}  # by executable
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target, source = (_place(buffers, ids) if ids else row.place for ids in (born, dead))
-        run, temporary = _copy(row, devices, target), 0
+        run, temporary = crossing_of(row) or _copy(row, devices, target), 0
         if run is None:
             run = executable_of(row)
             if id(run) not in temporary_bytes:
@@ -126,12 +128,22 @@ def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any
             return _in_list(_jax.swapper(devices[row.place], "device"))
         case Kind.FREE:
             return _wait
-        case Kind.DROP:
+        case Kind.DROP | Kind.RECEIPT:
             return _nothing
         case Kind.FEED:
             return _jax.feeder(devices[target])
         case (
-            Kind.F | Kind.B | Kind.R | Kind.E | Kind.U | Kind.ZERO | Kind.LOSS | Kind.WEIGHT | Kind.SHIFT | Kind.SETTLE
+            Kind.F
+            | Kind.B
+            | Kind.R
+            | Kind.E
+            | Kind.U
+            | Kind.ZERO
+            | Kind.LOSS
+            | Kind.WEIGHT
+            | Kind.SHIFT
+            | Kind.SETTLE
+            | Kind.ARRIVE
         ):
             return None
         case _:

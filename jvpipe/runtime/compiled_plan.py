@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, assert_never
 
 import jax
@@ -11,13 +11,15 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import Array, Signature
+from jvpipe.ir.layers import Signature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import LayerRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.rows import AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
 from jvpipe.ir.values import VALUES, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.placement import Placement
+from jvpipe.lowering.projection import projected, telling_all
+from jvpipe.lowering.receipts import with_receipts
 from jvpipe.lowering.step import lower_evaluation, lower_step
 from jvpipe.lowering.stream.lower import StreamLowering
 from jvpipe.lowering.stream.period import Step, dropping
@@ -29,10 +31,11 @@ from jvpipe.programs.model import backward_program, forward_program, layer_progr
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.state import piece_program
+from jvpipe.runtime.value_shapes import shape, value_shape
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.keys import dtype_of
 
 R = TypeVar("R")
 
@@ -49,6 +52,7 @@ class CompiledPlan:
     devices: tuple[Device, ...]
     store: ProgramStore
     previous: tuple["CompiledPlan", int] | None = None  # where a stream came from, at which micro-batch of its lowering
+    hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -58,6 +62,7 @@ class CompiledPlan:
         self.schedule.check(len(self.plan.stages), self.microbatches)
         self.executables: dict[tuple[Hashable, Device], Program] = {}  # which programs are used where
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
+        self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
@@ -177,29 +182,58 @@ class CompiledPlan:
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
         """Rows made ready to run; `programs` are those of the rows' layouts, if they are not this plan's."""
+        known, crossing_of = programs or self.programs, _no_crossing
+        if self.hosts is not None:
+            processes = [device.process_index for device in self.devices]
+            whole = with_receipts(telling_all(lowered, processes), processes)
+            self.whole_rows.append([f"{row} {row.place} {row.reads} {row.writes} {row.frees}" for row in whole.rows])
+            lowered, crossing_of = (
+                projected(whole, processes, self.hosts.process),
+                partial(self._crossing, whole, known),
+            )
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
-        known = programs or self.programs
         wanted = [(self._program(lowered, row, known), self.devices[row.place]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
         watched = {task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host}
         return bind(
-            lowered, self.devices, lambda row: executables[_task(row)], lambda row: _task(row) in watched, self._mark
+            lowered,
+            self.devices,
+            lambda row: executables[_task(row)],
+            lambda row: _task(row) in watched,
+            self._mark,
+            crossing_of,
         )
+
+    def _crossing(
+        self, whole: Lowered, programs: Sequence[Sequence[LayerPrograms]], row: Row
+    ) -> Callable[..., Any] | None:
+        """Gives what runs this process's half of a copy between processes; None for other rows."""
+        assert self.hosts is not None
+        if isinstance(row.run, OfferRun):
+            return self.hosts.offering(row.run)
+        if isinstance(row.run, AskRun):
+            like = self._crossing_array(whole, programs, whole.rows[row.run.number].reads[0])
+            return self.hosts.asking(row.run, like, self.devices[row.place])
+        return None
+
+    def _crossing_array(
+        self, whole: Lowered, programs: Sequence[Sequence[LayerPrograms]], b: int
+    ) -> jax.ShapeDtypeStruct:
+        """The shape and type of an array that another process makes."""
+        array = value_shape(self.traced, self.optimizer, whole.buffers[b].value)
+        if array is None:
+            maker = next(row for row in whole.rows if b in row.writes)
+            program = self._program(whole, maker, programs)
+            array = jax.eval_shape(program.fn, *program.inputs)[maker.writes.index(b)]
+        return array
 
     def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
         """Gives what compiles a program that says when an array has arrived; None if nothing overwrites that array."""
-        match moved.value.kind:
-            case ValueKind.PARAMETER | ValueKind.GRADIENT | ValueKind.DELTA | ValueKind.APPLIED:
-                array = self._parameter(moved.value)
-            case ValueKind.OPTIMIZER:
-                array = shape(self.optimizer.state[moved.value.index].array)
-            case ValueKind.UPDATES:
-                array = weights.COUNT
-            case kind:
-                assert not VALUES[kind].alone, f"nobody says how to mark {moved.value}"
-                return None
-        program = Program(("arrival", array.shape, str(array.dtype)), lambda x: [jax.numpy.int32(0)], (array,))
+        if not VALUES[moved.value.kind].alone and moved.value.kind is not ValueKind.PARAMETER:
+            return None
+        array = self._shape(moved.value)
+        program = _arrival(array)
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
@@ -214,13 +248,11 @@ class CompiledPlan:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
             case Kind.ZERO:
-                return zeros_program(
-                    [weights.COUNT if v.kind is ValueKind.UPDATES else self._parameter(v) for v in written]
-                )
+                return zeros_program([self._shape(v) for v in written])
             case Kind.SHIFT:
-                return weights.shifted([self._parameter(v) for v in written], _operand(row, ShiftRun).updates)
+                return weights.shifted([self._shape(v) for v in written], _operand(row, ShiftRun).updates)
             case Kind.SETTLE:
-                shapes = [self._parameter(v) for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
+                shapes = [self._shape(v) for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
                 if self.schedule.decay is None:
                     return weights.difference(shapes)
                 tau = _operand(row, SettleRun).tau
@@ -234,7 +266,19 @@ class CompiledPlan:
             case Kind.U:
                 piece = _operand(row, PieceRun)
                 return piece_program(self.optimizer.update[piece.piece], keeps=piece.keeps)
-            case Kind.FEED | Kind.SEND | Kind.RETURN | Kind.MOVE | Kind.OUT | Kind.FREE | Kind.IN | Kind.DROP:
+            case Kind.ARRIVE:
+                return _arrival(self._shape(lowered.buffers[row.reads[0]].value))
+            case (
+                Kind.FEED
+                | Kind.SEND
+                | Kind.RETURN
+                | Kind.MOVE
+                | Kind.OUT
+                | Kind.FREE
+                | Kind.IN
+                | Kind.DROP
+                | Kind.RECEIPT
+            ):
                 raise AssertionError(f"{row} runs no program")
             case _:
                 assert_never(row.kind)
@@ -244,8 +288,14 @@ class CompiledPlan:
         single = not self.schedule.synchronous and self.schedule.period(self.microbatches) == 1
         return single_backward_program(programs) if single else backward_program(programs)
 
-    def _parameter(self, value: Value) -> jax.ShapeDtypeStruct:
-        return shape(self.traced.graph.parameters[value.index].array)
+    def persistent_shape(self, kind: ValueKind, index: int) -> jax.ShapeDtypeStruct:
+        """The shape and type of what lies on the devices between steps."""
+        return self._shape(Value(kind, index))
+
+    def _shape(self, value: Value) -> jax.ShapeDtypeStruct:
+        array = value_shape(self.traced, self.optimizer, value)
+        assert array is not None, f"nobody says what {value} is like"
+        return array
 
 
 def _operand(row: Row, kind: type[R]) -> R:
@@ -259,6 +309,10 @@ def _task(row: Row) -> tuple[Kind, int, Run, int, int, int]:
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
 
 
-def shape(array: Array) -> jax.ShapeDtypeStruct:
-    """An array's shape and type, for JAX."""
-    return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
+def _no_crossing(row: Row) -> None:
+    """One process has no copies to others."""
+
+
+def _arrival(array: jax.ShapeDtypeStruct) -> Program:
+    """A program that yields a mark once an array is there."""
+    return Program(("arrival", array.shape, str(array.dtype)), lambda x: [jax.numpy.int32(0)], (array,))

@@ -18,6 +18,7 @@ from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.dispatch import dispatch_ready
 from jvpipe.runtime.monitor import WATCHED, Monitor
 from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.transport import Transport
 
 # feeds[kind, index][m] is what micro-batch m reads from the host
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
@@ -32,6 +33,10 @@ class StageError(RuntimeError):
 
     state: Any = None
     table: Sequence[Any] = ()
+
+
+class HostLost(StageError):  # noqa: N818 - what has happened, not what was wrong
+    """Another process of the run is gone, and with it what lay on its devices: go on from the last checkpoint."""
 
 
 # moved buffers that are not known to be there: the number of the row, the row, and what gives its marker
@@ -92,6 +97,7 @@ class Controller:
     monitor: Monitor | None = None
     marks: deque[Mark] = field(default_factory=deque)
     first_step: int = 0
+    transport: Transport | None = None
 
     def run(
         self, bound: Bound, arrays: Sequence[jax.Array], feeds: Feeds, at: Moment
@@ -109,6 +115,8 @@ class Controller:
         table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
         if monitor is not None:
             monitor.begin(lowered)
+        if self.transport is not None:
+            self.transport.begin()
         instructions = bound.instructions
         arriving: Arriving = {}
         before, marked = list(live), len(self.marks)
@@ -193,6 +201,11 @@ class Controller:
         where = (
             describe(row, at, self.microbatches, self.first_step) if row and at else "something outside of all steps"
         )
+        if self.transport is not None and (lost := self.transport.lost()):
+            gone = " and ".join(map(str, lost))
+            return HostLost(
+                f"process {gone} is gone, go on from the last checkpoint: {where} failed: {_message(error)}"
+            )
         return StageError(f"{where} failed: {_message(error)}")
 
 

@@ -3,7 +3,7 @@
 A FREE waits until its copy has reached the host. Meanwhile its device puts its rows off; so does one that would send
 to it, for what it holds must be what the buffer table says; and one whose inputs are not there. The others go on. But
 nothing that layers leave behind is dropped before all of it has arrived elsewhere, and where the host has a limit
-nothing goes there before what was to leave it.
+nothing goes there before what was to leave it. A RECEIPT waits in the same way for what comes from another process.
 
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late:
     dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 are blocked until it is there
@@ -16,7 +16,7 @@ from typing import Any
 
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
@@ -48,6 +48,8 @@ def dispatch_ready(
             return False
         if row.kind is Kind.FREE:  # its copy was made before it: if that is gone, another device has used it already
             return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
+        if row.kind is Kind.RECEIPT:
+            return table[row.reads[0]] is not None and _jax.is_ready(table[row.reads[0]])
         return all(table[b] is not None for b in row.reads)
 
     def retry_blocked() -> Iterator[int]:
@@ -64,7 +66,7 @@ def dispatch_ready(
             yield from retry_blocked()
         if row.place in blocked:
             blocked[row.place].append(index)
-        elif (blocked or row.kind is Kind.FREE) and not is_ready(index):
+        elif (blocked or KINDS[row.kind].runs is Runs.WAIT) and not is_ready(index):
             blocked[row.place] = deque([index])
         else:
             yield index

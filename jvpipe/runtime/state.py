@@ -35,7 +35,7 @@ class State:
     pipeline's `model` have the same.
     """
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]  # None for what another process holds
     words: np.ndarray | None
     step: int
     stream_steps: int = 0
@@ -46,7 +46,7 @@ class State:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
         if len(self.arrays) != count:
             raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
-        if any(x.is_deleted() for x in self.arrays):
+        if any(x is not None and x.is_deleted() for x in self.arrays):
             raise ValueError(
                 "this state was consumed by an earlier step: use the state that the step returned, or save it before "
                 "with pipe.save; if that step failed, go on from the last checkpoint with pipe.restore"
@@ -143,7 +143,8 @@ class Placing:
         for buffer in self.buffers:
             d, leaf = buffer.memory, leaves.get(name_of(buffer))
             live[d] += buffer.bytes
-            most[d] = max(most[d], live[d] + (leaf.needs(self.devices[d]) if leaf else 0))
+            making = leaf.needs(self.devices[d]) if leaf and self._is_own(buffer) else 0
+            most[d] = max(most[d], live[d] + making)
         holders = [
             tuple(
                 (owner, sum(b.bytes for b in self.buffers if (b.owner, b.memory) == (owner, d))) for owner in _LASTING
@@ -153,7 +154,7 @@ class Placing:
         return (*(Peak(most[d], None, holders[d]) for d in range(len(self.devices))), Peak(0, None, ()))
 
     def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
-        """Makes every persistent array; optimizer state without leaves is initialised.
+        """Makes every persistent array of this process; optimizer state without leaves is initialised.
 
         Args:
             ledger: counts them.
@@ -162,7 +163,8 @@ class Placing:
         """
         table: dict[Key, jax.Array] = {}
         first: dict[Name, Key] = {}  # the first array of a name; a parameter's others are copies of it
-        for buffer in self.buffers:
+        own = [buffer for buffer in self.buffers if self._is_own(buffer)]
+        for buffer in own:
             name = name_of(buffer)
             if name in leaves:
                 device = self.devices[buffer.memory]
@@ -170,19 +172,27 @@ class Placing:
                 copied = buffer.owner is Owner.PARAMETER and name in first
                 table[buffer.spot] = jax.device_put(table[first[name]], device) if copied else leaves[name].make(device)
                 first.setdefault(name, buffer.spot)
-        fresh = [buffer for buffer in self.buffers if buffer.spot not in table]
+        fresh = [buffer for buffer in own if buffer.spot not in table]
         for buffer in fresh:
             ledger.hold(buffer.memory, buffer.bytes)
         if fresh:
             self.initialise_optimizer(table, store)
-        return tuple(table[buffer.spot] for buffer in self.buffers)
+        return tuple(table.get(buffer.spot) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
 
-    def values(self, arrays: Sequence[jax.Array]) -> dict[Name, jax.Array]:
-        """One array for each name."""
+    def _is_own(self, buffer: Buffer) -> bool:
+        return _jax.is_own(self.devices[buffer.memory])
+
+    def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
+        """One array for each name that this process has any of."""
         values: dict[Name, jax.Array] = {}
         for buffer, array in zip(self.buffers, arrays, strict=True):
-            values.setdefault(name_of(buffer), array)
+            if array is not None:
+                values.setdefault(name_of(buffer), array)
         return values
+
+    def holders(self) -> dict[Name, int]:
+        """The first place that holds an array of each name."""
+        return {name_of(buffer): buffer.memory for buffer in reversed(self.buffers)}
 
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
@@ -206,7 +216,8 @@ class Placing:
 
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
-        lacking: set[Key] = {b.spot for b in self.buffers if b.owner is Owner.OPTIMIZER and b.spot not in table}
+        own = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
+        lacking: set[Key] = {b.spot for b in own if b.spot not in table}
         making = []
         for piece in reversed(self.optimizer.init):
             _, reads, writes = self._piece_keys(piece)
@@ -220,8 +231,12 @@ class Placing:
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
         """The device of an initialising piece, and the names of what it reads and writes."""
         layer = NONE if piece.layer is None else piece.layer
-        d = self._places.get(layer, 0)  # one without state only makes small values
+        d = self._places.get(layer, self._home)  # one without state only makes small values
         return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
+
+    @cached_property
+    def _home(self) -> int:
+        return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
 
     @cached_property
     def _places(self) -> dict[int, int]:

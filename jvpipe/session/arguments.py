@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import Device, Tracer
+from jvpipe._jax import Device, Tracer, is_own
 from jvpipe.ir.plan import Plan
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.keys import is_key
@@ -137,6 +137,8 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
     Devices that are given stay, used or not: a later plan may have more stages.
     """
     given = checked_devices(devices)
+    if devices is None and not isinstance(stages, Plan):
+        given = dealt(stages, given)
     distinct = tuple(dict.fromkeys(given))
     if isinstance(stages, Plan):
         return distinct, ()
@@ -149,8 +151,36 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
     return used, tuple(used.index(d) for d in given[:stages])
 
 
+def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices of all processes in the order in which stages take them: a block of stages for each process.
+
+    Raises:
+        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
+    """
+    processes = list(dict.fromkeys(device.process_index for device in devices))
+    if len(processes) == 1:
+        return tuple(devices)
+    if stages < len(processes):
+        raise ValueError(
+            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
+            "processes"
+        )
+    left = {process: [d for d in devices if d.process_index == process] for process in processes}
+    order = []
+    for s in range(stages):
+        process = processes[s * len(processes) // stages]
+        if not left[process]:
+            block = sum(i * len(processes) // stages == processes.index(process) for i in range(stages))
+            raise ValueError(
+                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
+                "use fewer stages, or more processes"
+            )
+        order.append(left[process].pop(0))
+    return tuple(order)
+
+
 def reported_limit(devices: Sequence[Device]) -> int | None:
     """The memory that the smallest of the devices reports; None if they do not (CPUs)."""
-    stats = [device.memory_stats() for device in devices]
+    stats = [device.memory_stats() for device in devices if is_own(device)]
     limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
     return min(limits, default=None)

@@ -14,18 +14,31 @@ from jvpipe.session.session import Session
 
 
 def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint of a state.
+    """Writes a checkpoint of a state; of several processes all call it, and the first one writes.
 
     Args:
         session: what the state belongs to.
         path: a folder.
         state: at rest, or in flight.
         extra: kept with it; what JSON can hold.
+
+    Raises:
+        ValueError: the state is in flight over several processes.
     """
-    saving, trees = _saving(session), session.trees
-    arrays = {kind: session.host_values(state, ValueKind(kind)) for kind in saving.names}
+    saving, trees, hosts = _saving(session), session.trees, session.settings.hosts
+    if hosts is not None and state.stream_steps:
+        raise ValueError("over several processes a state in flight cannot be saved: save what pipe.drain returns")
+    values = {kind: session.host_values(state, ValueKind(kind)) for kind in saving.names}
+    arrays = {kind: leaves for kind, leaves in values.items() if leaves is not None}
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
-    saving.write(path, state, arrays, trees.rng, shapes, session.ledger.versions, extra)
+
+    def write() -> None:
+        saving.write(path, state, arrays, trees.rng, shapes, session.ledger.versions, extra)
+
+    if hosts is None:
+        write()
+    else:
+        hosts.first("checkpoint", write)
 
 
 def restore(session: Session, path: str | Path) -> State:
@@ -40,7 +53,8 @@ def restore(session: Session, path: str | Path) -> State:
         DamageError: it is not as it was saved.
         MemoryLimitExceeded: the run does not keep the limits.
     """
-    arrays, meta = load_checkpoint(path)
+    hosts = session.settings.hosts
+    arrays, meta = hosts.together("checkpoint", lambda: load_checkpoint(path)) if hosts else load_checkpoint(path)
     if not session.compiled_plans:
         session.compiled_plans.trace(*saved_inputs(path, meta))
     compiled, words, step = session.compiled, saved_words(meta), int(meta["step"])

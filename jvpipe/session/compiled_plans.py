@@ -1,5 +1,6 @@
 """The compiled plans of a model: its loss, traced at the shapes of each batch that it meets, under one plan."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -172,13 +173,31 @@ class CompiledPlans:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
             planner = ModelPlanner(settings, self._store, cut, self.runs, self._room_bytes, self._archive, self._leaves)
-            compiled, self.planned = planner.plan(traced, finer=not self._follows)
+            compiled, self.planned = self._planned(planner, traced)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
                 compiled, schedule=plain, optimizer=cut(compiled.traced, schedule=plain)
             )
         self._by_shapes[shapes_of(batch)] = compiled
+
+    def _planned(self, planner: ModelPlanner, traced: Traced) -> tuple[CompiledPlan, Planned | None]:
+        """Plans; of several processes the first one measures and decides for all."""
+        hosts, finer = self.settings.hosts, not self._follows
+        if hosts is None or isinstance(self.settings.stages, Plan):
+            return planner.plan(traced, finer=finer)
+        decided: list[tuple[CompiledPlan, Planned | None]] = []
+
+        def decide() -> str:
+            decided.append(planner.plan(traced, finer=finer))
+            return json.dumps(decided[0][0].plan.to_json())
+
+        plan = Plan.from_json(json.loads(hosts.decided("plan", decide)))
+        return (
+            decided[0]
+            if decided
+            else replace(planner, settings=replace(self.settings, stages=plan)).plan(traced, finer=finer)
+        )
 
     def _cut_optimizer(self, params: Tree, traced: Traced, schedule: Schedule | None = None) -> OptimizerCut:
         settings = self.settings

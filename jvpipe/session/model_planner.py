@@ -146,4 +146,6 @@ def compile_plan(
         )
     plan = replace(plan, splits=traced.splits)
     plan.check(len(traced.graph.layers), len(settings.devices))
-    return CompiledPlan(traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, store)
+    return CompiledPlan(
+        traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, store, hosts=settings.hosts
+    )

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jvpipe._jax import Device
+from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
@@ -94,6 +94,7 @@ def measure(
         archive: where seconds are found that earlier processes have measured, and others are kept.
     """
     first, *others = (devices[place] for place in dict.fromkeys(request.places))
+    others = [device for device in others if is_own(device)]
     links = None
     if not find_planner(request.planner).asks_seconds:
         signatures = [programs.signature for programs in layer_programs(store, traced)]

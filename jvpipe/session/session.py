@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
@@ -25,6 +26,7 @@ from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
+from jvpipe.session.agreement import agreed_parts, agreed_rows
 from jvpipe.session.batches import feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
@@ -65,6 +67,8 @@ class Session:
         self.limits = Limits(settings.memory_limit_bytes, settings.host_limit_bytes, parked=parked)
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
+        if settings.hosts is not None:
+            self.controller.transport = settings.hosts.transport
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         warmup_updates = settings.schedule.warmup_updates
         self.migrations = Migrations(self.compiled_plans, self.controller, self.limits, warmup_updates)
@@ -114,17 +118,32 @@ class Session:
             raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
         return self.controller.monitor.measured(before=before)
 
-    def params(self, state: State) -> Tree:
-        """The newest parameters as the caller gave them, as numpy arrays."""
-        return self.trees.join_params(self.host_values(state, ValueKind.PARAMETER))
+    def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
+        """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves.
 
-    def host_values(self, state: State, kind: ValueKind) -> list[Any]:
-        """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves."""
-        arrays = self.placing(self.compiled).values(self.plain_arrays(self.compiled, state))
+        Of several processes all must ask, and the first one alone gets them.
+        """
+        placing, hosts = self.placing(self.compiled), self.settings.hosts
+        arrays = placing.values(self.plain_arrays(self.compiled, state))
+        holders = placing.holders()
+        names = sorted(name for name in holders if name[0] is kind)
         try:
-            return [to_host(arrays[name]) for name in sorted(name for name in arrays if name[0] is kind)]
+            if hosts is None:
+                return [to_host(arrays[name]) for name in names]
+            devices = self.settings.devices
+            (home, *_) = (device for device in devices if _jax.is_own(device))
+            shapes = [self.compiled.persistent_shape(kind, index) for _, index in names]
+            processes = [devices[holders[name]].process_index for name in names]
+            return hosts.gather(processes, shapes, [arrays.get(name) for name in names], home)
         except Exception as error:
             raise self.controller.failure(error) from error
+
+    def own_params(self, state: State) -> dict[str, Any]:
+        """The newest parameters of this process by their names, as numpy arrays."""
+        arrays = self.placing(self.compiled).values(self.plain_arrays(self.compiled, state))
+        parameters = self.graph.parameters
+        own = ((i, arrays.get((ValueKind.PARAMETER, i))) for i in range(len(parameters)))
+        return {parameters[i].array.name: to_host(array) for i, array in own if array is not None}
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
         """The newest of everything that outlives a step; ValueError if the state is not whole or not this model's."""
@@ -156,7 +175,7 @@ class Session:
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
         """
-        self.loss_watch.check(lambda: self.params(state), wait=wait, last=last)
+        self.loss_watch.check(lambda: self.own_params(state), wait=wait, last=last)
 
     # Beginning
 
@@ -171,6 +190,8 @@ class Session:
             leaves_of: puts or makes the parameters, given how they are split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
+        if self.settings.hosts is not None:
+            self.settings.hosts.agree("what the processes run", agreed_parts(compiled_plans.current))
         states = given_leaves(jax.tree.leaves(model_state))
         leaves = compiled_plans.take_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
         words = None if rng is None else key_words(rng)
@@ -201,6 +222,8 @@ class Session:
         self.reset(compiled, placing.peaks(leaves))
         self.follow(compiled_plans)
         arrays = placing.place(self.ledger, leaves, self.store)
+        if self.settings.hosts is not None:  # nothing crosses before all are ready
+            self.settings.hosts.agree("the rows that processes run", agreed_rows(compiled))
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
@@ -213,9 +236,13 @@ class Session:
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
-        limits = replace(self.limits, parked={})
-        limits.check(compiled.peaks, self.settings.devices)
-        limits.check(making, self.settings.devices, "while its arrays are made")
+        limits, hosts = replace(self.limits, parked={}), self.settings.hosts
+
+        def check() -> None:
+            limits.check(compiled.peaks, self.settings.devices)
+            limits.check(making, self.settings.devices, "while its arrays are made")
+
+        hosts.together("limits", check) if hosts else check()
         self.known_models.parked.clear()
         self.migrations.begin_run()
         self.model_history = []

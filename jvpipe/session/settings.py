@@ -8,6 +8,7 @@ import optax
 
 from jvpipe._jax import Device
 from jvpipe.ir.plan import Plan
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule
 
 
@@ -32,6 +33,7 @@ class Settings:
         has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured.
+        hosts: the processes of the run, if there are several.
     """
 
     loss_fn: Callable[..., Any]
@@ -50,3 +52,4 @@ class Settings:
     has_state: bool
     grad_norm: bool
     remeasure: bool = False
+    hosts: Hosts | None = None

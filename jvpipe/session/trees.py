@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.compiled_plan import shape
+from jvpipe.runtime.value_shapes import shape
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical, path_name
 from jvpipe.trace.stacks import Stacks

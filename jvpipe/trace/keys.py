@@ -33,8 +33,16 @@ def dtype_of(name: str) -> Any:
     """
     if not name.startswith("key<"):
         return jnp.dtype(name)
-    known = (jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype for impl in IMPLEMENTATIONS)
-    return next(dtype for dtype in known if str(dtype) == name)
+    return next(dtype for dtype in _key_types() if str(dtype) == name)
+
+
+def implementation_of(dtype: Any) -> str:
+    """The name of a type of typed keys, as `jax.random.key` knows it."""
+    return _key_types()[dtype]
+
+
+def _key_types() -> dict[Any, str]:
+    return {jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype: impl for impl in IMPLEMENTATIONS}
 
 
 def derives_key(eqn: JaxprEqn) -> bool:

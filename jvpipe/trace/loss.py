@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, JaxprEqn, TreeDef, Var
+from jvpipe._jax import Atom, Jaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
@@ -38,6 +38,11 @@ class LossJaxpr:
     aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The whole of it, to be read or compared."""
+        return Jaxpr((), list(self.inputs), [atom for atom, _ in self.outputs], list(self.eqns))
 
 
 def trace_loss(

@@ -35,7 +35,7 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
     "lowering": {"F", "B", "U"},
-    "runtime": {"F", "B", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP"},
+    "runtime": {"F", "B", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
     "simulate": {"F", "B", "U"},
 }
 """By room, the kinds that code there compares with: what it says of one of these holds for no other."""

@@ -33,7 +33,8 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     plain = []
     for buffer in compiled.persistent:
         array, device = newest[_holder(buffer.spot)], compiled.devices[buffer.place]
-        plain.append(array if array.devices() == {device} else jax.device_put(array, device))
+        here = array is None or array.devices() == {device}
+        plain.append(array if here else jax.device_put(array, device))
     return tuple(plain)
 
 

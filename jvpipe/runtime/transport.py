@@ -1,0 +1,89 @@
+"""Transport: how arrays get from the devices of one process to those of another."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Device
+from jvpipe.trace.keys import implementation_of, is_key
+
+_RUN_BITS = 24
+"""Rows of one run of a step: the number of a copy is that of the run, and these bits of the row's."""
+_PROBE = (1 << 62) - 1
+_PROBE_S = 0.5
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Offers arrays to other processes and asks for theirs; both return at once, with futures like any array."""
+
+    def begin(self) -> None:
+        """Another run of rows begins: numbers of rows mean other copies from here on."""
+        ...
+
+    def offer(self, process: int, number: int, array: jax.Array) -> None:
+        """Lets a process have an array, which may be let go of but not be overwritten until it has arrived."""
+        ...
+
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
+        """The array that a process offers under a number, on a device of this process."""
+        ...
+
+    def lost(self) -> list[int]:
+        """The processes that this one has asked for arrays and that are gone."""
+        ...
+
+
+class TransferServers:
+    """Copies through the transfer servers of all processes, which match offers and asks by number."""
+
+    def __init__(self, server: Any, connect: Callable[[int], Any]) -> None:
+        self._server, self._connect = server, connect
+        self._connections: dict[int, Any] = {}
+        self._run = 0
+
+    def begin(self) -> None:
+        """Another run of rows begins."""
+        self._run += 1
+
+    def offer(self, process: int, number: int, array: jax.Array) -> None:
+        """Lets a process pull an array; one without elements nobody pulls."""
+        if array.size:
+            words = jax.random.key_data(array) if is_key(array) else array
+            self._server.await_pull(self._run << _RUN_BITS | number, [words])
+
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
+        """Pulls an array; one without elements is made here."""
+        if not like.size:
+            return jax.device_put(np.zeros(like.shape, like.dtype), device)
+        if process not in self._connections:
+            self._connections[process] = self._connect(process)
+        words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
+        (array,) = self._connections[process].pull(self._run << _RUN_BITS | number, [_jax.placed(words, device)])
+        return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype)) if is_key(like) else array
+
+    def lost(self) -> list[int]:
+        """The processes that close the connection when they are asked for something that nobody offers."""
+        (device, *_) = jax.local_devices()
+        like = _jax.placed(jax.ShapeDtypeStruct((), np.int32), device)
+        probes = {process: link.pull(_PROBE, [like])[0] for process, link in self._connections.items()}
+        until_s = time.monotonic() + _PROBE_S
+        while time.monotonic() < until_s and not all(map(_jax.is_ready, probes.values())):
+            time.sleep(0.01)
+        return [process for process, probe in probes.items() if _jax.is_ready(probe)]
+
+
+def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> TransferServers:
+    """The transport over this process's transfer server.
+
+    Args:
+        address: of this host on the cluster's network; the server's port is any that is free.
+        publish: tells all processes this one's address, and returns everybody's.
+    """
+    server = _jax.transfer_server(address)
+    addresses = publish(server.address())
+    return TransferServers(server, lambda process: server.connect(addresses[process]))

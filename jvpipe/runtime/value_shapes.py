@@ -1,0 +1,62 @@
+"""The shapes and types of values, for whoever has not made them."""
+
+from typing import assert_never
+
+import jax
+import jax.numpy as jnp
+
+from jvpipe.ir.layers import Array
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.keys import dtype_of
+
+_COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def shape(array: Array) -> jax.ShapeDtypeStruct:
+    """An array's shape and type, for JAX."""
+    return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
+
+
+def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.ShapeDtypeStruct | None:
+    """The shape and type of a value as the graph tells them; None where only the program that makes it knows.
+
+    Args:
+        traced: the model.
+        optimizer: its update, in pieces.
+        value: of one of its runs.
+    """
+    graph, i = traced.graph, value.index
+    match value.kind:
+        case (
+            ValueKind.PARAMETER
+            | ValueKind.GRADIENT
+            | ValueKind.PREDICTED
+            | ValueKind.CORRECTED
+            | ValueKind.DELTA
+            | ValueKind.APPLIED
+        ):
+            return shape(graph.parameters[i].array)
+        case ValueKind.OPTIMIZER:
+            return shape(optimizer.state[i].array)
+        case ValueKind.TENSOR | ValueKind.COTANGENT:
+            return shape(graph.tensors[i].array)
+        case ValueKind.STATE:
+            return shape(graph.state[i])
+        case ValueKind.CONSTANT:
+            return shape(graph.constants[i])
+        case ValueKind.BATCH:
+            return shape(graph.batch[i])
+        case ValueKind.AUX:
+            return shape(graph.aux[i])
+        case ValueKind.LOSS:
+            return traced.loss_shapes[i]
+        case ValueKind.WEIGHT:
+            return traced.loss_shapes[1]
+        case ValueKind.UPDATES | ValueKind.MARK:
+            return _COUNT
+        case ValueKind.SEED | ValueKind.RESIDUAL | ValueKind.METRIC | ValueKind.EXCHANGE:
+            return None
+        case _:
+            assert_never(value.kind)

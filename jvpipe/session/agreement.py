@@ -1,0 +1,30 @@
+"""What all processes of a run must have alike, part by part, so that a difference can be named."""
+
+import platform
+import re
+from importlib.metadata import version
+
+from jvpipe.runtime.compiled_plan import CompiledPlan
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def agreed_parts(compiled: CompiledPlan) -> list[tuple[str, str]]:
+    """The name of each part, and a text that is equal where the part is."""
+    graph, plan = compiled.traced.graph, compiled.plan
+    return [
+        *((name, version(name)) for name in ("jax", "jaxlib", "jvpipe")),
+        ("python", platform.python_version()),
+        ("schedule", str(compiled.schedule.options)),
+        ("microbatches", str(compiled.microbatches)),
+        ("parameters", str([p.array for p in graph.parameters])),
+        ("batch", str(graph.batch)),
+        ("loss", _ADDRESS.sub("", str(compiled.traced.loss.jaxpr))),
+        ("optimizer", str([(piece.layer, piece.reads, piece.writes) for piece in compiled.optimizer.update])),
+        ("plan", str(plan.to_json())),
+    ]
+
+
+def agreed_rows(compiled: CompiledPlan) -> list[tuple[str, str]]:
+    """The same of the lowered rows, once they are bound."""
+    return [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]

@@ -1,0 +1,85 @@
+"""Several processes train to the bits of one, hold the bytes of one, and tell when one of them dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 150
+SKIPS, NORMS = "three-readers,1f1b,recompute", "resnet,gpipe,swap"
+TIED, STREAM = "pre-norm,1f1b,keep,even", "pre-norm,pipedream,keep"
+
+
+def started(script: str, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            [sys.executable, f"tests/hosts/{script}.py", str(i), str(count), str(port), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+
+
+def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """What each wrote, once all have ended; none outlives the test."""
+    until_s = time.monotonic() + LIMIT_S
+    try:
+        return [process.communicate(timeout=max(1, until_s - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def runs(count: int, *cases: str) -> list[list[dict]]:
+    """What each process saw of each case."""
+    told = []
+    processes = started("worker", count, *cases)
+    for process, (out, errors) in zip(processes, ended(processes), strict=True):
+        assert process.returncode == 0, errors[-3000:]
+        told.append([json.loads(line) for line in out.splitlines()])
+    return told
+
+
+def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
+    saved = f"{TIED},{tmp_path / 'saved'}"
+    (one,) = runs(1, SKIPS, NORMS, STREAM, TIED)
+    skips, norms, stream, tied = one
+    two = zip(*runs(2, SKIPS, STREAM, saved), strict=True)
+    three = zip(*runs(3, NORMS, saved), strict=True)  # which goes on from what two processes saved
+    for expected, told in zip((skips, stream, tied, norms, tied), (*two, *three), strict=True):
+        for seen in told:
+            assert seen["losses"] == expected["losses"][-len(seen["losses"]) :]
+            assert seen["evaluated"] == expected["evaluated"]
+        assert told[0]["parameters"] == expected["parameters"]
+        assert told[0]["model state"] == expected["model state"]
+        assert all(seen["parameters"] is None for seen in told[1:]), "the first process alone has them all"
+        if expected in (skips, norms):
+            assert {device: peak for seen in told for device, peak in seen["peaks"].items()} == expected["peaks"]
+
+
+def test_who_lives_on_names_the_process_that_was_killed() -> None:
+    alive, dies = processes = started("dying", 2)
+    try:
+        assert dies.stdout
+        assert dies.stdout.readline() == "trains\n"
+        time.sleep(0.2)
+        dies.send_signal(signal.SIGKILL)
+    finally:
+        (out, _), _ = ended(processes)
+    assert "lost: process 1 is gone, go on from the last checkpoint" in out
+    assert alive.returncode == 75

@@ -1,0 +1,102 @@
+"""One process of a run over several: python tests/hosts/worker.py PROCESS COUNT PORT CASE ... prints what it saw."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jvpipe
+from jvpipe.ir.fates import Fate
+from tests.zoo import CASES, Case
+
+MICRO, STEPS, STAGES = 4, 3, 3
+LOCAL = optax.adamw(1e-2)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), LOCAL)
+
+
+def digest(tree: Any) -> str:
+    whole = hashlib.blake2b(digest_size=12)
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(leaf)
+        whole.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return whole.hexdigest()
+
+
+def batches_of(m: Case) -> list[Any]:
+    whole = jax.tree.map(lambda x: np.resize(x, (2 * MICRO, *x.shape[1:])), m.batch)
+    return [jax.tree.map(lambda x, i=i: np.roll(x, i, axis=0), whole) for i in range(STEPS)]
+
+
+def pipeline(m: Case, schedule: str, **options: Any) -> jvpipe.Pipeline:
+    optimizer = OPTIMIZER if schedule in ("gpipe", "1f1b") else LOCAL
+    kinds = {"has_aux": m.has_aux, "has_state": m.has_state}
+    return jvpipe.Pipeline(m.loss_fn, optimizer, STAGES, MICRO, schedule, **kinds, **options)
+
+
+def trained(name: str, schedule: str, fate: str, planner: str = "even", path: str = "") -> dict[str, Any]:
+    """What a run yields: bits of losses and parameters, peaks by device; a path is saved to, or restored from."""
+    m = CASES[name]()
+    pipe = pipeline(m, schedule, planner=planner, fates={"*": Fate(fate)})
+    batches = batches_of(m)
+    first = batches[0]
+    if path and Path(path).exists():
+        state = pipe.restore(path)
+        batches = batches[state.step :]
+    else:
+        state = pipe.init(m.params, batches[0], m.rng, m.state)
+        if path:
+            state, _ = pipe.step(state, batches[0])
+            pipe.save(path, state)
+            batches = batches[1:]
+    losses = []
+    for now, metrics in pipe.run(state, batches):
+        state = now
+        losses.append(float(metrics["loss"]).hex())
+    state = pipe.drain(state)
+    evaluated = float(pipe.evaluate(state, first)["loss"]).hex()
+    params, model_state = pipe.params(state), pipe.model_state(state)
+    return {
+        "losses": losses,
+        "evaluated": evaluated,
+        "parameters": None if params is None else digest(params),
+        "model state": None if params is None else digest(model_state),
+        "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},
+    }
+
+
+def own(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def begun(process: int, count: int, port: int) -> None:
+    """Makes the process's devices, and joins it to the others."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", -(-STAGES // count))
+    if count > 1:
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}",
+            count,
+            process,
+            cluster_detection_method="deactivate",
+            initialization_timeout=40,
+            heartbeat_timeout_seconds=20,
+            shutdown_timeout_seconds=10,
+        )
+
+
+def main() -> None:
+    process, count, port = map(int, sys.argv[1:4])
+    begun(process, count, port)
+    for case in sys.argv[4:]:
+        print(json.dumps(trained(*case.split(","))), flush=True)
+    if count > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

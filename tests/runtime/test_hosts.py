@@ -1,0 +1,79 @@
+"""Processes tell one another values; what differs is named with both processes."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import Any
+
+from jvpipe.runtime.hosts import Disagreement, Hosts
+
+
+class Store:
+    """A key-value store whose readers wait."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._told = Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self._told:
+            self._values[key] = value
+            self._told.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self._told:
+            if not self._told.wait_for(lambda: key in self._values, timeout_ms / 1000):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self._values[key]
+
+
+def each(count: int, act: Callable[[Hosts], Any], timeout_s: float = 5.0) -> list[Any]:
+    """What every process gets of an act, or the error that it raises."""
+    store = Store()
+
+    def run(process: int) -> Any:
+        try:
+            return act(Hosts(process, count, store, timeout_s))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+def test_everybody_learns_of_everybody() -> None:
+    assert each(3, lambda hosts: hosts.exchange("name", bytes([hosts.process]))) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_what_is_alike_is_agreed_on() -> None:
+    assert each(2, lambda hosts: hosts.agree("options", [("a", "1"), ("b", "x\ty\nz")])) == [None, None]
+
+
+def test_the_first_part_that_differs_is_named_with_both_processes() -> None:
+    told = each(2, lambda hosts: hosts.agree("options", [("a", "1"), ("b", f"it is {hosts.process}"), ("c", "")]))
+    assert all(isinstance(error, Disagreement) for error in told)
+    assert str(told[0]) == "options differ between processes: b is 'it is 0' in process 0 and 'it is 1' in process 1"
+
+
+def test_parts_that_one_lacks_are_a_difference_too() -> None:
+    told = each(2, lambda hosts: hosts.agree("rows", [("a", "1"), ("b", "2")][: 1 + hosts.process]))
+    assert [str(error) for error in told] == [f"rows differ between process {i} and process {1 - i}" for i in (0, 1)]
+
+
+def test_what_one_fails_at_all_raise() -> None:
+    def act(hosts: Hosts) -> None:
+        hosts.together("data", lambda: [0][hosts.process])
+
+    (at_one,) = [type(e) for e in each(2, act) if not isinstance(e, Disagreement)]
+    assert at_one is IndexError
+    assert str(each(2, act)[0]) == "process 1 says: IndexError: list index out of range"
+
+
+def test_the_first_process_decides() -> None:
+    assert each(3, lambda hosts: hosts.decided("plan", lambda: f"plan of {hosts.process}")) == ["plan of 0"] * 3
+
+
+def test_who_says_nothing_is_named() -> None:
+    (error,) = [e for e in each(2, lambda h: h.process or h.exchange("data", b""), 0.05) if isinstance(e, Exception)]
+    assert isinstance(error, TimeoutError)
+    assert str(error).startswith("process 1 has not told its data for 0.05 s")
