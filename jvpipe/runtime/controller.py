@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jvpipe import _jax
+from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.runtime.binding import Bound
@@ -113,10 +114,7 @@ class Controller:
         lowered, monitor = bound.lowered, self.monitor
         live, peak = self.ledger.live, self.ledger.peak
         table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
-        if monitor is not None:
-            monitor.begin(lowered)
-        if self.transport is not None:
-            self.transport.begin()
+        self._begin(lowered)
         instructions = bound.instructions
         arriving: Arriving = {}
         before, marked = list(live), len(self.marks)
@@ -160,6 +158,12 @@ class Controller:
         for b in lowered.metrics:  # these are the caller's from here on
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
+
+    def _begin(self, lowered: Lowered) -> None:
+        if self.monitor is not None:
+            self.monitor.begin(lowered)
+        if self.transport is not None:
+            self.transport.begin()
 
     def _abandoned(self, error: BaseException, row: Row | None, at: Moment, marked: int) -> StageError | None:
         """Forgets all marks but the first `marked`: this run failed; returns what to raise, None for an interrupt."""

@@ -1,0 +1,116 @@
+"""The house as docs/architecture.md tells it: floors, rooms, sizes, and a line for every file."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "jvpipe"
+FLOORS = (
+    "__main__",  # shells
+    "cli",
+    "__init__",
+    "replay",
+    "pipeline",
+    "session",
+    "report",
+    "planners",
+    "planners.joint",
+    "planners.published",
+    "planners.model",
+    "runtime",
+    "simulate",
+    "lowering",
+    "schedules",
+    "cost",
+    "programs",
+    "trace",
+    "ir",
+    "_jax",
+)
+SHELLS = ("jvpipe.train", "jvpipe.plan")
+FILES = sorted(path for path in LIBRARY.rglob("*.py") if "models" not in path.relative_to(LIBRARY).parts)
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+MODULES = {module_of(path) for path in FILES} | {"jvpipe"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of the library that a file imports, wherever in the file."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "jvpipe")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jvpipe":
+            assert node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+IMPORTS = {path: set(imported(path)) - {module_of(path)} for path in FILES}
+
+
+def floor_of(module: str) -> int:
+    """The floor of a module, the highest is 0."""
+    if module in SHELLS:
+        return 0
+    room = module.removeprefix("jvpipe").removeprefix(".") or "__init__"
+    names = [floor for floor in FLOORS if room == floor or room.startswith(floor + ".")]
+    assert names, f"{module} has no floor"
+    return FLOORS.index(max(names, key=len))
+
+
+def test_no_import_runs_up_the_floors() -> None:
+    arrows = [(module_of(path), name) for path, names in IMPORTS.items() for name in names]
+    assert [(a, b) for a, b in arrows if not b.startswith("jvpipe.models") and floor_of(b) < floor_of(a)] == []
+
+
+def test_only_the_command_lines_know_the_models() -> None:
+    knowing = {path.parent.name for path, names in IMPORTS.items() if any(n.startswith("jvpipe.models") for n in names)}
+    assert knowing <= {"cli"}
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    arrows = {module_of(path): names for path, names in IMPORTS.items()}
+    assert len(list(TopologicalSorter(arrows).static_order())) >= len(FILES)
+
+
+def test_files_and_functions_are_small() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert [path.name for path, count in lines.items() if count > 450] == []
+    assert median(lines.values()) <= 150
+    functions = [
+        f"{path.name}:{node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    ]
+    assert functions == []
+
+
+def test_what_jax_does_not_promise_is_touched_in_one_file() -> None:
+    unsure = re.compile(r"^(jax\._src|jax\.extend|jax\.experimental|jaxlib|pickle)(\.|$)")
+    touching = set()
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(unsure.match(name) for name in names):
+                touching.add(path.name)
+    assert touching <= {"_jax.py"}
+
+
+def test_the_page_about_the_house_has_a_line_for_every_file() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = set(re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE))
+    present = {path.relative_to(LIBRARY).as_posix() for path in FILES if path.name != "__init__.py"}
+    assert sorted(told) == sorted(present)
