@@ -24,7 +24,8 @@ from jvpipe.planners.model.stage_cost import check, evaluate
 from jvpipe.planners.published.even import even
 from jvpipe.planners.published.registry import PUBLISHED
 
-RIVAL_FATES_LAYERS = 128
+RIVAL_FATES_LAYERS, RIVAL_CHOICES_LAYERS = 128, 1_024
+"""Of more layers, no best fates are sought for rivals' cuts; nor are rivals asked that choose fates, without a limit."""
 HASTY_LAYERS = 256
 """Models of more layers are planned in haste."""
 SIMULATED_PATHS, SIMULATED_STEPS, SIMULATED_TASKS = 6, 240, 30_000
@@ -139,10 +140,10 @@ def _link_share(problem: Problem, decision: Decision) -> float:
 def _rivals(problem: Problem) -> Iterator[Decision]:
     """Yields the plans of the published planners that are quick enough for so many layers.
 
-    Of models in haste, those that choose fates are asked only where a limit asks for fates.
+    Of very many layers, those that choose fates are asked only where a limit asks for fates.
     """
     n = len(problem.costs.layers)
-    fates_matter = problem.memory_limit_bytes is not None or n <= HASTY_LAYERS
+    fates_matter = problem.memory_limit_bytes is not None or n <= RIVAL_CHOICES_LAYERS
     for rival in PUBLISHED:
         if n <= rival.rival_layers and (fates_matter or rival.fate_rule is not FateRule.CHOOSES):
             with suppress(Infeasible):

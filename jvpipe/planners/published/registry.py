@@ -46,7 +46,7 @@ PUBLISHED: tuple[Planner, ...] = (
         "dapple",
         dapple,
         "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
-        rival_layers=256,
+        rival_layers=1_024,
     ),
     Planner(
         "vpipe",
