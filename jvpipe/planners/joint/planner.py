@@ -25,7 +25,7 @@ from jvpipe.planners.published.even import even
 from jvpipe.planners.published.registry import PUBLISHED
 
 RIVAL_FATES_LAYERS, RIVAL_CHOICES_LAYERS = 128, 1_024
-"""Of more layers, no best fates are sought for rivals' cuts; nor are rivals asked that choose fates, without a limit."""
+"""Of more layers, no best fates are sought for rivals' cuts; without a limit rivals that choose fates are not asked."""
 HASTY_LAYERS = 256
 """Models of more layers are planned in haste."""
 SIMULATED_PATHS, SIMULATED_STEPS, SIMULATED_TASKS = 6, 240, 30_000
