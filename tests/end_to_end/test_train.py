@@ -1,7 +1,6 @@
 """The command line as a user meets it: in processes of its own, stopped and killed, always under a time limit."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
@@ -17,8 +15,7 @@ from safetensors.numpy import load_file
 import jvpipe
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
-
-LIMIT_S = 240
+from tests.commands import LIMIT_S, environment, finished, running
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +30,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
 
 
-def command(text: Path, run: Path, *more: str) -> list[str]:
-    base = [sys.executable, "-m", "jvpipe.train", "--size", "tiny", "--planner", "even", "--data", str(text)]
+def arguments(text: Path, run: Path, *more: str) -> list[str]:
+    base = ["--size", "tiny", "--planner", "even", "--data", str(text)]
     return [*base, "--batch-size", "8", "--run-dir", str(run), *more]
 
 
-def environment() -> dict[str, str]:
-    """The command makes its devices itself."""
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return os.environ | {"XLA_FLAGS": " ".join(flags)}
+def fresh(*command: str) -> subprocess.CompletedProcess[str]:
+    """A command that imports everything itself."""
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def train(text: Path, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(text, run, *more), env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    return finished(*arguments(text, run, *more))
 
 
 def losses(run: Path) -> list[float]:
@@ -56,19 +50,12 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def wait_for(done: Any, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not done():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps that nothing disturbed."""
     run = tmp_path_factory.mktemp("runs") / "whole"
-    done = train(text, run, "--steps", "6", "--stages", "2", "--export", str(run.parent / "whole.safetensors"))
+    more = ("--steps", "6", "--stages", "2", "--export", str(run.parent / "whole.safetensors"))
+    done = fresh(sys.executable, "-m", "jvpipe.train", *arguments(text, run, *more))
     assert done.returncode == 0, done.stderr
     assert "held-out loss" in done.stdout
     assert "predicting by token frequency" in done.stdout
@@ -110,15 +97,13 @@ def test_the_export_is_readable_without_jvpipe(whole: Path) -> None:
 def test_a_stopped_run_resumes_under_another_cut_to_the_bit(text: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--steps", "6", "--stages", "2")
-    with subprocess.Popen(
-        command(text, run, *options), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text(), process)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=LIMIT_S)
-    if process.returncode != 0:  # it may have been too fast to be stopped
-        assert process.returncode == 128 + signal.SIGTERM
-        assert "--resume" in told
+    with running(*arguments(text, run, *options)) as command:
+        command.wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
+        command.send(signal.SIGTERM)
+        stopped = command.ended()
+    if stopped.returncode != 0:  # it may have been too fast to be stopped
+        assert stopped.returncode == 128 + signal.SIGTERM
+        assert "--resume" in stopped.stderr
     resumed = train(text, run, "--resume", "--stages", "3", "--schedule", "gpipe")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(run) == losses(whole)
@@ -128,16 +113,10 @@ def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, t
     run = tmp_path / "run"
     run.mkdir()
     (run / "tokenizer.json").write_text("of a run that failed here before its first step")
-    with subprocess.Popen(
-        command(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1"),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        wait_for(lambda: (run / "checkpoints" / "00000003").exists(), process)
+    with running(*arguments(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1")) as command:
+        command.wait_for((run / "checkpoints" / "00000003").exists)
         time.sleep(0.1)
-        process.kill()
+        command.kill()
     last = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
     resumed = train(text, run, "--resume", "--steps", str(last + 1))
     assert resumed.returncode == 0, resumed.stderr
@@ -150,12 +129,12 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, 
     assert parse(["--run-dir", str(run), "--resume"]).export is None  # though the run had one
     again = [sys.executable, "-m", "jvpipe.train", "--run-dir", str(run), "--resume", "--export", str(export)]
     full = ["sh", "-c", 'ulimit -S -f 40; exec "$@"', "sh", *again]  # as on a disk that is nearly full
-    done = subprocess.run(full, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = fresh(*full)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write {export}: ")
     assert f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    done = subprocess.run(again, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = finished("--run-dir", str(run), "--resume", "--export", str(export))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert f"data: {text}, as the run in {run} had it" in done.stdout
@@ -191,12 +170,12 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line_and_exit_2(text: Path, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for arguments, told in (
+    for more, told in (
         (("--schedule", "1f1p"), "unknown schedule '1f1p': did you mean '1f1b'"),
         (("--microbatches", "3"), "3 micro-batches do not divide the 8 examples"),
         (("--data", str(tmp_path / "empty.txt")), "empty.txt"),
     ):
-        refused = train(text, tmp_path / "new" / "run", *arguments)
+        refused = train(text, tmp_path / "new" / "run", *more)
         assert refused.returncode == 2
         assert told in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
@@ -256,15 +235,8 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
             r"error: the loss of step 5 is nan at stage 0, and parameter '.*' is",
         ),
     ):
-        options = command(text, run, "--steps", "9", "--stages", "1", *more)[3:]
-        done = subprocess.run(
-            [sys.executable, "-c", DIVERGES, *options],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        options = arguments(text, run, "--steps", "9", "--stages", "1", *more)
+        done = fresh(sys.executable, "-c", DIVERGES, *options)
         assert done.returncode == 2
         assert re.match(told, done.stderr)
         assert len(done.stderr.splitlines()) == 1
@@ -277,26 +249,24 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
 def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "search"
     options = ("--model", "evolved-transformer", "--nas", "--nas-steps", "1", "--steps", "400")
-    with subprocess.Popen(
-        command(text, run, *options), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        metrics = run / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGINT
+    metrics = run / "metrics.jsonl"
+    with running(*arguments(text, run, *options)) as command:
+        command.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
+        command.send(signal.SIGINT)
+        stopped = command.ended()
+    assert stopped.returncode == 128 + signal.SIGINT
     (checkpoint,) = (run / "checkpoints").iterdir()
-    assert f"stopped; the last architecture is in {checkpoint}" in told
+    assert f"stopped; the last architecture is in {checkpoint}" in stopped.stderr
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(losses(run)) == int(checkpoint.name)
     assert lines[0]["architecture"] != lines[1]["architecture"]
     assert jvpipe.checkpoint_extra(checkpoint)["architecture"] == lines[-1]["architecture"]
     saved = {name.split("/")[0] for name in load_checkpoint(checkpoint)[0]["parameter"]}
     assert saved == {"embeddings", "last", "head", *lines[-1]["architecture"]}
-    for folder, arguments, mistake in (
+    for folder, more, mistake in (
         (run, ("--resume",), "--nas cannot be resumed"),
         (tmp_path / "other", ("--model", "bert", "--nas"), "--nas needs a model whose architecture can be searched"),
     ):
-        refused = train(text, folder, *arguments)
+        refused = train(text, folder, *more)
         assert refused.returncode == 2
         assert mistake in refused.stderr
