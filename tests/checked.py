@@ -12,18 +12,26 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
 from typing import Any
 
-CHECK = ast.parse("__import__('beartype').beartype", mode="eval").body
+CHECK = "__import__('beartype').beartype"
+
+
+def _check(node: ast.AST) -> ast.expr:
+    """The decorator, on the line of what it decorates."""
+    decorator = ast.parse(CHECK, mode="eval").body
+    return ast.fix_missing_locations(ast.copy_location(decorator, node))
 
 
 class Decorating(ast.NodeTransformer):
     """Decorates what a module defines, not what is inside it; a class last of all, so that all it has is checked."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        node.decorator_list.append(CHECK)
+        node.decorator_list.append(_check(node))
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        node.decorator_list.insert(0, CHECK)
+        if any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases):
+            return self.generic_visit(node)  # its methods alone: they are made by the million
+        node.decorator_list.insert(0, _check(node))
         return node
 
 
@@ -33,7 +41,7 @@ class CheckedLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         tree = Decorating().visit(ast.parse(self.get_data(path), path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
 class CheckedFinder(MetaPathFinder):

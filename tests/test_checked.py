@@ -10,6 +10,7 @@ from tests.checked import check
 
 MODULE = """
 from dataclasses import dataclass
+from typing import NamedTuple
 
 def double(x: int) -> int:
     def inner(y: int) -> int:
@@ -27,6 +28,12 @@ class Point:
 
     def moved(self, by: int) -> int:
         return self.x + by
+
+class Pair(NamedTuple):
+    x: int
+
+    def moved(self, by: int) -> int:
+        return self.x + by
 """
 
 
@@ -39,7 +46,13 @@ def test_functions_and_classes_are_checked_but_not_what_is_inside_a_function(
     check("sample_to_check", ())
     sample = importlib.import_module("sample_to_check")
     assert (sample.double(2), sample.twice("a"), sample.Point(1).moved(2)) == (4, "aa", 3)
-    for call in (lambda: sample.double("a"), lambda: sample.Point("a"), lambda: sample.Point(1).moved("a")):
+    assert sample.Pair("a").x == "a", "one that is made by the million"
+    for call in (
+        lambda: sample.double("a"),
+        lambda: sample.Point("a"),
+        lambda: sample.Point(1).moved("a"),
+        lambda: sample.Pair(1).moved("a"),
+    ):
         with pytest.raises(BeartypeCallHintViolation):
             call()
 
