@@ -30,7 +30,8 @@ class Decorating(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         if any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases):
-            return self.generic_visit(node)  # its methods alone: they are made by the million
+            self.generic_visit(node)  # its methods alone: they are made by the million
+            return node
         node.decorator_list.insert(0, _check(node))
         return node
 
