@@ -20,6 +20,7 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
+_WAITING = tuple(kind for kind, info in KINDS.items() if info.runs is Runs.WAIT)
 
 
 def dispatch_ready(
@@ -66,7 +67,7 @@ def dispatch_ready(
             yield from retry_blocked()
         if row.place in blocked:
             blocked[row.place].append(index)
-        elif (blocked or KINDS[row.kind].runs is Runs.WAIT) and not is_ready(index):
+        elif (blocked or row.kind in _WAITING) and not is_ready(index):
             blocked[row.place] = deque([index])
         else:
             yield index
