@@ -26,7 +26,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import numpy as np
 import optax
 
 import jvpipe
@@ -34,9 +33,9 @@ from jvpipe import _jax
 from jvpipe.cli import plan as plan_command
 from jvpipe.ir.buffers import Lowered
 from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
+from tests.bits import MICRO, batches_of, digest
 from tests.zoo import CASES, Case, in_bfloat16
 
-MICRO, STEPS = 4, 3
 Record = dict[str, Any]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 LOCAL = optax.adamw(1e-2)  # looks at one layer at a time, as streams need it
@@ -50,16 +49,6 @@ STREAMS: dict[str, Schedule] = {
 }
 
 
-def digest(tree: Any) -> str:
-    """What tells arrays, numbers and texts from others, to the bit."""
-    whole = hashlib.blake2b(digest_size=12)
-    for leaf in jax.tree.leaves(tree):
-        array = np.asarray(leaf)
-        whole.update(f"{array.dtype}{array.shape}".encode())
-        whole.update(array.tobytes())
-    return whole.hexdigest()
-
-
 def rows(lowered: Lowered) -> str:
     """What each row does, whatever its buffers are called: where, and how many bytes it reads, writes and ends."""
 
@@ -71,11 +60,6 @@ def rows(lowered: Lowered) -> str:
         for row in lowered.rows
     ]
     return hashlib.blake2b("\n".join(told).encode(), digest_size=12).hexdigest()
-
-
-def batches_of(m: Case, steps: int = STEPS) -> list[Any]:
-    whole = jax.tree.map(lambda x: np.resize(x, (2 * MICRO, *x.shape[1:])), m.batch)
-    return [jax.tree.map(lambda x, i=i: np.roll(x, i, axis=0), whole) for i in range(steps)]
 
 
 def fated(pipe: jvpipe.Pipeline, plan: jvpipe.Plan) -> jvpipe.Plan:

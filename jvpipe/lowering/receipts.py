@@ -127,7 +127,13 @@ class _Receipts:
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, x: Crossing, witness: int, until: int) -> None:
-        """Before row `until`, waits for a buffer that depends on the copy; what would end at once is held till then."""
+        """Waits for a buffer that depends on the copy; what would end with its offer is held till then.
+
+        Args:
+            x: the copy.
+            witness: the buffer.
+            until: the row before which that is.
+        """
         row = self.lowered.rows[x.row]
         reads = (witness, x.offered) if x.offered in row.frees else (witness,)
         self._before[until].append(Row(Kind.RECEIPT, row.place, row.stage, row.layer, row.microbatch, reads, ()))

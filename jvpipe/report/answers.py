@@ -43,21 +43,21 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     return sorted(answers, key=rank)
 
 
-def as_json(problem: Problem, found: Answer, bound_s: float) -> dict[str, Any]:
+def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
     """An answer in the form of `--json`; no plan that keeps the limit is below `bound_s`."""
-    head = {"planner": found.planner, "schedule": problem.schedule.name}
-    if found.decision is None or found.evaluation is None:
-        assert found.infeasible is not None
+    head = {"planner": answer.planner, "schedule": problem.schedule.name}
+    if answer.decision is None or answer.evaluation is None:
+        assert answer.infeasible is not None
         return head | {
             "feasible": False,
-            "reason": str(found.infeasible),
-            "smallest_limit_bytes": found.infeasible.smallest_limit_bytes,
+            "reason": str(answer.infeasible),
+            "smallest_limit_bytes": answer.infeasible.smallest_limit_bytes,
             "stages": [],
-            "planning_s": found.planning_s,
+            "planning_s": answer.planning_s,
         }
     costs = problem.costs
     ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = found.decision.plan(costs, problem.schedule.name, found.planner)
+    plan = answer.decision.plan(costs, problem.schedule.name, answer.planner)
     stages = [
         {
             "layers": list(ids[i:j]),
@@ -66,18 +66,18 @@ def as_json(problem: Problem, found: Answer, bound_s: float) -> dict[str, Any]:
             "fates": dict(stage.fates),
         }
         for (i, j), stage, cost in zip(
-            pairwise(found.decision.bounds), plan.stages, found.evaluation.stages, strict=True
+            pairwise(answer.decision.bounds), plan.stages, answer.evaluation.stages, strict=True
         )
     ]
     return head | {
-        "feasible": found.fits(problem),
+        "feasible": answer.fits(problem),
         "stages": stages,
-        "bottleneck_s": found.evaluation.bottleneck_s,
-        "step_s": simulated_step_s(problem, found.evaluation.stages),
+        "bottleneck_s": answer.evaluation.bottleneck_s,
+        "step_s": simulated_step_s(problem, answer.evaluation.stages),
         "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
-        "bubble_fraction": bubble_fraction(problem, found.evaluation.stages),
-        "planning_s": found.planning_s,
-        "splits": list(found.splits),
+        "bubble_fraction": bubble_fraction(problem, answer.evaluation.stages),
+        "planning_s": answer.planning_s,
+        "splits": list(answer.splits),
     }
 
 
@@ -100,7 +100,7 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
 
 def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     """Why none of the answers fits, and what would."""
-    nearest = [found.infeasible for found in answers if found.infeasible is not None]
+    nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
     first, limit = answers[0], problem.memory_limit_bytes
@@ -112,35 +112,35 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     )
 
 
-def summary(problem: Problem, found: Answer, bound_s: float) -> str:
+def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
     """A plan's step, its slowest stage and how idle it is, in words."""
-    assert found.evaluation is not None
-    stages = found.evaluation.stages
+    assert answer.evaluation is not None
+    stages = answer.evaluation.stages
     bound = f"no plan is under {1e3 * bound_s:.2f}" if math.isfinite(bound_s) else "no plan keeps the limit"
     return (
-        f"planner {found.planner}, schedule {problem.schedule.name}, {problem.microbatches} micro-batches: step "
+        f"planner {answer.planner}, schedule {problem.schedule.name}, {problem.microbatches} micro-batches: step "
         f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated ({bound}), "
-        f"slowest stage {1e3 * found.evaluation.bottleneck_s:.2f} ms, "
-        f"{bubble_fraction(problem, stages):.1%} idle, planned in {found.planning_s:.2f} s"
-        + (f"; {len(found.splits)} layers are cut in two" if found.splits else "")
+        f"slowest stage {1e3 * answer.evaluation.bottleneck_s:.2f} ms, "
+        f"{bubble_fraction(problem, stages):.1%} idle, planned in {answer.planning_s:.2f} s"
+        + (f"; {len(answer.splits)} layers are cut in two" if answer.splits else "")
     )
 
 
 def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
     """A row for each planner."""
     table = Table("planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s")
-    for found in answers:
-        if found.decision is None or found.evaluation is None:
-            table.add_row(found.planner, "no plan fits", "", "", "", "", f"{found.planning_s:.2f}")
+    for answer in answers:
+        if answer.decision is None or answer.evaluation is None:
+            table.add_row(answer.planner, "no plan fits", "", "", "", "", f"{answer.planning_s:.2f}")
             continue
-        stages = found.evaluation.stages
+        stages = answer.evaluation.stages
         table.add_row(
-            found.planner,
-            " ".join(str(j - i) for i, j in pairwise(found.decision.bounds)),
-            f"{1e3 * found.evaluation.bottleneck_s:.2f}",
+            answer.planner,
+            " ".join(str(j - i) for i, j in pairwise(answer.decision.bounds)),
+            f"{1e3 * answer.evaluation.bottleneck_s:.2f}",
             f"{1e3 * simulated_step_s(problem, stages):.2f}",
             f"{bubble_fraction(problem, stages):.1%}",
-            format_bytes(found.evaluation.peak_bytes) + ("" if found.fits(problem) else " (over the limit)"),
-            f"{found.planning_s:.2f}",
+            format_bytes(answer.evaluation.peak_bytes) + ("" if answer.fits(problem) else " (over the limit)"),
+            f"{answer.planning_s:.2f}",
         )
     return table

@@ -26,11 +26,24 @@ class Transport(Protocol):
         ...
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process have an array, which may be let go of but not be overwritten until it has arrived."""
+        """Lets a process have an array, which may be let go of but not be overwritten until it has arrived.
+
+        Args:
+            process: that may have it.
+            number: of the row that copies it.
+            array: of this process.
+        """
         ...
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
-        """The array that a process offers under a number, on a device of this process."""
+        """The array that a process offers, on a device of this one.
+
+        Args:
+            process: that offers it.
+            number: of the row that copies it.
+            like: its shape and type.
+            device: of this process.
+        """
         ...
 
     def lost(self) -> list[int]:

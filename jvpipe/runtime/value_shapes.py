@@ -3,15 +3,13 @@
 from typing import assert_never
 
 import jax
-import jax.numpy as jnp
 
 from jvpipe.ir.layers import Array
 from jvpipe.ir.values import Value, ValueKind
+from jvpipe.programs import weights
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.keys import dtype_of
-
-_COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:
@@ -55,7 +53,7 @@ def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.Sh
         case ValueKind.WEIGHT:
             return traced.loss_shapes[1]
         case ValueKind.UPDATES | ValueKind.MARK:
-            return _COUNT
+            return weights.COUNT
         case ValueKind.SEED | ValueKind.RESIDUAL | ValueKind.METRIC | ValueKind.EXCHANGE:
             return None
         case _:

@@ -4,7 +4,8 @@ import os
 import sys
 
 import jvpipe
-from tests.hosts.worker import batches_of, begun, pipeline
+from tests.bits import batches_of
+from tests.hosts.worker import begun, pipeline
 from tests.zoo import CASES
 
 

@@ -1,35 +1,21 @@
 """One process of a run over several: python tests/hosts/worker.py PROCESS COUNT PORT CASE ... prints what it saw."""
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import jvpipe
 from jvpipe.ir.fates import Fate
+from tests.bits import MICRO, batches_of, digest
 from tests.zoo import CASES, Case
 
-MICRO, STEPS, STAGES = 4, 3, 3
+STAGES = 3
 LOCAL = optax.adamw(1e-2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), LOCAL)
-
-
-def digest(tree: Any) -> str:
-    whole = hashlib.blake2b(digest_size=12)
-    for leaf in jax.tree.leaves(tree):
-        array = np.asarray(leaf)
-        whole.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    return whole.hexdigest()
-
-
-def batches_of(m: Case) -> list[Any]:
-    whole = jax.tree.map(lambda x: np.resize(x, (2 * MICRO, *x.shape[1:])), m.batch)
-    return [jax.tree.map(lambda x, i=i: np.roll(x, i, axis=0), whole) for i in range(STEPS)]
 
 
 def pipeline(m: Case, schedule: str, **options: Any) -> jvpipe.Pipeline:
