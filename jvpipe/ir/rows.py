@@ -65,7 +65,14 @@ class AskRun:
     process: int
 
 
-Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | OfferRun | AskRun | None
+@dataclass(frozen=True, slots=True)
+class ArriveRun:
+    """The mark of what copies have brought from another process, the first of them the `number`-th row of all."""
+
+    number: int
+
+
+Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | OfferRun | AskRun | ArriveRun | None
 """What tells rows of one kind and layer apart; None where the kind says it all."""
 
 

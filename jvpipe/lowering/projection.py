@@ -32,7 +32,7 @@ def projected(lowered: Lowered, processes: Sequence[int], own: int) -> Lowered:
         x = crossing.get(i)
         if x is None:
             if processes[row.place] == own:
-                rows.append(replace(row, frees=frees))
+                rows += _as_received(replace(row, frees=frees), lowered, processes)
         elif x.source == own:
             rows.append(replace(row, writes=(), frees=frees, run=OfferRun(i, x.target)))
         elif x.target == own:
@@ -42,20 +42,27 @@ def projected(lowered: Lowered, processes: Sequence[int], own: int) -> Lowered:
     return replace(lowered, rows=tuple(rows), metrics=metrics)
 
 
+def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
+    """A row; one that waits until another process has a copy only ends what is left, for the receipt has waited."""
+    if row.kind is not Kind.FREE or processes[lowered.buffers[row.reads[1]].place] == processes[row.place]:
+        return [row]
+    return [replace(row, kind=Kind.DROP, reads=row.reads[:1])] if row.frees else []
+
+
 def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds what tells every process the metrics of a step: copies of them at the first place of each.
+    """Adds what tells every process the metrics of a step: copies of those that lie elsewhere, at its first place.
 
     Args:
-        lowered: a step that yields its metrics at one place.
+        lowered: a step that yields each of its metrics at one place.
         processes: of each place.
     """
-    rows, buffers, metrics = list(lowered.rows), list(lowered.buffers), list(lowered.metrics)
-    homes = {processes[lowered.buffers[b].place] for b in metrics}
+    rows, buffers, metrics = list(lowered.rows), list(lowered.buffers), list[int]()
     for process in dict.fromkeys(processes):
-        if process not in homes:
-            there = processes.index(process)
-            for b in lowered.metrics:
+        there = processes.index(process)
+        for b in lowered.metrics:
+            if processes[buffers[b].place] != process:
                 rows.append(Row(Kind.SEND, buffers[b].place, NONE, NONE, NONE, (b,), (len(buffers),)))
-                metrics.append(len(buffers))
                 buffers.append(Buffer(buffers[b].value, there, buffers[b].bytes))
+                b = len(buffers) - 1
+            metrics.append(b)
     return replace(lowered, rows=tuple(rows), buffers=tuple(buffers), metrics=tuple(metrics))

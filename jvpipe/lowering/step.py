@@ -4,6 +4,7 @@ order -> expand -> place -> swap -> liveness
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from jvpipe.ir.buffers import Lowered
@@ -83,6 +84,24 @@ def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut,
     placer.bring_state()
     placer.commit()
     return _lowered(placer, placer.blocks[0].rows, ())
+
+
+def divided(move: Lowered) -> tuple[Lowered, Lowered]:
+    """Divides a move between two steps: its copies, then the end of what they were made of; between them all is there.
+
+    Args:
+        move: from place to place.
+    """
+    rows = [replace(row, frees=()) for row in move.rows]
+    copies, drops = ([row for row in rows if row.kind is kind] for kind in (Kind.MOVE, Kind.DROP))
+    everything = range(len(move.buffers))
+    ended = {b for row in drops for b in row.reads}
+    assert ended.isdisjoint(move.final), "what stays is not dropped"
+    assert ended.union(move.final).issuperset(everything), "what does not stay is dropped"
+    return (
+        live(copies, move.buffers, move.persistent, everything, ()),
+        live(drops, move.buffers, len(everything), move.final, ()),
+    )
 
 
 def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int) -> Lowered:

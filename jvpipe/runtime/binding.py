@@ -111,7 +111,7 @@ def bind(
                 freed_bytes=sum(buffers[b].bytes for b in dead),
                 watched=calls_host(row),
                 row=row,
-                mark=mark_of(buffers[row.writes[0]]) if row.kind is Kind.MOVE else None,
+                mark=mark_of(buffers[row.writes[0]]) if row.kind is Kind.MOVE and row.writes else None,
             )
         )
     return Bound(lowered, tuple(instructions))
@@ -128,7 +128,9 @@ def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any
             return _in_list(_jax.swapper(devices[row.place], "device"))
         case Kind.FREE:
             return _wait
-        case Kind.DROP | Kind.RECEIPT:
+        case Kind.RECEIPT:
+            return _received
+        case Kind.DROP:
             return _nothing
         case Kind.FEED:
             return _jax.feeder(devices[target])
@@ -160,6 +162,12 @@ def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
     """Returns once the copy is there; it may have been used and gone."""
     if copy is not None:
         copy.block_until_ready()
+    return ()
+
+
+def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
+    """Raises if what would tell of the arrival has failed to come; it is waited for before."""
+    witness.block_until_ready()
     return ()
 
 

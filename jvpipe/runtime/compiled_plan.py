@@ -233,7 +233,7 @@ class CompiledPlan:
         if not VALUES[moved.value.kind].alone and moved.value.kind is not ValueKind.PARAMETER:
             return None
         array = self._shape(moved.value)
-        program = _arrival(array)
+        program = _arrival([array])
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
@@ -267,7 +267,7 @@ class CompiledPlan:
                 piece = _operand(row, PieceRun)
                 return piece_program(self.optimizer.update[piece.piece], keeps=piece.keeps)
             case Kind.ARRIVE:
-                return _arrival(self._shape(lowered.buffers[row.reads[0]].value))
+                return _arrival([self._shape(lowered.buffers[b].value) for b in row.reads])
             case (
                 Kind.FEED
                 | Kind.SEND
@@ -313,6 +313,7 @@ def _no_crossing(row: Row) -> None:
     """One process has no copies to others."""
 
 
-def _arrival(array: jax.ShapeDtypeStruct) -> Program:
-    """A program that yields a mark once an array is there."""
-    return Program(("arrival", array.shape, str(array.dtype)), lambda x: [jax.numpy.int32(0)], (array,))
+def _arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """A program that yields a mark once arrays are there."""
+    key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
+    return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))

@@ -137,7 +137,7 @@ class Controller:
                         table[b] = x
                     if watched:
                         self.marks.append(Mark(out[-1], row, at))
-                    if monitor is not None and (len(out) > len(writes) or row.kind in WATCHED):
+                    if monitor is not None and (len(out) > len(writes) or (out and row.kind in WATCHED)):
                         monitor.dispatched(index, row, None if mark else out[-1])
                         if mark:
                             arriving[writes[0]] = index, row, mark

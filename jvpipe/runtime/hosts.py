@@ -13,6 +13,8 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.rows import AskRun, OfferRun
 from jvpipe.runtime.checkpoints.checkpoint import to_host
+from jvpipe.runtime.controller import HostLost
+from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
 
 T = TypeVar("T")
@@ -87,17 +89,24 @@ class Hosts:
         """Does what every process must succeed in; if one fails, all raise.
 
         Raises:
-            Disagreement: what another process failed with.
+            MemoryLimitExceeded: a process cannot keep its limit; the largest that would do is told to all.
+            Disagreement: what else another process failed with.
         """
         try:
             value, failure = act(), None
+        except HostLost:  # who knows of one that is gone does not wait for it
+            raise
         except Exception as error:
             value, failure = None, error
-        for other, told in enumerate(self.exchange(name, b"" if failure is None else _line(failure).encode())):
-            if told and other != self.process:
-                raise Disagreement(f"process {other} says: {told.decode()}") from failure
+        told = enumerate(self.exchange(name, _told(failure)))
+        failures = [_heard(other, line.decode()) for other, line in told if line and other != self.process]
         if failure is not None:
-            raise failure
+            failures.append(failure)
+        if failures:
+            worst = max(failures, key=_limit_bytes)
+            if worst is failure:
+                raise worst
+            raise worst from failure
         return cast(T, value)
 
     def first(self, name: str, act: Callable[[], T]) -> T | None:
@@ -175,9 +184,23 @@ class Hosts:
         self.transport = transfer_servers(address, publish)
 
 
-def _line(error: Exception) -> str:
-    text = str(error)
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+def _told(failure: Exception | None) -> bytes:
+    """What a process tells the others of its failure: a limit that would do, and a line."""
+    if failure is None:
+        return b""
+    named = isinstance(failure, (ValueError, MemoryLimitExceeded))
+    return f"{_limit_bytes(failure)}\t{failure if named else f'{type(failure).__name__}: {failure}'}".encode()
+
+
+def _heard(process: int, told: str) -> Exception:
+    """What another process failed with."""
+    limit_bytes, line = told.split("\t", 1)
+    message = f"process {process} says: {line}"
+    return MemoryLimitExceeded(message, int(limit_bytes)) if int(limit_bytes) else Disagreement(message)
+
+
+def _limit_bytes(failure: Exception) -> int:
+    return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
 
 
 def digest(text: str) -> str:

@@ -8,24 +8,31 @@ sums of gradients and its model state between the last task at the old place and
 What was left behind is freed once all copies are there. Until then, should anything fail, the old state is whole. A
 move between two steps that fails later, with values on the host alone, brings them back. Inside a step what comes later
 is the update, which consumes the state as it does in every step.
+
+Over several processes nothing is left behind between two steps before every process says that all copies are there:
+what fails in one of them leaves all with the old state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.buffers import Lowered, Peak
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.splice import spliced
-from jvpipe.lowering.step import lower_move, lower_step
+from jvpipe.lowering.step import divided, lower_move, lower_step
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.controller import Controller, Moment, StageError
+from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,8 @@ class Migration:
     """A change of plan, ready to run: `bound` is a whole step if it is made inside one, else moves alone.
 
     In a stream it is made for a state that is `stream_steps` steps into the stream of the old plan, or as far as that
-    repeats itself since; `steps` is where that is in the stream of the new one.
+    repeats itself since; `steps` is where that is in the stream of the new one. Over several processes `leaving` ends
+    what moves alone have left behind.
     """
 
     change: PlanChange
@@ -68,6 +76,19 @@ class Migration:
     bound: Bound
     stream_steps: int = 0
     steps: int = 0
+    leaving: Bound | None = None
+
+
+class _Way(NamedTuple):
+    """A way to make a change of plan: `made` runs what follows, `lowered` is what all processes run of it together."""
+
+    made: CompiledPlan
+    lowered: Lowered
+    bound: Bound
+    peaks: Sequence[Peak]
+    microbatch: int = 0
+    steps: int = 0
+    leaving: Bound | None = None
 
 
 def prepare_migration(
@@ -75,7 +96,7 @@ def prepare_migration(
 ) -> Migration:
     """Lowers and compiles a change of plan at (step, micro-batch), as asked for if the memory allows.
 
-    A stream that has no room for it while it flows is drained first.
+    A stream that has no room for it while it flows is drained first. Of several processes all take the same way.
 
     Args:
         old: the plan in use.
@@ -88,33 +109,80 @@ def prepare_migration(
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
-    limits.check(new.peaks, new.devices)
-    (step, microbatch), layers = at, moved_layers(old.plan, new.plan)
-    stream_steps = old.representative(stream_steps)
-    for how in ("inside", "between", "by host"):
-        made, steps, m = new, 0, 0
-        if how != "inside":
-            bound = new.bound(_moves(old, new, by_host=how == "by host"))
-            peaks = new.peaks_of(bound)
-        elif not (microbatch or stream_steps):
-            continue
-        elif old.schedule.synchronous:
-            bound, m = _step(old, new, microbatch), microbatch
-            peaks = new.peaks_of(bound)
-        else:
-            alone, steps = old.without_previous(stream_steps)
-            made, m = replace(new, previous=(alone, steps * new.microbatches + microbatch)), microbatch
-            bound, peaks = made.stream_step(steps)[1], made.peaks
+    hosts = new.hosts
+    _together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
+    (step, microbatch), stream_steps = at, old.representative(stream_steps)
+    ways = ["inside"] if microbatch or stream_steps else []
+    ways += ["between"] if hosts else ["between", "by host"]
+    for how in ways:
+        way = _together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))
         try:
-            limits.check(peaks, new.devices, "while layers move")
+            _together(hosts, "limits", lambda peaks=way.peaks: limits.check(peaks, new.devices, "while layers move"))
         except MemoryLimitExceeded:
-            if how == "by host":
+            if how == ways[-1]:
                 raise
             continue
-        moved_bytes = _bytes_of(bound.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
-        change = PlanChange(step, m, why, old.plan, new.plan, layers, moved_bytes, how)
-        return Migration(change, old, made, bound, stream_steps, steps)
+        moved_bytes = _bytes_of(way.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
+        layers = moved_layers(old.plan, new.plan)
+        change = PlanChange(step, way.microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
+        return Migration(change, old, way.made, way.bound, stream_steps, way.steps, way.leaving)
     raise AssertionError("the last way raises")
+
+
+def _together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
+    """Does something; of several processes all must succeed in it."""
+    return hosts.together(name, act) if hosts else act()
+
+
+def _way(how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int) -> _Way:
+    """Lowers and compiles one of the ways."""
+    if how != "inside":
+        move = lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=how == "by host")
+        copies, leaving = (move, None) if new.hosts is None else divided(move)
+        bound = new.bound(copies)
+        return _Way(new, move, bound, new.peaks_of(bound), leaving=None if leaving is None else new.bound(leaving))
+    if old.schedule.synchronous:
+        lowered, bound = _step(old, new, microbatch)
+        return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
+    alone, steps = old.without_previous(stream_steps)
+    made = replace(new, previous=(alone, steps * new.microbatches + microbatch))
+    step, bound = made.stream_step(steps)
+    return _Way(made, step.lowered, bound, made.peaks, microbatch, steps)
+
+
+def moved_between_steps(migration: Migration, state: State, controller: Controller) -> tuple[jax.Array, ...]:
+    """Runs a migration that is made between two steps; returns the arrays under the new plan.
+
+    Args:
+        migration: the one.
+        state: consumed.
+        controller: runs it.
+
+    Raises:
+        StageError: a copy failed; its `state` is whole under the old plan, but for a `HostLost`.
+    """
+    at, hosts, live = Moment(state.step), migration.new.hosts, controller.ledger.live
+    if hosts is None or migration.leaving is None:
+        arrays, _ = controller.run(migration.bound, state.arrays, {}, at)
+        return arrays
+
+    def copied() -> tuple[jax.Array, ...]:
+        arrays, _ = controller.run(migration.bound, state.arrays, {}, at)
+        try:
+            return jax.block_until_ready(arrays)
+        except Exception as error:
+            raise controller.failure(error) from error
+
+    before = list(live)
+    try:
+        arrays = hosts.together("copies of layers that move", copied)
+    except Exception as error:
+        live[:] = before
+        if isinstance(error, Disagreement):
+            raise StageError(str(error)) from error
+        raise
+    arrays, _ = controller.run(migration.leaving, arrays, {}, at)
+    return arrays
 
 
 def state_after_failed_move(migration: Migration, state: State, table: Sequence[Any]) -> State:
@@ -125,7 +193,7 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
         state: what it consumed.
         table: the arrays that there were, by their numbers in the buffer table.
     """
-    if not any(x.is_deleted() for x in state.arrays):
+    if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, old = migration.bound.lowered.buffers, migration.old
     alive: dict[Name, Any] = {}
@@ -153,16 +221,12 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     return tuple((layer, d, after[layer]) for layer, d in before.items() if after[layer] != d)
 
 
-def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> Bound:
+def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:
     """A step whose micro-batches run under the old plan, then under the new one."""
     layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
     lists = spliced(old.lists, new.lists, microbatch)
     lowered = lower_step(new.traced.graph, layouts, lists, new.optimizer)
-    return new.bound(lowered, [*old.programs, *new.programs])
-
-
-def _moves(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> Lowered:
-    return lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=by_host)
+    return lowered, new.bound(lowered, [*old.programs, *new.programs])
 
 
 def _bytes_of(lowered: Lowered, kind: Kind) -> int:

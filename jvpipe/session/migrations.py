@@ -7,10 +7,17 @@ from dataclasses import replace
 
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import Controller, Moment, StageError
-from jvpipe.runtime.migrate import Migration, PlanChange, prepare_migration, state_after_failed_move
+from jvpipe.runtime.controller import Controller, HostLost, StageError
+from jvpipe.runtime.migrate import (
+    Migration,
+    PlanChange,
+    moved_between_steps,
+    prepare_migration,
+    state_after_failed_move,
+)
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import Limits
+from jvpipe.session.agreement import agreed_rows
 from jvpipe.session.compiled_plans import CompiledPlans
 
 _log = logging.getLogger("jvpipe")
@@ -35,7 +42,7 @@ class Migrations:
         self.history: list[PlanChange] = []
 
     def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
-        """Prepares a migration and queues it; raises what `Pipeline.migrate` raises.
+        """Prepares a migration and queues it, of several processes in all; raises what `Pipeline.migrate` raises.
 
         Args:
             state: the newest.
@@ -43,6 +50,9 @@ class Migrations:
             at: (step, micro-batch) from which it holds; now unless given.
             why: kept in `history`.
         """
+        if (hosts := self._compiled_plans.settings.hosts) is not None:
+            asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
+            hosts.agree("migrations", [(name, str(value)) for name, value in asked.items()])
         microbatches = self._controller.microbatches
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
@@ -85,7 +95,9 @@ class Migrations:
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
             try:
-                arrays, _ = self._controller.run(migration.bound, state.arrays, {}, Moment(state.step))
+                arrays = moved_between_steps(migration, state, self._controller)
+            except HostLost:
+                raise
             except StageError as error:
                 error.state = state_after_failed_move(migration, state, error.table)
                 error.add_note(
@@ -100,6 +112,8 @@ class Migrations:
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps)
+        if new.hosts is not None:
+            new.hosts.agree("the rows of a migration", agreed_rows(migration.new))
         if self._controller.monitor:
             migration.bound.compile_marks()
         return migration

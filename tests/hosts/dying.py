@@ -1,27 +1,66 @@
-"""A process of a run that trains on and on: python tests/hosts/dying.py PROCESS COUNT PORT; one of them is killed."""
+"""A process of a run that trains on and on: python tests/hosts/dying.py PROCESS COUNT PORT; one of them is killed.
+
+With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers.
+"""
 
 import os
+import signal
 import sys
+from typing import Any
+
+import jax
 
 import jvpipe
+from jvpipe._jax import Device
+from jvpipe.runtime.hosts import present_hosts
+from jvpipe.runtime.transport import Transport
 from tests.bits import batches_of
 from tests.hosts.worker import begun, pipeline
 from tests.zoo import CASES
 
 
+class Deadly(Transport):
+    """A transport whose process is gone after its next offer, once it is told so."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.armed = inner, False
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def offer(self, process: int, number: int, array: jax.Array) -> None:
+        self._inner.offer(process, number, array)
+        if self.armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
+        return self._inner.ask(process, number, like, device)
+
+    def lost(self) -> list[int]:
+        return self._inner.lost()
+
+
 def main() -> None:
-    process, count, port = map(int, sys.argv[1:])
+    process, count, port = map(int, sys.argv[1:4])
     begun(process, count, port)
-    m = CASES["pre-norm"]()
+    hosts = present_hosts()
+    assert hosts is not None
+    assert hosts.transport is not None
+    hosts.transport = transport = Deadly(hosts.transport)
+    moving = sys.argv[4:] == ["moving"]
+    m = CASES["mlp" if moving else "pre-norm"]()
     pipe = pipeline(m, "1f1b", planner="even")
     batch = batches_of(m)[0]
-    state = pipe.init(m.params, batch, m.rng, m.state)
+    state: Any = pipe.init(m.params, batch, m.rng, m.state)
     try:
         for step in range(100_000):
             state, _ = pipe.step(state, batch)
             if step == 3:
                 pipe.wait(state)
                 print("trains", flush=True)
+            if step == 3 and moving:
+                transport.armed = process == count - 1
+                state = pipe.migrate(state, jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]))
     except jvpipe.HostLost as lost:
         print(f"lost: {lost}", flush=True)
         os._exit(75)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150
-SKIPS, NORMS = "three-readers,1f1b,recompute", "resnet,gpipe,swap"
-TIED, STREAM = "pre-norm,1f1b,keep,even", "pre-norm,pipedream,keep"
+SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even"
+NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
+STREAM = "one-hot,pipedream,keep,even,,1.2"  # all layers move while it flows
+MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 
 def started(script: str, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
@@ -68,8 +70,13 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         assert told[0]["parameters"] == expected["parameters"]
         assert told[0]["model state"] == expected["model state"]
         assert all(seen["parameters"] is None for seen in told[1:]), "the first process alone has them all"
+        assert all(seen["moves"] == expected["moves"] for seen in told)
+        live, peaks = ({at: n for seen in told for at, n in seen[what].items()} for what in ("live", "peaks"))
+        assert live == expected["live"]
+        assert peaks.keys() == expected["peaks"].keys()
+        marks = MARKS_BYTES if expected is norms else 0
         if expected in (skips, norms):
-            assert {device: peak for seen in told for device, peak in seen["peaks"].items()} == expected["peaks"]
+            assert all(0 <= peaks[at] - peak <= marks for at, peak in expected["peaks"].items())
 
 
 def test_who_lives_on_names_the_process_that_was_killed() -> None:
@@ -83,3 +90,11 @@ def test_who_lives_on_names_the_process_that_was_killed() -> None:
         (out, _), _ = ended(processes)
     assert "lost: process 1 is gone, go on from the last checkpoint" in out
     assert alive.returncode == 75
+
+
+def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved() -> None:
+    processes = started("dying", 2, "moving")
+    (out, errors), _ = ended(processes)
+    assert [process.returncode for process in processes] == [75, -signal.SIGKILL], errors[-3000:]
+    assert "lost: process 1 is gone, go on from the last checkpoint" in out
+    assert "RECEIPT" in out, "it waited for what it had offered"

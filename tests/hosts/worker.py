@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import optax
 
 import jvpipe
 from jvpipe.ir.fates import Fate
+from jvpipe.planners.user_fates import recut
 from tests.bits import MICRO, batches_of, digest
 from tests.zoo import CASES, Case
 
@@ -24,8 +26,22 @@ def pipeline(m: Case, schedule: str, **options: Any) -> jvpipe.Pipeline:
     return jvpipe.Pipeline(m.loss_fn, optimizer, STAGES, MICRO, schedule, **kinds, **options)
 
 
-def trained(name: str, schedule: str, fate: str, planner: str = "even", path: str = "") -> dict[str, Any]:
-    """What a run yields: bits of losses and parameters, peaks by device; a path is saved to, or restored from."""
+def asked_to_move(pipe: jvpipe.Pipeline, state: jvpipe.State, moments: str) -> jvpipe.State:
+    """All layers leave their devices, and come back: at moments such as 1.2+2.0, of a step and a micro-batch."""
+    home, layers = pipe.plan, len(pipe.session.graph.layers)
+    away = recut(pipe.session.graph, home, [1, layers - 2, 1])
+    stages = zip(away.stages, (2, 0, 1), strict=True)
+    away = replace(away, stages=tuple(replace(stage, devices=(place,)) for stage, place in stages))
+    for plan, moment in zip((away, home, away), moments.split("+"), strict=False):
+        step, microbatch = map(int, moment.split("."))
+        state = pipe.migrate(state, plan, (step, microbatch))
+    return state
+
+
+def trained(
+    name: str, schedule: str, fate: str, planner: str = "even", path: str = "", moments: str = ""
+) -> dict[str, Any]:
+    """What a run yields: bits of losses and parameters, bytes by device; a path is saved to, or restored from."""
     m = CASES[name]()
     pipe = pipeline(m, schedule, planner=planner, fates={"*": Fate(fate)})
     batches = batches_of(m)
@@ -39,11 +55,13 @@ def trained(name: str, schedule: str, fate: str, planner: str = "even", path: st
             state, _ = pipe.step(state, batches[0])
             pipe.save(path, state)
             batches = batches[1:]
+    if moments:
+        state = asked_to_move(pipe, state, moments)
     losses = []
     for now, metrics in pipe.run(state, batches):
         state = now
         losses.append(float(metrics["loss"]).hex())
-    state = pipe.drain(state)
+    state = pipe.wait(pipe.drain(state))
     evaluated = float(pipe.evaluate(state, first)["loss"]).hex()
     params, model_state = pipe.params(state), pipe.model_state(state)
     return {
@@ -51,6 +69,8 @@ def trained(name: str, schedule: str, fate: str, planner: str = "even", path: st
         "evaluated": evaluated,
         "parameters": None if params is None else digest(params),
         "model state": None if params is None else digest(model_state),
+        "moves": [str(change) for change in pipe.session.history],
+        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
         "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},
     }
 

@@ -34,7 +34,7 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
-    "lowering": {"F", "B", "U"},
+    "lowering": {"F", "B", "U", "MOVE", "FREE"},
     "runtime": {"F", "B", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
     "simulate": {"F", "B", "U"},
 }

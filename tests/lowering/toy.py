@@ -56,10 +56,10 @@ def layout(
     return MicrobatchLayout.of(GRAPH, plan, SIGNATURES, number)
 
 
-def optimizer(micro: int = 2) -> OptimizerCut:
-    """Plain gradient descent: no state."""
+def optimizer(micro: int = 2, of: optax.GradientTransformation | None = None) -> OptimizerCut:
+    """Plain gradient descent, which has no state, or another one."""
     shapes = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3)]
-    return cut_optimizer(optax.sgd(0.1), shapes, [0, 1], [2, 1], microbatches=micro)
+    return cut_optimizer(of or optax.sgd(0.1), shapes, [0, 1], [2, 1], microbatches=micro)
 
 
 def drawn(operation: Operation) -> str:

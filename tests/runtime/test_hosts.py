@@ -5,7 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 from typing import Any
 
+import pytest
+
+from jvpipe.runtime.controller import HostLost
 from jvpipe.runtime.hosts import Disagreement, Hosts
+from jvpipe.runtime.tensors import MemoryLimitExceeded
 
 
 class Store:
@@ -67,6 +71,31 @@ def test_what_one_fails_at_all_raise() -> None:
     (at_one,) = [type(e) for e in each(2, act) if not isinstance(e, Disagreement)]
     assert at_one is IndexError
     assert str(each(2, act)[0]) == "process 1 says: IndexError: list index out of range"
+
+
+def test_a_limit_that_one_cannot_keep_is_told_to_all_with_one_that_would_do() -> None:
+    def act(hosts: Hosts) -> None:
+        def keep() -> None:
+            if hosts.process:
+                raise MemoryLimitExceeded(f"too much at {hosts.process}", 100 * hosts.process)
+
+        hosts.together("limits", keep)
+
+    told = each(3, act)
+    assert [(type(error), error.smallest_limit_bytes) for error in told] == [(MemoryLimitExceeded, 200)] * 3
+    assert [str(error) for error in told[1:]] == ["process 2 says: too much at 2", "too much at 2"]
+
+
+def test_who_knows_of_a_process_that_is_gone_does_not_wait_for_it() -> None:
+    def act(hosts: Hosts) -> None:
+        def lose() -> None:
+            raise HostLost("process 1 is gone")
+
+        hosts.together("moves", lose)
+
+    hosts = Hosts(0, 2, Store(), timeout_s=3600.0)
+    with pytest.raises(HostLost):
+        act(hosts)
 
 
 def test_the_first_process_decides() -> None:
