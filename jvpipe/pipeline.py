@@ -365,7 +365,8 @@ class Pipeline:
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint, keyed by parameter path: any cut can restore it.
 
-        Of a state in flight everything is kept that the same schedule, cuts and fates need to go on to the bit.
+        Of several processes each writes a part. Of a state in flight everything is kept that the same schedule, cuts
+        and fates need to go on to the bit.
 
         Args:
             path: a folder.

@@ -4,45 +4,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.values import ValueKind
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
-from jvpipe.runtime.checkpoints.flight import restore_in_flight
+from jvpipe.runtime.checkpoints.array_file import Arrays
+from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
+from jvpipe.runtime.checkpoints.flight import names_of, restore_in_flight
+from jvpipe.runtime.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
+from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
+from jvpipe.session.agreement import agreed_parts, agreed_rows
 from jvpipe.session.session import Session
 
 
 def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint of a state; of several processes all call it, and the first one writes.
+    """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
 
     Args:
         session: what the state belongs to.
         path: a folder.
         state: at rest, or in flight.
         extra: kept with it; what JSON can hold.
-
-    Raises:
-        ValueError: the state is in flight over several processes.
     """
-    saving, trees, hosts = _saving(session), session.trees, session.settings.hosts
-    if hosts is not None and state.stream_steps:
-        raise ValueError("over several processes a state in flight cannot be saved: save what pipe.drain returns")
-    values = {kind: session.host_values(state, ValueKind(kind)) for kind in saving.names}
-    arrays = {kind: leaves for kind, leaves in values.items() if leaves is not None}
+    saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
+    state.check(len(names_of(session.compiled, state.stream_steps)))
+
+    def held() -> Arrays:
+        try:
+            return saving.arrays(state.arrays, state.stream_steps)
+        except Exception as error:
+            raise session.controller.failure(error) from error
+
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
-
-    def write() -> None:
-        saving.write(path, state, arrays, trees.rng, shapes, session.ledger.versions, extra)
-
+    meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
-        write()
+        save_checkpoint(path, held(), meta)
     else:
-        hosts.first("checkpoint", write)
+        save_parts(hosts, path, hosts.together("state", held), meta)
 
 
 def restore(session: Session, path: str | Path) -> State:
-    """Begins a run with the state that `save` wrote, under the plan in use.
+    """Begins a run with the state that `save` wrote, under the plan in use; each process reads what it is to hold.
 
     Args:
         session: of the same model; one that has none yet takes that of the checkpoint.
@@ -54,30 +55,49 @@ def restore(session: Session, path: str | Path) -> State:
         MemoryLimitExceeded: the run does not keep the limits.
     """
     hosts = session.settings.hosts
-    arrays, meta = hosts.together("checkpoint", lambda: load_checkpoint(path)) if hosts else load_checkpoint(path)
+    saved = open_together(hosts, path)
     if not session.compiled_plans:
-        session.compiled_plans.trace(*saved_inputs(path, meta))
-    compiled, words, step = session.compiled, saved_words(meta), int(meta["step"])
+        session.compiled_plans.trace(*saved_inputs(path, saved.meta))
+        if hosts is not None:
+            hosts.agree("what the processes run", agreed_parts(session.compiled))
+    compiled = session.compiled
     if compiled.previous:  # it was on its way from another plan
         compiled = replace(compiled, previous=None)
-    saving = _saving(session)
-    if "flight" not in meta:
-        leaves, updates = saving.leaves(path, arrays), int(meta.get("updates", 0))
-        state = session.place(session.compiled_plans, compiled, leaves, words, step, updates)
+    if "flight" in saved.meta:
+        _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
+        if len(saved.meta["flight"]["legs"]) > 1:
+            compiled = session.compiled_plans.from_spans(saved.meta["flight"]["legs"])
+        state = _placed_in_flight(session, saved, compiled)
     else:
-        in_flight = meta["flight"]
-        stream_steps = int(in_flight["steps"])
-        saving.check_in_flight(path, in_flight)
-        if len(in_flight["legs"]) > 1:
-            compiled = session.compiled_plans.from_spans(in_flight["legs"])
-        session.reset(compiled, compiled.peaks)
-        restored = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)
-        session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
-        state = State(restored, words, step, stream_steps, int(meta["updates"]), session.compiled_plans.model_id)
+        state = _placed(session, path, saved, compiled)
     if compiled is not session.compiled:
         session.compiled_plans.adopt(compiled)
     return state
 
 
-def _saving(session: Session) -> Saving:
-    return Saving(session.compiled, session.settings.schedule, session.settings.microbatches)
+def _placed(session: Session, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
+    """Places the arrays of a state at rest."""
+    saving, meta = _saving(session, compiled), saved.meta
+    wanted = saving.own(0)
+    leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(wanted)))
+    step, updates = int(meta["step"]), int(meta.get("updates", 0))
+    return session.place(session.compiled_plans, compiled, leaves, saved_words(meta), step, updates)
+
+
+def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) -> State:
+    """Places the arrays of a state in flight each where it lay."""
+    hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
+    stream_steps = int(in_flight["steps"])
+    wanted = _saving(session, compiled).own(stream_steps)
+    arrays = read_together(hosts, lambda: saved.read(wanted))
+    session.reset(compiled, compiled.peaks)
+    placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)
+    session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
+    if hosts is not None:  # nothing crosses before all are ready
+        hosts.agree("the rows that processes run", agreed_rows(compiled))
+    model = session.compiled_plans.model_id
+    return State(placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model)
+
+
+def _saving(session: Session, compiled: CompiledPlan) -> Saving:
+    return Saving(compiled, session.settings.schedule, session.settings.microbatches)

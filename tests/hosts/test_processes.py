@@ -10,11 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
+from tests.bits import digest
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150
-SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even"
+SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
-STREAM = "one-hot,pipedream,keep,even,,1.2"  # all layers move while it flows
+STREAM = "one-hot,pipedream,keep,even,{},1.2"  # all layers move while it flows
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 
@@ -58,25 +61,34 @@ def runs(count: int, *cases: str) -> list[list[dict]]:
 
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
-    saved = f"{TIED},{tmp_path / 'saved'}"
-    (one,) = runs(1, SKIPS, NORMS, STREAM, TIED)
-    skips, norms, stream, tied = one
-    two = zip(*runs(2, SKIPS, STREAM, saved), strict=True)
-    three = zip(*runs(3, NORMS, saved), strict=True)  # which goes on from what two processes saved
-    for expected, told in zip((skips, stream, tied, norms, tied), (*two, *three), strict=True):
+    by_one, by_two = ([case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))] for who in "12")
+    (one,) = runs(1, SKIPS, NORMS, *by_one)  # these save on their way, a stream in flight
+    skips, norms, tied, stream = one
+    two = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two), strict=True)  # which it saves, and restores then
+    three = zip(*runs(3, NORMS, *by_two), strict=True)
+    expected = (skips, *(tied, stream) * 3, norms, tied, stream)
+    for whole, told in zip(expected, (*two, *three), strict=True):
         for seen in told:
-            assert seen["losses"] == expected["losses"][-len(seen["losses"]) :]
-            assert seen["evaluated"] == expected["evaluated"]
-        assert told[0]["parameters"] == expected["parameters"]
-        assert told[0]["model state"] == expected["model state"]
+            assert seen["losses"] == whole["losses"][-len(seen["losses"]) :]
+            assert seen["evaluated"] == whole["evaluated"]
+        assert told[0]["parameters"] == whole["parameters"]
+        assert told[0]["model state"] == whole["model state"]
         assert all(seen["parameters"] is None for seen in told[1:]), "the first process alone has them all"
-        assert all(seen["moves"] == expected["moves"] for seen in told)
+        begun = len(told[0]["losses"]) == len(whole["losses"])
+        assert all(seen["moves"] == (whole["moves"] if begun else []) for seen in told)
         live, peaks = ({at: n for seen in told for at, n in seen[what].items()} for what in ("live", "peaks"))
-        assert live == expected["live"]
-        assert peaks.keys() == expected["peaks"].keys()
-        marks = MARKS_BYTES if expected is norms else 0
-        if expected in (skips, norms):
-            assert all(0 <= peaks[at] - peak <= marks for at, peak in expected["peaks"].items())
+        assert live == whole["live"]
+        assert peaks.keys() == whole["peaks"].keys()
+        marks = MARKS_BYTES if whole is norms else 0
+        if whole in (skips, norms):
+            assert all(0 <= peaks[at] - peak <= marks for at, peak in whole["peaks"].items())
+    for saved in zip(by_one, by_two, strict=True):
+        (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in saved)
+        assert digest(arrays) == digest(others)
+        assert {kind: named.keys() for kind, named in arrays.items()} == {kind: n.keys() for kind, n in others.items()}
+        told.pop("parts")
+        assert meta == told, "the ledger of versions too is that of one"
+        assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, "it has not left its first plan behind"
 
 
 def test_who_lives_on_names_the_process_that_was_killed() -> None:

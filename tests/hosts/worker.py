@@ -20,10 +20,10 @@ LOCAL = optax.adamw(1e-2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), LOCAL)
 
 
-def pipeline(m: Case, schedule: str, **options: Any) -> jvpipe.Pipeline:
+def pipeline(m: Case, schedule: str, stages: int | jvpipe.Plan = STAGES, **options: Any) -> jvpipe.Pipeline:
     optimizer = OPTIMIZER if schedule in ("gpipe", "1f1b") else LOCAL
     kinds = {"has_aux": m.has_aux, "has_state": m.has_state}
-    return jvpipe.Pipeline(m.loss_fn, optimizer, STAGES, MICRO, schedule, **kinds, **options)
+    return jvpipe.Pipeline(m.loss_fn, optimizer, stages, MICRO, schedule, **kinds, **options)
 
 
 def asked_to_move(pipe: jvpipe.Pipeline, state: jvpipe.State, moments: str) -> jvpipe.State:
@@ -41,26 +41,25 @@ def asked_to_move(pipe: jvpipe.Pipeline, state: jvpipe.State, moments: str) -> j
 def trained(
     name: str, schedule: str, fate: str, planner: str = "even", path: str = "", moments: str = ""
 ) -> dict[str, Any]:
-    """What a run yields: bits of losses and parameters, bytes by device; a path is saved to, or restored from."""
+    """What a run yields: bits of losses and parameters, bytes by device. A path is restored from if it is there, else
+    the state after the second step is saved to it, in flight if the schedule keeps it so.
+    """
     m = CASES[name]()
-    pipe = pipeline(m, schedule, planner=planner, fates={"*": Fate(fate)})
+    there = bool(path) and Path(path).exists()
+    plan = jvpipe.checkpoint_plan(path) if there else None
+    placed = {"stages": plan, "devices": jax.devices()[:STAGES]} if plan else {}
+    pipe = pipeline(m, schedule, planner=planner, fates={} if plan else {"*": Fate(fate)}, **placed)
     batches = batches_of(m)
     first = batches[0]
-    if path and Path(path).exists():
-        state = pipe.restore(path)
-        batches = batches[state.step :]
-    else:
-        state = pipe.init(m.params, batches[0], m.rng, m.state)
-        if path:
-            state, _ = pipe.step(state, batches[0])
-            pipe.save(path, state)
-            batches = batches[1:]
-    if moments:
+    state = pipe.restore(path) if there else pipe.init(m.params, first, m.rng, m.state)
+    if moments and not there:
         state = asked_to_move(pipe, state, moments)
     losses = []
-    for now, metrics in pipe.run(state, batches):
+    for now, metrics in pipe.run(state, batches[state.step :]):
         state = now
         losses.append(float(metrics["loss"]).hex())
+        if path and not there and state.step == 2:
+            pipe.save(path, state)
     state = pipe.wait(pipe.drain(state))
     evaluated = float(pipe.evaluate(state, first)["loss"]).hex()
     params, model_state = pipe.params(state), pipe.model_state(state)

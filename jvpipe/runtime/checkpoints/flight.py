@@ -13,7 +13,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.state import State
+from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Ledger
 
 
@@ -24,15 +24,25 @@ def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
     return compiled.stream.step(stream_steps - 1).after
 
 
+def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
+    """By name, where among a state's arrays the newest of everything lies that a plain state has; of copies the first.
+
+    Args:
+        compiled: what the state belongs to.
+        stream_steps: the steps of its stream, 0 at rest.
+    """
+    newest = _newest(names_of(compiled, stream_steps))
+    return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in reversed(compiled.persistent)}
+
+
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     """The newest of everything that a plain state has; what is in flight is left out."""
     if not state.stream_steps:
         return state.arrays
-    arrays = dict(zip(names_of(compiled, state.stream_steps), state.arrays, strict=True))
-    newest = _newest(arrays)
+    newest = _newest(names_of(compiled, state.stream_steps))
     plain = []
     for buffer in compiled.persistent:
-        array, device = newest[_holder(buffer.spot)], compiled.devices[buffer.place]
+        array, device = state.arrays[newest[_holder(buffer.spot)]], compiled.devices[buffer.place]
         here = array is None or array.devices() == {device}
         plain.append(array if here else jax.device_put(array, device))
     return tuple(plain)
@@ -64,15 +74,15 @@ def with_leaves(
 _Holder = tuple[ValueKind, int, int, int]
 
 
-def _newest(arrays: dict[Spot, jax.Array]) -> dict[_Holder, jax.Array]:
-    """The newest version of everything that lies on the devices between steps."""
-    newest: dict[_Holder, tuple[int, jax.Array]] = {}
-    for spot, array in arrays.items():
+def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
+    """The newest version of everything that lies on the devices between steps: where it is among the names."""
+    newest: dict[_Holder, tuple[int, int]] = {}
+    for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy is Copy.OWN:
             holder, number = _holder(spot), max(spot.value.version, spot.value.microbatch)
             if holder not in newest or number > newest[holder][0]:
-                newest[holder] = number, array
-    return {holder: array for holder, (_, array) in newest.items()}
+                newest[holder] = number, at
+    return {holder: at for holder, (_, at) in newest.items()}
 
 
 def _holder(spot: Spot) -> _Holder:
@@ -84,12 +94,12 @@ def _holder(spot: Spot) -> _Holder:
 def restore_in_flight(
     compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
 ) -> tuple[jax.Array, ...]:
-    """Puts the arrays of a state in flight each where it lay.
+    """Puts the arrays of a state in flight each where it lay, those of this process.
 
     Args:
         compiled: what the state belongs to.
         stream_steps: the steps of its stream.
-        values: host arrays by their names.
+        values: host arrays by their names; None for those of other processes.
         ledger: counts them.
 
     Raises:
@@ -104,10 +114,12 @@ def restore_in_flight(
         )
     arrays = []
     for b, name in zip(step.lowered.final, names, strict=True):
-        value = values[name]
-        buffer = step.lowered.buffers[b]
-        ledger.hold(buffer.memory, buffer.bytes)
+        value, buffer = values[name], step.lowered.buffers[b]
         device = compiled.devices[buffer.place]
+        if not _jax.is_own(device):
+            arrays.append(None)
+            continue
+        ledger.hold(buffer.memory, buffer.bytes)
         array = jax.device_put(value, device, may_alias=False)
         arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
     return tuple(arrays)

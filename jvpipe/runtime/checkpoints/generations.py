@@ -10,12 +10,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 _DIGESTS = "digests.json"
-_PREFIX = "generation-"
+_PREFIX, _DRAFT = "generation-", ".draft"
 _NAME = re.compile(_PREFIX + r"\d{6,}")
 _OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # also drafts and what is being deleted
 
@@ -34,23 +34,43 @@ def newest(folder: Path) -> Path | None:
 @contextmanager
 def draft(folder: Path) -> Iterator[Path]:
     """A path for the next generation of a folder, which it becomes when the block ends without an error."""
+    drafted = begin_draft(folder)
+    try:
+        yield drafted
+        finish_draft(drafted)
+    except Exception:
+        drop_draft(drafted)
+        raise
+
+
+def begin_draft(folder: Path) -> Path:
+    """A path for the next generation of a folder; the drafts of processes that were killed are gone."""
     folder.mkdir(parents=True, exist_ok=True)
     before = newest(folder)
     _sweep(folder, before)
-    made = folder / f"{_PREFIX}{_number(before) + 1 if before else 1:06d}"
-    drafted = made.with_name(made.name + ".draft")
-    try:
-        yield drafted
-        _seal(drafted)
-        drafted.rename(made)
-    except Exception:
-        _sweep(folder, before)
-        raise
-    _sync(folder)
-    _sweep(folder, made)
+    return folder / f"{_PREFIX}{_number(before) + 1 if before else 1:06d}{_DRAFT}"
 
 
-def check(generation: Path, names: Collection[str] = ()) -> None:
+def finish_draft(drafted: Path, known: Mapping[str, str] | None = None) -> None:
+    """Makes a draft the newest generation.
+
+    Args:
+        drafted: all files are written.
+        known: digests of some of them, by name.
+    """
+    made = drafted.with_name(drafted.name.removesuffix(_DRAFT))
+    _seal(drafted, known or {})
+    drafted.rename(made)
+    sync(made.parent)
+    _sweep(made.parent, made)
+
+
+def drop_draft(drafted: Path) -> None:
+    """Deletes a draft that has not become a generation."""
+    _sweep(drafted.parent, newest(drafted.parent))
+
+
+def check(generation: Path, names: Collection[str] | None = None) -> None:
     """Compares files of a generation with their digests: those named, or all.
 
     Raises:
@@ -60,9 +80,9 @@ def check(generation: Path, names: Collection[str] = ()) -> None:
         digests = dict(json.loads((generation / _DIGESTS).read_bytes()))
     except (OSError, ValueError, TypeError) as problem:
         raise DamageError(f"{generation.parent} is damaged: {_DIGESTS}: {problem}") from problem
-    for name, digest in digests.items():
+    for name in digests if names is None else names:
         path = generation / name
-        if (not names or name in names) and not (path.is_file() and digest_of(path) == digest):
+        if not (path.is_file() and digest_of(path) == digests.get(name)):
             told = "is not what was saved" if path.exists() else "is gone"
             raise DamageError(f"{generation.parent} is damaged: {path.relative_to(generation.parent)} {told}")
 
@@ -101,16 +121,17 @@ def _sweep(folder: Path, kept: Path | None) -> None:
             shutil.rmtree(path)
 
 
-def _seal(folder: Path) -> None:
+def _seal(folder: Path, known: Mapping[str, str]) -> None:
     """Adds the digests of all files, and forces everything to the disk."""
     paths = sorted(folder.rglob("*"))
-    digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in paths if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    digests = {name: known.get(name) or digest_of(path) for name, path in files.items()}
     (folder / _DIGESTS).write_text(json.dumps(digests, indent=1))
     for path in (*paths, folder / _DIGESTS, folder):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Forces a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

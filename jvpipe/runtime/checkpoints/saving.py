@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe._jax import is_own
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.checkpoints import skeleton
-from jvpipe.runtime.checkpoints.checkpoint import check_paths, load_meta, save_checkpoint, to_host
-from jvpipe.runtime.checkpoints.flight import names_of
+from jvpipe.runtime.checkpoints.array_file import Arrays
+from jvpipe.runtime.checkpoints.checkpoint import check_paths, open_checkpoint, to_host
+from jvpipe.runtime.checkpoints.flight import names_of, newest_of
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.versions import VersionLedger
@@ -21,7 +23,7 @@ from jvpipe.trace.loss import KeyKind
 
 @dataclass(frozen=True)
 class Saving:
-    """Writes the states of a compiled plan, and checks what was written."""
+    """Says what the states of a compiled plan are in a checkpoint, and checks what is in one."""
 
     compiled: CompiledPlan
     schedule: Schedule
@@ -37,28 +39,55 @@ class Saving:
             "state": [array.name for array in graph.state],
         }
 
-    def write(
+    def arrays(self, held: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
+        """The arrays of a state on the host; of several processes each has some: of copies the holder of the first.
+
+        Args:
+            held: those of a state, None for what another process holds.
+            stream_steps: the steps of its stream, 0 at rest.
+        """
+        newest = newest_of(self.compiled, stream_steps)
+        arrays: Arrays = {}
+        for kind, names in self.names.items():
+            named = ((name, held[newest[kind, i]]) for i, name in enumerate(names))
+            arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
+        if stream_steps:
+            spots = zip(names_of(self.compiled, stream_steps), held, strict=True)
+            arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
+        return arrays
+
+    def own(self, stream_steps: int) -> set[tuple[str, str]]:
+        """The arrays of a checkpoint that this process has to hold, by kind and name.
+
+        Args:
+            stream_steps: the steps of the stream that was saved, 0 at rest.
+        """
+        compiled = self.compiled
+        here = [spot for spot in names_of(compiled, stream_steps) if is_own(compiled.devices[spot.place])]
+        if stream_steps:
+            return {("flight", str(spot)) for spot in here}
+        indices = {(spot.value.kind, spot.value.index) for spot in here}
+        return {
+            (kind, name) for kind, names in self.names.items() for i, name in enumerate(names) if (kind, i) in indices
+        }
+
+    def meta(
         self,
-        path: str | Path,
         state: State,
-        values: Mapping[str, Sequence[Any]],
         rng: jax.Array | None,
         shapes: Mapping[str, Any],
         versions: VersionLedger,
         extra: dict[str, Any],
-    ) -> None:
-        """Writes a state.
+    ) -> dict[str, Any]:
+        """Tells of a state what its arrays do not.
 
         Args:
-            path: a folder.
             state: at rest, or in flight.
-            values: its newest arrays by kind, on the host.
             rng: the key of the run.
             shapes: the trees that the model was traced with.
             versions: the ledger of the run, of which a state in flight needs the end.
             extra: the caller's own; what JSON can hold.
         """
-        arrays = {kind: dict(zip(names, values[kind], strict=True)) for kind, names in self.names.items()}
         meta = {
             "step": state.step,
             "updates": state.updates,
@@ -75,20 +104,21 @@ class Saving:
                 "legs": [[span.start, span.layout.plan.to_json()] for span in self.compiled.spans],
                 "versions": versions.to_json(),
             }
-            names = map(str, names_of(self.compiled, state.stream_steps))
-            arrays["flight"] = {name: to_host(x) for name, x in zip(names, state.arrays, strict=True)}
-        save_checkpoint(path, arrays, meta)
+        return meta
 
-    def leaves(self, path: str | Path, arrays: Mapping[str, Mapping[str, Any]]) -> dict[Name, Leaf]:
-        """The saved arrays by name.
+    def leaves(self, path: str | Path, arrays: Arrays) -> dict[Name, Leaf]:
+        """The saved arrays by name, those that were read.
 
         Raises:
             ValueError: they are of another model.
         """
         leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
-            check_paths(arrays.get(kind, {}), dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
-            leaves |= {(kind, i): given_leaves([arrays[kind][name]])[0] for i, name in enumerate(names)}
+            named = arrays.get(kind, {})
+            check_paths(named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
+            leaves |= {
+                (kind, i): given_leaves([named[name]])[0] for i, name in enumerate(names) if named[name] is not None
+            }
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
@@ -119,7 +149,7 @@ class Saving:
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
     """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
-    in_flight = load_meta(path).get("flight")
+    in_flight = open_checkpoint(path).meta.get("flight")
     return Plan.from_json(in_flight["legs"][-1][1]) if in_flight else None
 
 

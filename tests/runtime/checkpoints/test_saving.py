@@ -13,6 +13,14 @@ from safetensors.numpy import load_file
 
 import jvpipe
 from jvpipe.cli.export import write_safetensors
+from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
+from jvpipe.runtime.checkpoints.flight import names_of
+from jvpipe.runtime.checkpoints.parts import save_parts
+from jvpipe.runtime.checkpoints.saving import Saving
+from jvpipe.runtime.hosts import Hosts
+from tests.runtime.test_hosts import each
+from tests.session import tiny
+from tests.session.tiny import begun
 
 D = 4
 W = np.asarray(0.3 * np.eye(D) + 0.05, np.float32)
@@ -117,3 +125,28 @@ def test_a_fresh_pipeline_knows_the_containers_and_keys_of_the_model_state(tmp_p
     state, again = stepped(pipe, state, 2), stepped(other, again, 2)
     assert_same(other.model_state(again), pipe.model_state(state))
     assert_same(other.params(again), pipe.params(state))
+
+
+def test_what_several_processes_save_is_what_one_saves_and_one_goes_on_from_it(tmp_path: Path) -> None:
+    pipe, state = begun(schedule="pipedream")
+    for now, _ in pipe.run(state, [tiny.BATCH] * 2):
+        state = now
+    compiled, trees, steps = pipe.session.compiled, pipe.session.trees, state.stream_steps
+    saving = Saving(compiled, pipe.session.settings.schedule, tiny.MICRO)
+    shapes = {"params": trees.params, "batch": trees.batch, "model_state": None}
+    meta = saving.meta(state, None, shapes, pipe.ledger.versions, {})
+    places = [spot.place for spot in names_of(compiled, steps)]
+
+    def save(hosts: Hosts) -> None:
+        held = [x if place == hosts.process else None for place, x in zip(places, state.arrays, strict=True)]
+        save_parts(hosts, tmp_path, saving.arrays(held, steps), meta)
+
+    assert each(2, save) == [None, None]
+    arrays, whole = load_checkpoint(tmp_path)[0], saving.arrays(state.arrays, steps)
+    assert {kind: named.keys() for kind, named in arrays.items()} == {kind: n.keys() for kind, n in whole.items()}
+    assert_same(arrays, whole)
+    other = tiny.pipeline(schedule="pipedream")
+    again = other.restore(tmp_path)
+    assert_same(again.arrays, state.arrays)
+    (ahead, _), (after, _) = (next(p.run(s, [tiny.BATCH])) for p, s in ((pipe, state), (other, again)))
+    assert_same(ahead.arrays, after.arrays)
