@@ -308,10 +308,8 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Lets layers move away from what became slow, and back, as `rule` says; or no longer.
 
-        `session.history` tells what moved and why.
+        `session.history` tells what moved and why. Of several processes all call it, before the same step.
         """
-        if on:
-            self._alone("adapt")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()

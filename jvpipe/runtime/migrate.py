@@ -33,6 +33,8 @@ from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 
 T = TypeVar("T")
+UNFORESEEN = -1
+"""Stands for the steps of a stream where a migration is made ready anew when it is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,17 @@ class _Way(NamedTuple):
 
 
 def prepare_migration(
-    old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, limits: Limits, stream_steps: int = 0
+    old: CompiledPlan,
+    new: CompiledPlan,
+    at: tuple[int, int],
+    why: str,
+    limits: Limits,
+    stream_steps: int = 0,
+    hosts: Hosts | None = None,
 ) -> Migration:
     """Lowers and compiles a change of plan at (step, micro-batch), as asked for if the memory allows.
 
-    A stream that has no room for it while it flows is drained first. Of several processes all take the same way.
+    A stream that has no room for it while it flows is drained first.
 
     Args:
         old: the plan in use.
@@ -105,15 +113,15 @@ def prepare_migration(
         why: for the records.
         limits: kept while layers move.
         stream_steps: those of the stream of `old` then; 0 if nothing is in flight.
+        hosts: the processes that all take the same way, if they are to agree on it here.
 
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
-    hosts = new.hosts
     _together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
     (step, microbatch), stream_steps = at, old.representative(stream_steps)
     ways = ["inside"] if microbatch or stream_steps else []
-    ways += ["between"] if hosts else ["between", "by host"]
+    ways += ["between"] if new.hosts else ["between", "by host"]
     for how in ways:
         way = _together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))
         try:
@@ -122,7 +130,7 @@ def prepare_migration(
             if how == ways[-1]:
                 raise
             continue
-        moved_bytes = _bytes_of(way.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
+        moved_bytes = copied_bytes(way.lowered, Kind.OUT if how == "by host" else Kind.MOVE)
         layers = moved_layers(old.plan, new.plan)
         change = PlanChange(step, way.microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
         return Migration(change, old, way.made, way.bound, stream_steps, way.steps, way.leaving)
@@ -229,6 +237,6 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
     return lowered, new.bound(lowered, [*old.programs, *new.programs])
 
 
-def _bytes_of(lowered: Lowered, kind: Kind) -> int:
+def copied_bytes(lowered: Lowered, kind: Kind = Kind.MOVE) -> int:
     """Bytes that the copies of a kind carry."""
     return sum(lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes)

@@ -7,7 +7,6 @@ lowers and compiles the migration; the pipeline makes it at the next boundary be
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from jvpipe.cost.hardware import INFINITE, Link
@@ -18,12 +17,12 @@ from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.migrate import Migration, prepare_migration
 from jvpipe.runtime.monitor import Measured, Monitor, Record
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
-from jvpipe.session.background import beside_training
+from jvpipe.session.background import Thread, beside_training
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
 from jvpipe.trace.graph import Traced
 
-_AHEAD = 4
+AHEAD = 4
 """So many steps may wait to be looked at; more are passed over."""
 _log = logging.getLogger("jvpipe")
 
@@ -33,8 +32,7 @@ class Adapter:
 
     def __init__(self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits) -> None:
         self._compiled_plans, self._queue, self._limits = compiled_plans, queue, limits
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting: list[Future[None]] = []
+        self._thread = Thread("jvpipe-adapt")
         self._rule = Rule()
         self._link: Link | None = None  # between devices, measured before the first step
         self._trigger: tuple[Traced, Trigger] | None = None
@@ -43,10 +41,8 @@ class Adapter:
 
     def switch(self, on: bool, rule: Rule) -> None:
         """On, under a rule, or off."""
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        self._pool = ThreadPoolExecutor(1, "jvpipe-adapt") if on else None
-        self._rule, self._waiting, self._trigger, self._ready, self._replaced = rule, [], None, None, None
+        self._thread.switch(on=on)
+        self._rule, self._trigger, self._ready, self._replaced = rule, None, None, None
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Another model is trained from here on."""
@@ -61,17 +57,16 @@ class Adapter:
             step: its number.
             stream_steps: those of the stream after it.
         """
-        if self._pool is None or monitor is None:
+        if not self._thread or monitor is None:
             return
         record, first = monitor.close(), self._compiled_plans.current
-        self._waiting = [future for future in self._waiting if not future.done()]
-        if record and len(self._waiting) < _AHEAD and compiled.traced is first.traced:
+        if record and self._thread.waiting < AHEAD and compiled.traced is first.traced:
             trigger = self._trigger_of(first, self._compiled_plans.layer_s)
-            self._waiting.append(self._pool.submit(self._judge, trigger, monitor, record, first, step, stream_steps))
+            self._thread.ask(self._judge, trigger, monitor, record, first, step, stream_steps)
 
     def offer(self, step: int) -> None:
         """Lets what is ready be done before `step`, unless something else is under way."""
-        if self._pool and self._link is None:
+        if self._thread and self._link is None:
             first, *others = self._compiled_plans.current.devices
             self._link = links_between(first, others[0]).send if others else INFINITE
         ready = self._ready
@@ -83,8 +78,7 @@ class Adapter:
 
     def wait(self) -> None:
         """Waits until every step that was seen has been looked at."""
-        for future in self._waiting:
-            future.result()
+        self._thread.wait()
 
     def _judge(
         self, trigger: Trigger, monitor: Monitor, record: Record, compiled: CompiledPlan, step: int, stream_steps: int
@@ -110,10 +104,9 @@ class Adapter:
 
     def _prepare(self, trigger: Trigger, replan: Replan, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
         """Makes the migration ready, if it keeps the limit and repays what it moves."""
-        home, cuts = trigger.home, list(replan.cuts)
-        plan = home if replan.cuts == home.cuts else recut(compiled.traced.graph, home, replan.cuts)
+        cuts = list(replan.cuts)
         try:
-            new = self._compiled_plans.with_plan(plan, compiled)
+            new = self._compiled_plans.with_plan(plan_for(replan, trigger, compiled), compiled)
             migration = prepare_migration(compiled, new, (step + 1, 0), replan.why, self._limits, stream_steps)
         except MemoryLimitExceeded as error:
             _log.warning("%s, but cuts %s cannot be: %s", replan.why, cuts, error)
@@ -126,6 +119,18 @@ class Adapter:
             return
         migration.bound.compile_marks()
         self._ready, self._replaced = migration, compiled.plan
+
+
+def plan_for(replan: Replan, trigger: Trigger, compiled: CompiledPlan) -> Plan:
+    """The plan with other cuts, on the devices and with the fates of the one at home.
+
+    Args:
+        replan: the cuts.
+        trigger: that asked for them.
+        compiled: has the layers.
+    """
+    home = trigger.home
+    return home if replan.cuts == home.cuts else recut(compiled.traced.graph, home, replan.cuts)
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:

@@ -111,7 +111,7 @@ class Migrations:
     def _prepared(
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
-        migration = prepare_migration(old, new, at, why, self._limits, stream_steps)
+        migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
         if new.hosts is not None:
             new.hosts.agree("the rows of a migration", agreed_rows(migration.new))
         if self._controller.monitor:

@@ -26,6 +26,7 @@ from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
+from jvpipe.session.adapt_together import AdapterOfAll
 from jvpipe.session.agreement import agreed_parts, agreed_rows
 from jvpipe.session.batches import feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
@@ -72,7 +73,8 @@ class Session:
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         warmup_updates = settings.schedule.warmup_updates
         self.migrations = Migrations(self.compiled_plans, self.controller, self.limits, warmup_updates)
-        self.adapter = Adapter(self.compiled_plans, self.migrations.queue, self.limits)
+        adapting = self.compiled_plans, self.migrations.queue, self.limits
+        self.adapter = AdapterOfAll(*adapting, settings.hosts) if settings.hosts else Adapter(*adapting)
         self.model_history: list[ModelChange] = []
 
     # Looking

@@ -18,6 +18,7 @@ LIMIT_S = 150
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 STREAM = "one-hot,pipedream,keep,even,{},1.2"  # all layers move while it flows
+ADAPTED = "adapt,mlp,1f1b"
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 
@@ -62,9 +63,9 @@ def runs(count: int, *cases: str) -> list[list[dict]]:
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
     by_one, by_two = ([case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))] for who in "12")
-    (one,) = runs(1, SKIPS, NORMS, *by_one)  # these save on their way, a stream in flight
-    skips, norms, tied, stream = one
-    two = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two), strict=True)  # which it saves, and restores then
+    (one,) = runs(1, SKIPS, NORMS, *by_one, ADAPTED)  # these save on their way, a stream in flight
+    skips, norms, tied, stream, adapted = one
+    *two, moved = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two, ADAPTED), strict=True)  # saved, and restored then
     three = zip(*runs(3, NORMS, *by_two), strict=True)
     expected = (skips, *(tied, stream) * 3, norms, tied, stream)
     for whole, told in zip(expected, (*two, *three), strict=True):
@@ -82,6 +83,10 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         marks = MARKS_BYTES if whole is norms else 0
         if whole in (skips, norms):
             assert all(0 <= peaks[at] - peak <= marks for at, peak in whole["peaks"].items())
+    for seen in moved:
+        assert seen["losses"] == adapted["losses"]
+        assert seen["moves"] == ["step 16: [1, 2, 2], stage 0 takes 2.5 times what was planned"]
+    assert moved[0]["parameters"] == adapted["parameters"]
     for saved in zip(by_one, by_two, strict=True):
         (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in saved)
         assert digest(arrays) == digest(others)

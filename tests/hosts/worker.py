@@ -12,6 +12,10 @@ import optax
 import jvpipe
 from jvpipe.ir.fates import Fate
 from jvpipe.planners.user_fates import recut
+from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.monitor import Measured
+from jvpipe.session import adapt
+from jvpipe.session.trigger import Seen
 from tests.bits import MICRO, batches_of, digest
 from tests.zoo import CASES, Case
 
@@ -74,6 +78,31 @@ def trained(
     }
 
 
+def adapted(name: str, schedule: str) -> dict[str, Any]:
+    """The same of a run in which the first device becomes slow, as far as anybody is told."""
+    m, slowness = CASES[name](), {0: 1.0}
+
+    def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
+        places = [stage.devices[0] for stage in compiled.plan.stages for _ in stage.layers]
+        layer_s = [slowness.get(place, 1.0) * own(compiled.devices[place]) for place in places]
+        assert [s > 0 for s in measured.layer_s(len(layer_s))] == [s > 0 for s in layer_s], "own layers were seen"
+        return Seen(layer_s, [0.0] * len(compiled.plan.stages))
+
+    adapt.seen = seen
+    pipe, batches = pipeline(m, schedule, planner="even"), batches_of(m, 20)
+    state = pipe.init(m.params, batches[0], m.rng, m.state)
+    pipe.adapt()
+    losses = []
+    for step, (now, metrics) in enumerate(pipe.run(state, batches)):
+        state = now
+        losses.append(float(metrics["loss"]).hex())
+        pipe.session.adapter.wait()
+        slowness[0] = 2.5 if step >= 4 else 1.0
+    params = pipe.params(pipe.drain(state))
+    moves = [f"step {c.step}: {list(c.new.cuts)}, {c.why}" for c in pipe.session.history]
+    return {"losses": losses, "parameters": None if params is None else digest(params), "moves": moves}
+
+
 def own(device: Any) -> bool:
     return device.process_index == jax.process_index()
 
@@ -98,7 +127,8 @@ def main() -> None:
     process, count, port = map(int, sys.argv[1:4])
     begun(process, count, port)
     for case in sys.argv[4:]:
-        print(json.dumps(trained(*case.split(","))), flush=True)
+        what, *options = case.split(",")
+        print(json.dumps(adapted(*options) if what == "adapt" else trained(what, *options)), flush=True)
     if count > 1:
         jax.distributed.shutdown()
 
