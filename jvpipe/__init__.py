@@ -6,7 +6,7 @@ from jvpipe.pipeline import Pipeline
 from jvpipe.replay import replay
 from jvpipe.runtime.checkpoints.checkpoint import checkpoint_extra
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
-from jvpipe.runtime.controller import HostLost, StageError
+from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 

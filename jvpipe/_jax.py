@@ -227,3 +227,9 @@ def placed(like: jax.ShapeDtypeStruct, device: Device) -> jax.ShapeDtypeStruct:
 def coordination() -> Any:
     """The processes' key-value store and barriers; None where this process is alone."""
     return cast(Any, multihost_utils).distributed.global_state.client
+
+
+def process_of() -> tuple[int, int]:
+    """Which process this is, and of how many; asking makes no devices."""
+    state = cast(Any, multihost_utils).distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)

@@ -116,6 +116,7 @@ class Pipeline:
         stages = stages.under(schedule.name) if isinstance(stages, Plan) else whole_number("stages", stages)
         schedule.check(stages if isinstance(stages, int) else len(stages.stages), microbatches)
         used, places = place_stages(stages, devices)
+        hosts = present_hosts()
         self.session = Session(
             Settings(
                 loss_fn=loss_fn,
@@ -124,7 +125,7 @@ class Pipeline:
                 microbatches=microbatches,
                 schedule=schedule,
                 planner=planner,
-                memory_limit_bytes=parse_bytes(memory_limit) or reported_limit(used),
+                memory_limit_bytes=parse_bytes(memory_limit) or reported_limit(used, hosts),
                 host_limit_bytes=parse_bytes(host_memory_limit),
                 fates=checked_fates(fates),
                 checkpoint=None if checkpoint is None else checked_name("checkpoint", checkpoint, "always"),
@@ -134,7 +135,7 @@ class Pipeline:
                 has_state=has_state,
                 grad_norm=grad_norm,
                 remeasure=remeasure,
-                hosts=present_hosts(),
+                hosts=hosts,
             )
         )
 
@@ -217,6 +218,13 @@ class Pipeline:
             state, metrics = self.session.advance(state, batch)
             yield state, metrics
         self.session.check_losses(state, wait=bool(state.stream_steps))
+
+    def needs(self) -> list[str]:
+        """The names of the batch leaves that this process reads; of the others shapes are enough (`ShapeDtypeStruct`).
+
+        In one process that is every leaf that the loss reads.
+        """
+        return self.session.needs()
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""

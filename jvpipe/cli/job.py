@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +19,12 @@ from jvpipe import models
 from jvpipe.cli import export
 from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.cli.rundir import RunDir, hold_new
-from jvpipe.cli.runplan import devices_of, given_plan, kept_plan
-from jvpipe.cli.train_options import FIXED, Options
+from jvpipe.cli.runplan import given_plan, kept_plan
+from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import find_schedule
+from jvpipe.session.agreement import versions
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Job:
     data: models.Data
     pipe: jvpipe.Pipeline
     learning_rates: np.ndarray
+    hosts: Hosts
     search: ArchitectureSearch | None = None
 
     def stream(self, state: Any, steps: int) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
@@ -51,51 +54,102 @@ class Job:
         return self.search is not None and step % self.search.steps == 0
 
 
-def prepare(options: Options, held: ExitStack) -> tuple[Job, Any]:
+class Start(NamedTuple):
+    """What a run starts from: its options, its folder and model, what was kept of a run before, and its plan."""
+
+    options: Options
+    run: RunDir
+    workload: models.Workload
+    before: Mapping[str, Any]
+    plan: jvpipe.Plan | None
+
+
+def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked.
 
     Args:
         options: those of the run.
+        hosts: the processes that run it.
         held: what keeps its folder from others, while it is open.
     """
-    resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
-    before = resumed.read_config() if resumed else dataclasses.asdict(Options())
-    plan = given = given_plan(dataclasses.asdict(options), before)
-    if resumed and not given:
-        plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
-    if plan is not None:
-        options = replace(options, stages=len(plan.stages), schedule=plan.schedule or options.schedule)
-    jax.config.update("jax_num_cpu_devices", devices_of(plan) if plan else options.stages)
-    _keep_compiled()
-    workload = models.load(options.model, options.size, dtype=options.dtype)
-    steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
-    options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
-    run = RunDir(Path(options.run_dir)) if options.run_dir else hold_new(held, _new_folder(workload))
-    if options.run_dir:
-        held.enter_context(run.held())
-    config = _config(options, workload)
-    if options.resume:
-        run.check(config)
-        if plan and not given and run.checkpoints():  # layers may have moved since it was made
-            with run.advising():
-                plan = checkpoint_plan(run.checkpoints()[-1]) or plan
-    else:
-        run.refuse_if_used()
-    search = _search(options, workload)
+    hosts.agree("the options of the processes", [*versions(), *agreed_options(options)])
+    options, run, workload, before, plan = _start(options, hosts, held)
+    assert options.steps is not None
+    assert options.batch_size is not None
+    search = hosts.together("model", lambda: _search(options, workload, hosts))
     schedule = find_schedule(options.schedule)
-    updates = steps * (1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches))
+    updates = options.steps * (
+        1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches)
+    )
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
-    data, made = _open_data(options, workload, run, files)
-    job = Job(options, steps, batch_size, run, workload, data, pipe, workload.learning_rates(updates), search)
+    data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
+    hosts.agree("the data of the processes", [("their digest", data.digest)])
+    rates = workload.learning_rates(updates)
+    job = Job(options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search)
     state = _state(job)
-    if not options.resume:
-        files = run.adopt(made)
-    run.write_plan(pipe.plan)  # before the options that it was made for: they say whether it may be used again
-    run.write_config(config | dataclasses.asdict(options) | {"data_digest": data.digest, "files": files})
-    run.explanation.write_text(pipe.explain() + "\n")
+    hosts.first("run's files", lambda: _write(job, files if options.resume else run.adopt(made)))
     return job, state
+
+
+def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
+    """Looks into the folder of the run, which the first process keeps, and makes the devices."""
+    resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
+
+    def kept() -> tuple[Options, Mapping[str, Any], jvpipe.Plan | None, bool]:
+        before = resumed.read_config() if resumed else dataclasses.asdict(Options())
+        plan = given = given_plan(dataclasses.asdict(options), before)
+        if resumed and not given:
+            plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
+        if plan is None:
+            return options, before, None, False
+        schedule = plan.schedule or options.schedule
+        return replace(options, stages=len(plan.stages), schedule=schedule), before, plan, given is not None
+
+    options, before, plan, given = hosts.together("run", kept)
+    devices = plan.device_count if plan else options.stages
+    jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
+    _keep_compiled()
+    workload = hosts.together("model", lambda: models.load(options.model, options.size, dtype=options.dtype))
+    steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
+    options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
+    run = _held_folder(options, workload, hosts, held)
+
+    def last_plan() -> jvpipe.Plan | None:
+        if not options.resume:
+            run.refuse_if_used()
+            return plan
+        run.check(_config(options, workload))
+        if plan and not given and run.checkpoints():  # layers may have moved since it was made
+            with run.advising():
+                return checkpoint_plan(run.checkpoints()[-1]) or plan
+        return plan
+
+    return Start(options, run, workload, before, hosts.together("run", last_plan))
+
+
+def _held_folder(options: Options, workload: models.Workload, hosts: Hosts, held: ExitStack) -> RunDir:
+    """The folder of the run, which the first process keeps others out of and all see."""
+
+    def hold() -> str:
+        if options.run_dir is None:
+            return str(hold_new(held, _new_folder(workload)).path)
+        held.enter_context(RunDir(Path(options.run_dir)).held())
+        return options.run_dir
+
+    run = RunDir(Path(hosts.decided("run's folder", hold)))
+    hosts.agree("the folder of the run as processes see it", [(str(run.path), hosts.together("folder", run.identity))])
+    return run
+
+
+def _write(job: Job, files: Mapping[str, str]) -> None:
+    """Writes what a run is resumed with; `files` are digests of what belongs to it."""
+    options, run = job.options, job.run
+    run.write_plan(job.pipe.plan)  # before the options that it was made for: they say whether it may be used again
+    config = _config(options, job.workload) | kept_options(options)
+    run.write_config(config | {"data_digest": job.data.digest, "files": files})
+    run.explanation.write_text(job.pipe.explain() + "\n")
 
 
 def _pipeline(
@@ -165,10 +219,12 @@ def _new_folder(workload: models.Workload) -> str:
     return f"runs/{workload.name}-{workload.size}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _search(options: Options, workload: models.Workload) -> ArchitectureSearch | None:
+def _search(options: Options, workload: models.Workload, hosts: Hosts) -> ArchitectureSearch | None:
     """The search of architectures that --nas asks for."""
     if not options.nas:
         return None
+    if hosts.count > 1:
+        raise ValueError(f"--nas works in one process alone, and there are {hosts.count}")
     if workload.supernet is None:
         raise ValueError(
             f"--nas needs a model whose architecture can be searched: evolved-transformer or evolved-amoebanet, not "

@@ -117,6 +117,21 @@ class RunDir:
                     f"{path} is not what the run began with: put it back, or delete it and it is made again of the data"
                 )
 
+    def identity(self) -> str:
+        """What tells this folder from all others, also on other hosts.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            seen = self.path.stat()
+        except OSError as problem:
+            raise ValueError(
+                f"{self.path.absolute()} is not there: the folder of a run must lie on a file system that all "
+                f"processes see ({problem.strerror})"
+            ) from problem
+        return f"file {seen.st_ino}, changed at {seen.st_mtime_ns} ns"
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keeps other processes out of the folder, which is made if need be; if it stays empty it goes again.

@@ -44,12 +44,3 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     sealed.read(path)  # whether it is what the run wrote
     plan = Plan.load(path)
     return plan if (len(plan.stages), plan.schedule) == (options["stages"], options["schedule"]) else None
-
-
-def devices_of(plan: Plan) -> int:
-    """The number of devices that a plan needs.
-
-    >>> devices_of(Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]))
-    2
-    """
-    return 1 + max(device for stage in plan.stages for device in stage.devices)

@@ -1,8 +1,10 @@
 """`python -m jvpipe.train`: trains a model of `jvpipe.models` as a pipeline, in a run directory."""
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,54 +13,82 @@ import jvpipe
 from jvpipe.cli import export
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job, prepare, resume_command
-from jvpipe.cli.train_options import Options, parse
+from jvpipe.cli.processes import TRY_AGAIN, Watch, join, leave
+from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
+from jvpipe.runtime.hosts import ALONE, Hosts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 2 for a user's mistake, 128 + the signal if one stopped it."""
+    """Runs the command line.
+
+    Returns:
+        The exit code: 2 for a user's mistake, 75 if another process is gone, 128 + the signal if one stopped it. One of
+        several processes does not return, but ends.
+    """
+    hosts, code = ALONE, 1
     try:
         with ExitStack() as held:
-            return run(parse(arguments), held)
+            hosts = join(given(arguments))
+            if hosts.process:  # the first one speaks for all
+                held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
+            options = hosts.together("options", lambda: parse(arguments, writes=not hosts.process))
+            code = run(options, hosts, held)
+    except jvpipe.HostLost as lost:
+        print(f"error: {lost}", file=sys.stderr)
+        code = TRY_AGAIN
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
-        return 2
+        code = 2
+    except BaseException:
+        if hosts.count == 1:
+            raise
+        traceback.print_exc()
+    return code if hosts.count == 1 else leave(hosts, code)
 
 
-def run(options: Options, held: ExitStack) -> int:
+def run(options: Options, hosts: Hosts, held: ExitStack) -> int:
     """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed."""
     try:
-        job, state = prepare(options, held)
+        job, state = prepare(options, hosts, held)
     except KeyboardInterrupt:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
         return 130
+    watch = held.enter_context(Watch(hosts))
     with StopRequest() as stop:
-        state = train(job, state, stop)
-    if stop.signum is not None:
+        state, signum = train(job, state, stop, watch)
+    if signum is not None:
         told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else resume_command(job)
         print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
-        return 128 + stop.signum
+        return 128 + signum
     try:
-        finish(job, state)
+        finish(job, state, watch)
     except KeyboardInterrupt:
         print(f"stopped; to evaluate: {resume_command(job)}", file=sys.stderr)
         return 130
     return 0
 
 
-def finish(job: Job, state: Any) -> None:
+def finish(job: Job, state: Any, watch: Watch) -> None:
     """Evaluates on held-out text, and exports if asked to; of a search also says what it found."""
     if job.search:
         best, loss = job.search.evolution.best
         print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
     for change in job.pipe.session.history:
         print(replace(change, step=change.step + 1))
-    losses = [float(job.pipe.evaluate(state, batch)["loss"]) for batch in job.data.held_out]
+    losses = []
+    for batch in job.data.held_out:
+        watch.progress("the evaluation")
+        losses.append(float(job.pipe.evaluate(state, batch)["loss"]))
     print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
     print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
-    if job.options.export:
+    if not job.options.export:
+        return
+    watch.progress("the export")
+    params = job.pipe.params(state)
+    if params is not None:
         try:
-            export.write_safetensors(Path(job.options.export), job.pipe.params(state))
+            export.write_safetensors(Path(job.options.export), params)
         except OSError as problem:
             saved = job.run.checkpoints()[-1]
             raise OSError(f"{problem}; the state is in {saved}, to export it: {resume_command(job)}") from problem

@@ -1,7 +1,7 @@
 """The options of `python -m jvpipe.train`: given ones, else those of the run that is resumed, else the defaults."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,8 +12,12 @@ from jvpipe.cli.rundir import RunDir
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
-NOT_KEPT = ("resume", "remeasure", "export")
-"""Options that hold for one process alone."""
+OWN = ("process_id", "host_address")
+"""Options that differ from process to process."""
+OF_PROCESSES = ("coordinator", "num_processes", "distributed", "host_timeout", *OWN)
+"""Options that tell of the processes of one start."""
+NOT_KEPT = ("resume", "remeasure", "export", *OF_PROCESSES)
+"""Options that hold for one start alone."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,33 @@ class Options:
     """Steps that each architecture is trained for at a time."""
     export: str | None = None
     """Writes the trained parameters to this .safetensors file."""
+    coordinator: str | None = None
+    """Over several processes, on one host or many: HOST:PORT, where process 0 waits for the others."""
+    process_id: int | None = None
+    """Which of the processes this is, from 0; all run the same command but for this."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    distributed: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Finds the other processes as Slurm, Open MPI, Kubernetes or a TPU pod tells, in place of the three above."""
+    host_address: str | None = None
+    """This host's address for the other processes; by default that over which it reaches the coordinator."""
+    host_timeout: float = 300.0
+    """Seconds without a sign of another process, or without a step, after which a run over several is given up."""
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
-    """The options: given ones, else with --resume those of the run but --export, else the defaults."""
-    options = tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
+def given(arguments: Sequence[str] | None) -> Options:
+    """The options of a command line, the others as they are by default."""
+    return tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
+
+
+def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
+    """The options: given ones, else with --resume those of the run but --export, else the defaults.
+
+    Args:
+        arguments: of the command line.
+        writes: this process is the one that writes files.
+    """
+    options = given(arguments)
     if options.resume:
         if options.run_dir is None:
             raise ValueError("--resume needs --run-dir, the folder of the run to continue")
@@ -87,9 +113,20 @@ def parse(arguments: Sequence[str] | None) -> Options:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.export:
+    if options.export and writes:
         export.check_writable(Path(options.export))
     return options
+
+
+def kept_options(options: Options) -> dict[str, Any]:
+    """The options that a run is resumed with, by name."""
+    return {name: value for name, value in asdict(options).items() if name not in OF_PROCESSES}
+
+
+def agreed_options(options: Options) -> list[tuple[str, str]]:
+    """The options that all processes of a run must share, as text by name."""
+    shared = ((name, value) for name, value in asdict(options).items() if name not in OWN)
+    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in shared]
 
 
 def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -3,63 +3,101 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
+from jvpipe.cli.processes import Watch
+from jvpipe.cli.sharing import shared, shared_spans
 from jvpipe.report import timeline
 from jvpipe.report.console import TrainingDisplay
 from jvpipe.report.metrics import MetricsLog, StepMetrics
+from jvpipe.runtime.hosts import ALONE, Hosts
 from jvpipe.runtime.losses import nan_leaves
 from jvpipe.runtime.monitor import Measured
 
 
-def train(job: Job, state: Any, stop: StopRequest) -> Any:
+def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, int | None]:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run.
 
     Args:
         job: the run.
         state: that to go on from.
-        stop: heard between two steps.
+        stop: heard between two steps, of whichever process.
+        watch: told that steps are taken.
+
+    Returns:
+        The state, and the signal that stopped the run, if one did.
     """
-    first = state.step
+    first, hosts = state.step, job.hosts
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     print(f"{job.workload.name} {job.workload.size}: {told}, run in {job.run.path}")
     if first >= job.steps:
-        return state
+        return state, None
     job.pipe.session.monitor()
     job.pipe.adapt(job.options.adapt)
-    done: tuple[int, dict[str, jax.Array], Sequence[str]] | None = None  # a step that is not yet logged
-    with MetricsLog(job.run.metrics, first) as log, TrainingDisplay(job.steps, first) as display:
-        clock = Clock()
-
-        def tell(*, before: bool) -> None:
-            if done is not None:
-                line = _measured(job, *done, job.pipe.session.measured(before=before), clock.lap_s())
-                log.append(line)
-                display.update(line)
-
+    done: Done | None = None  # a step that is not yet logged
+    signum: int | None = None
+    with ExitStack() as opened:
+        log = _Log(job, stop, opened, first)
         try:
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
-                tell(before=True)  # one step later, so that the pipeline never waits for a log
+                watch.progress(f"step {step}")
+                signum = log.tell(done, before=True)  # one step later, so that the pipeline never waits for a log
                 state, done = advanced[0], (step, *advanced[1:])
-                last = step == job.steps or stop.signum is not None
+                last = step == job.steps or signum is not None
                 saves = last or step % job.options.checkpoint_every == 0
                 if saves or job.ends_architecture(step):
                     job.pipe.wait(state)
-                    tell(before=False)
+                    log.tell(done, before=False)
                     done = None
                 if saves:
+                    watch.progress(f"the checkpoint of step {step}")
                     save(job, state, step, advanced[2])
                 if last:
                     break
         except ValueError:  # the loss is no number: its step belongs into the log
-            tell(before=False)
+            log.tell(done, before=False, hosts=ALONE)
             raise
-    timeline.write(job.run.timeline, job.pipe.session.measured().spans)
-    return state
+    spans = shared_spans(hosts, job.pipe.session.measured().spans)
+    if hosts.process == 0:
+        timeline.write(job.run.timeline, spans)
+    return state, signum
+
+
+Done = tuple[int, dict[str, jax.Array], Sequence[str]]
+"""A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
+
+
+class _Log:
+    """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
+
+    def __init__(self, job: Job, stop: StopRequest, opened: ExitStack, first: int) -> None:
+        self._job, self._stop, self._clock = job, stop, Clock()
+        writes = job.hosts.process == 0
+        self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
+        self._display = opened.enter_context(TrainingDisplay(job.steps, first)) if writes else None
+
+    def tell(self, done: Done | None, *, before: bool, hosts: Hosts | None = None) -> int | None:
+        """Logs a step; returns the signal that some process was sent.
+
+        Args:
+            done: the step; None if there is none to log.
+            before: another one was dispatched since.
+            hosts: who is told; all processes unless given.
+        """
+        own = None
+        if done is not None:
+            measured = self._job.pipe.session.measured(before=before)
+            own = _measured(self._job, *done, measured, self._clock.lap_s()), timeline.busy(measured.spans)
+        signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
+        if line is not None and self._log is not None and self._display is not None:
+            self._log.append(line)
+            self._display.update(line)
+        return signum
 
 
 def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
@@ -74,15 +112,20 @@ def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
     Raises:
         ValueError: a parameter is NaN; the older checkpoints stay.
     """
-    if lost := next(nan_leaves(job.pipe.params(state)), None):
-        raise ValueError(
-            f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it are "
-            "whole; a lower learning rate may help"
-        )
+
+    def check() -> None:
+        if lost := next(nan_leaves(job.pipe.session.own_params(state)), None):
+            raise ValueError(
+                f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it are "
+                "whole; a lower learning rate may help"
+            )
+
+    job.hosts.together("parameters", check)
     extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
     extra |= {"architecture": list(architecture)} if job.search else {}
     job.pipe.save(job.run.checkpoint(step), state, extra)
-    job.run.prune()
+    if job.hosts.process == 0:
+        job.run.prune()
 
 
 class Clock:

@@ -102,7 +102,7 @@ def measure_links(device: Device, other: Device | None = None, sizes: tuple[int,
     for copy, place in zip(copies, places, strict=True):
         arrays = [_arrays(size, place) for size in sizes]
         taken.append([_seconds([copy], [sample]) for sample in arrays])
-    links = [_link(sizes, sample) for sample in taken]
+    links = [link_through(sizes, sample) for sample in taken]
     shared = False
     if other is not None:
         together = _seconds([copies[0], copies[2]], [_arrays(sizes[1], here), _arrays(sizes[1], here)])
@@ -131,8 +131,8 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
     return statistics.median(taken[1:])
 
 
-def _link(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
-    """The line through the times of two sizes; a link is never faster than the large copy and never late."""
+def link_through(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
+    """The line through the seconds of copies of two sizes; it is never faster than the large one, and never late."""
     per_byte = (taken[1] - taken[0]) / (sizes[1] - sizes[0])
     if per_byte <= 0:
         return Link(sizes[1] / taken[1])

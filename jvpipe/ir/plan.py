@@ -70,6 +70,15 @@ class Plan:
         """The number of layers per stage."""
         return tuple(len(stage.layers) for stage in self.stages)
 
+    @property
+    def device_count(self) -> int:
+        """The number of devices that it needs.
+
+        >>> Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]).device_count
+        2
+        """
+        return 1 + max(device for stage in self.stages for device in stage.devices)
+
     def stage_of(self, layer: int) -> int:
         """The stage that a layer runs in."""
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)

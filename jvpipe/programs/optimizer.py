@@ -17,7 +17,7 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import Path, evaluate, scope, trace_optimizer, transformation
+from jvpipe.programs.optimizer_trace import Path, TracedOptimizer, evaluate, scope, trace_optimizer, transformation
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.trace import jaxprs
@@ -68,6 +68,7 @@ def cut_optimizer(
     *,
     microbatches: int | None,
     grad_norm: bool = False,
+    traced: TracedOptimizer | None = None,
 ) -> OptimizerCut:
     """Cuts an optimizer by the owners of the parameters.
 
@@ -79,6 +80,7 @@ def cut_optimizer(
             in that order.
         microbatches: what the gradients are divided by; None if their weight is an input of the update.
         grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a dependence of layers.
+        traced: the optimizer, if it was traced before for all of these but the owners.
 
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than gradients, state and
@@ -95,15 +97,12 @@ def cut_optimizer(
     >>> cut.cross_layer
     ('clip_by_global_norm',)
     """
-    traced = trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
+    traced = traced or trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
     paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    gradients = [Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in enumerate(readers) for reader in range(n)]
-    weight = [Slot(SlotKind.WEIGHT)] if microbatches is None else []
-    parameters = [Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(paths))]
-    state = [Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state))]
-    norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
-    update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
-    init = _Program(traced.init, tuple(parameters), tuple(state))
+    update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
+    state, parameters = [slot for slot in update.results if slot.kind is SlotKind.STATE], init.inputs
+    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
+    norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
     of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
     owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
     matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
@@ -183,6 +182,19 @@ class _Program:
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
         inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
         return Flow(jaxpr.eqns, constants, inputs, program.outputs(owned), placement, layers)
+
+
+def _programs(
+    traced: TracedOptimizer, readers: Sequence[int], *, weighted: bool, grad_norm: bool
+) -> tuple[_Program, _Program]:
+    """Names what a traced optimizer's update and its init take and give."""
+    gradients = (Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in enumerate(readers) for reader in range(n))
+    weight = [Slot(SlotKind.WEIGHT)] if weighted else []
+    parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
+    state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
+    norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
+    update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
+    return update, _Program(traced.init, parameters, state)
 
 
 def _settled(update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int]) -> tuple[Flow, dict[Slot, Input]]:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Span
@@ -52,23 +52,45 @@ def write(path: Path, spans: Sequence[Span]) -> None:
     path.write_text(json.dumps(chrome_trace(spans)))
 
 
-def bubble_fraction(spans: Iterable[Span]) -> float:
-    """The idle share of the devices between the first start and the last end of their work; 0 of no work.
+class Busy(NamedTuple):
+    """The seconds that `devices` worked together, within `elapsed_s` from the first start to the last end."""
+
+    seconds: float
+    elapsed_s: float
+    devices: int
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share of the devices; 0 of no work.
+
+        >>> Busy(2.0, 2.0, 2).bubble_fraction
+        0.5
+        """
+        available_s = self.devices * self.elapsed_s
+        return 1.0 - self.seconds / available_s if available_s > 0 else 0.0
+
+
+def busy(spans: Iterable[Span]) -> Busy:
+    """The work in spans, each device's counted once where they overlap.
 
     >>> from jvpipe.ir.kinds import Kind
-    >>> bubble_fraction([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
-    0.5
+    >>> busy([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
+    Busy(seconds=2.0, elapsed_s=2.0, devices=2)
     """
     work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
     if not work:
-        return 0.0
+        return Busy(0.0, 0.0, 0)
     start_s, end_s = work[0].start_s, max(span.end_s for span in work)
     busy_s, reached_s = 0.0, dict.fromkeys((span.device for span in work), start_s)
     for span in work:
         busy_s += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
         reached_s[span.device] = max(span.end_s, reached_s[span.device])
-    available_s = len(reached_s) * (end_s - start_s)
-    return 1.0 - busy_s / available_s if available_s > 0 else 0.0
+    return Busy(busy_s, end_s - start_s, len(reached_s))
+
+
+def bubble_fraction(spans: Iterable[Span]) -> float:
+    """The idle share of the devices between the first start and the last end of their work; 0 of no work."""
+    return busy(spans).bubble_fraction
 
 
 def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class Bound:
         """The rows that free bytes of the host."""
         return frozenset(i for i, it in enumerate(self.instructions) if it.source == HOST and it.frees)
 
+    @cached_property
+    def feeds(self) -> frozenset[tuple[str, int]]:
+        """What the rows read from the host."""
+        return frozenset(it.feed for it in self.instructions if it.feed)
+
     @property
     def temporary_bytes(self) -> list[int]:
         """Bytes that each row's program needs while it runs."""

@@ -53,6 +53,7 @@ class CompiledPlan:
     store: ProgramStore
     previous: tuple["CompiledPlan", int] | None = None  # where a stream came from, at which micro-batch of its lowering
     hosts: Hosts | None = None
+    stand_in: Device | None = None  # of this process, for which all is compiled: what others would hold is asked
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -183,22 +184,23 @@ class CompiledPlan:
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
         """Rows made ready to run; `programs` are those of the rows' layouts, if they are not this plan's."""
         known, crossing_of = programs or self.programs, _no_crossing
+        devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
         if self.hosts is not None:
             processes = [device.process_index for device in self.devices]
-            whole = with_receipts(telling_all(lowered, processes), processes)
-            self.whole_rows.append([f"{row} {row.place} {row.reads} {row.writes} {row.frees}" for row in whole.rows])
-            lowered, crossing_of = (
-                projected(whole, processes, self.hosts.process),
-                partial(self._crossing, whole, known),
-            )
+            lowered = whole = with_receipts(telling_all(lowered, processes), processes)
+            if self.stand_in is None:
+                rows = [f"{row} {row.place} {row.reads} {row.writes} {row.frees}" for row in whole.rows]
+                self.whole_rows.append(rows)
+                lowered = projected(whole, processes, self.hosts.process)
+                crossing_of = partial(self._crossing, whole, known)
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
-        wanted = [(self._program(lowered, row, known), self.devices[row.place]) for row in tasks.values()]
+        wanted = [(self._program(lowered, row, known), devices[row.place]) for row in tasks.values()]
         executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
         watched = {task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host}
         return bind(
             lowered,
-            self.devices,
+            devices,
             lambda row: executables[_task(row)],
             lambda row: _task(row) in watched,
             self._mark,
@@ -214,7 +216,7 @@ class CompiledPlan:
             return self.hosts.offering(row.run)
         if isinstance(row.run, AskRun):
             like = self._crossing_array(whole, programs, whole.rows[row.run.number].reads[0])
-            return self.hosts.asking(row.run, like, self.devices[row.place])
+            return self.hosts.asking(row.run, whole.rows[row.run.number], like, self.devices[row.place])
         return None
 
     def _crossing_array(

@@ -17,27 +17,16 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.dispatch import dispatch_ready
+from jvpipe.runtime.failures import HostLost, StageError
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.monitor import WATCHED, Monitor
 from jvpipe.runtime.tensors import Ledger
-from jvpipe.runtime.transport import Transport
+
+_CLOSING_S = 0.5
+"""How long it may take to see that a process is gone, once something of it has failed."""
 
 # feeds[kind, index][m] is what micro-batch m reads from the host
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
-
-
-class StageError(RuntimeError):
-    """A program or a copy failed: says in which stage, task and layer.
-
-    `state` is whole if what failed lay between two steps, a migration or a change of models: the run goes on from it,
-    or it is saved. `table` are the arrays that there were.
-    """
-
-    state: Any = None
-    table: Sequence[Any] = ()
-
-
-class HostLost(StageError):  # noqa: N818 - what has happened, not what was wrong
-    """Another process of the run is gone, and with it what lay on its devices: go on from the last checkpoint."""
 
 
 # moved buffers that are not known to be there: the number of the row, the row, and what gives its marker
@@ -98,7 +87,8 @@ class Controller:
     monitor: Monitor | None = None
     marks: deque[Mark] = field(default_factory=deque)
     first_step: int = 0
-    transport: Transport | None = None
+    hosts: Hosts | None = None
+    _step: int = 0
 
     def run(
         self, bound: Bound, arrays: Sequence[jax.Array], feeds: Feeds, at: Moment
@@ -114,7 +104,7 @@ class Controller:
         lowered, monitor = bound.lowered, self.monitor
         live, peak = self.ledger.live, self.ledger.peak
         table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
-        self._begin(lowered)
+        self._begin(lowered, at)
         instructions = bound.instructions
         arriving: Arriving = {}
         before, marked = list(live), len(self.marks)
@@ -159,11 +149,12 @@ class Controller:
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
 
-    def _begin(self, lowered: Lowered) -> None:
+    def _begin(self, lowered: Lowered, at: Moment) -> None:
+        self._step = at.step
         if self.monitor is not None:
             self.monitor.begin(lowered)
-        if self.transport is not None:
-            self.transport.begin()
+        if self.hosts is not None:
+            self.hosts.connected.begin()
 
     def _abandoned(self, error: BaseException, row: Row | None, at: Moment, marked: int) -> StageError | None:
         """Forgets all marks but the first `marked`: this run failed; returns what to raise, None for an interrupt."""
@@ -205,11 +196,10 @@ class Controller:
         where = (
             describe(row, at, self.microbatches, self.first_step) if row and at else "something outside of all steps"
         )
-        if self.transport is not None and (lost := self.transport.lost()):
-            gone = " and ".join(map(str, lost))
-            return HostLost(
-                f"process {gone} is gone, go on from the last checkpoint: {where} failed: {_message(error)}"
-            )
+        if self.hosts is not None and (gone := self.hosts.gone(wait_s=_CLOSING_S)):
+            if not (row and at):
+                where = f"step {self.first_step + self._step}, {self.hosts.awaited() or 'all stages'}"
+            return HostLost(f"{gone}, go on from the last checkpoint: {where} failed: {_message(error)}")
         return StageError(f"{where} failed: {_message(error)}")
 
 

@@ -2,63 +2,136 @@
 
 import base64
 import hashlib
+import json
+import socket
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Device
-from jvpipe.ir.rows import AskRun, OfferRun
+from jvpipe.cost.hardware import Link
+from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.controller import HostLost
+from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
 """How long one process waits for what another has to say."""
+_LOOK_S = 0.5
+"""How often who waits looks whether the others are still there."""
+_ASKED = 4096
+"""So many copies from other processes are known, to say which one is waited for."""
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
     """Processes were started or given something different."""
 
 
+class _Asked(NamedTuple):
+    """A copy that was asked for: the process, the row, and the array, as long as it lives."""
+
+    process: int
+    row: Row
+    array: Callable[[], jax.Array | None]
+
+
 @dataclass
 class Hosts:
     """The process that this is among all that run a pipeline: `process` of `count`.
 
-    `store` is what they tell one another through; every process asks the same things in the same order.
+    `store` is what they tell one another through; every process asks the same things in the same order. `address` is
+    that of this host for the others; by default that over which it reaches the first process. `names` are
+    those of the hosts, by process, once they are connected.
     """
 
     process: int
     count: int
     store: Any
     timeout_s: float = TIMEOUT_S
+    address: str | None = None
+    names: Sequence[str] = ()
+    link: Link | None = None
     transport: Transport | None = None
-    _asked: int = field(default=0, repr=False)
+    _told: int = field(default=0, repr=False)
+    _key: str = field(default="", repr=False)
+    _awaited: str = field(default="", repr=False)
+    _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=_ASKED), repr=False)
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
         """Tells all processes a value, and returns everybody's by process.
 
         Raises:
-            TimeoutError: some process said nothing for so long.
+            HostLost: some process is gone, or said nothing for `timeout_s`.
         """
-        self._asked += 1
-        key = f"jvpipe/{self._asked}/{name}"
-        self.store.key_value_set(f"{key}/{self.process}", base64.b85encode(value).decode())
-        values = []
-        for other in range(self.count):
+        if self.count == 1:
+            return [value]
+        self._told += 1
+        key, before = f"jvpipe/{self._told}/{name}/", self._key
+        self._key = f"{key}{self.process}"
+        try:
+            self.store.key_value_set(self._key, base64.b85encode(value).decode())
+            told = [self._answer(f"{key}{other}", other, name) for other in range(self.count)]
+            self._awaited = ""
+            if before:  # all have read it
+                self.store.key_value_delete(before)
+        except HostLost:
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            gone = self.gone(wait_s=_LOOK_S) or f"{self.named(0)} does not answer"
+            raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came: {reason}") from error
+        return list(map(base64.b85decode, told))
+
+    def _answer(self, key: str, process: int, name: str) -> str:
+        """What a process tells under a key, as soon as it does."""
+        self._awaited = f"the {name} of {self.named(process)}"
+        until_s = time.monotonic() + self.timeout_s
+        while True:
+            left_s = until_s - time.monotonic()
             try:
-                told = self.store.blocking_key_value_get(f"{key}/{other}", round(self.timeout_s * 1000))
+                return self.store.blocking_key_value_get(key, max(1, round(1000 * min(_LOOK_S, left_s))))
             except Exception as error:
-                raise TimeoutError(
-                    f"process {other} has not told its {name} for {self.timeout_s:g} s: {str(error).splitlines()[0]}"
-                ) from error
-            values.append(base64.b85decode(told))
-        return values
+                if gone := self.gone():
+                    raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came") from error
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                if left_s < _LOOK_S:
+                    raise HostLost(f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s") from error
+
+    def named(self, process: int) -> str:
+        """A process in words: its number, and its host if that is known."""
+        return f"process {process}" + (f" (host {self.names[process]})" if self.names else "")
+
+    def gone(self, wait_s: float = 0.0) -> str:
+        """Says which processes are gone, and nothing if none is.
+
+        Args:
+            wait_s: how long to wait for that to be seen.
+        """
+        until_s = time.monotonic() + wait_s
+        while not (lost := self.transport.lost() if self.transport else []) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        are = "is" if len(lost) == 1 else "are"
+        return f"{' and '.join(map(self.named, lost))} {are} gone" if lost else ""
+
+    def awaited(self) -> str:
+        """Says what of which process has not come, though it was asked for; nothing if all has."""
+        if self._awaited:
+            return self._awaited
+        for process, row, array in tuple(self._asked):
+            x = array()
+            if x is not None and not x.is_deleted() and not _has_come(x):
+                return f"stage {row.stage}, task {row} of {self.named(process)}"
+        return ""
 
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Makes sure that all processes have the same.
@@ -99,9 +172,9 @@ class Hosts:
         except Exception as error:
             value, failure = None, error
         told = enumerate(self.exchange(name, _told(failure)))
-        failures = [_heard(other, line.decode()) for other, line in told if line and other != self.process]
+        failures = [_heard(self.named(other), line.decode()) for other, line in told if line and other != self.process]
         if failure is not None:
-            failures.append(failure)
+            failures.insert(0, failure)
         if failures:
             worst = max(failures, key=_limit_bytes)
             if worst is failure:
@@ -120,7 +193,7 @@ class Hosts:
 
     def offering(self, half: OfferRun) -> Callable[[jax.Array], tuple[()]]:
         """Makes what runs the source's half of a copy to another process."""
-        transport = self._connected()
+        transport = self.connected
 
         def offer(array: jax.Array) -> tuple[()]:
             transport.offer(half.process, half.number, array)
@@ -128,20 +201,25 @@ class Hosts:
 
         return offer
 
-    def asking(self, half: AskRun, like: jax.ShapeDtypeStruct, device: Device) -> Callable[[], list[jax.Array]]:
+    def asking(
+        self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct, device: Device
+    ) -> Callable[[], list[jax.Array]]:
         """Makes what runs the target's half of a copy from another process.
 
         Args:
             half: which copy.
+            row: the whole of it.
             like: its shape and type.
             device: of this process, where it will lie.
         """
-        transport = self._connected()
-        return lambda: [transport.ask(half.process, half.number, like, device)]
+        transport = self.connected
 
-    def _connected(self) -> Transport:
-        assert self.transport is not None, "connect comes before rows are bound"
-        return self.transport
+        def ask() -> list[jax.Array]:
+            array = transport.ask(half.process, half.number, like, device)
+            self._asked.append(_Asked(half.process, row, ref(array)))
+            return [array]
+
+        return ask
 
     def gather(
         self,
@@ -158,7 +236,7 @@ class Hosts:
             arrays: those of this process, and None.
             device: of this process, over which they go.
         """
-        transport = self._connected()
+        transport = self.connected
         transport.begin()
         values: list[Any] | None = None
         if self.process:
@@ -175,13 +253,33 @@ class Hosts:
         self.exchange("gathered", b"")  # what was offered has arrived: it may be overwritten
         return values
 
-    def connect(self, address: str) -> None:
-        """Starts this process's transfer server and learns of the others'."""
+    @property
+    def connected(self) -> Transport:
+        """What carries arrays between the processes."""
+        assert self.transport is not None, "connect comes first"
+        return self.transport
 
-        def publish(own: str) -> dict[int, str]:
-            return {i: told.decode() for i, told in enumerate(self.exchange("address", own.encode()))}
+    def connect(self) -> None:
+        """Starts this process's transfer server and learns of the others', if that is not done yet."""
+        if self.transport is None:
+            self.transport = transfer_servers(self.address or _jax.own_address(), self._publish)
 
-        self.transport = transfer_servers(address, publish)
+    def _publish(self, server: str) -> dict[int, str]:
+        """Tells the others a server's address and this host's name; returns theirs."""
+        own = json.dumps([server, socket.gethostname()])
+        told = [json.loads(x) for x in self.exchange("address", own.encode())]
+        self.names = [name for _, name in told]
+        return {i: other for i, (other, _) in enumerate(told) if i != self.process}
+
+
+def _has_come(array: jax.Array) -> bool:
+    if not _jax.is_ready(array):
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:
+        return False
+    return True
 
 
 def _told(failure: Exception | None) -> bytes:
@@ -192,10 +290,10 @@ def _told(failure: Exception | None) -> bytes:
     return f"{_limit_bytes(failure)}\t{failure if named else f'{type(failure).__name__}: {failure}'}".encode()
 
 
-def _heard(process: int, told: str) -> Exception:
+def _heard(process: str, told: str) -> Exception:
     """What another process failed with."""
     limit_bytes, line = told.split("\t", 1)
-    message = f"process {process} says: {line}"
+    message = f"{process} says: {line}"
     return MemoryLimitExceeded(message, int(limit_bytes)) if int(limit_bytes) else Disagreement(message)
 
 
@@ -208,11 +306,12 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+ALONE = Hosts(0, 1, None)
+"""One process, which tells nobody anything."""
+
+
 @cache
 def present_hosts() -> Hosts | None:
     """The processes that `jax.distributed.initialize` has brought together; None if there is one alone."""
-    if jax.process_count() == 1:
-        return None
-    hosts = Hosts(jax.process_index(), jax.process_count(), _jax.coordination())
-    hosts.connect(_jax.own_address())
-    return hosts
+    process, count = _jax.process_of()
+    return Hosts(process, count, _jax.coordination()) if count > 1 else None

@@ -27,7 +27,8 @@ from jvpipe.lowering.step import divided, lower_move, lower_step
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import Controller, Moment, StageError
+from jvpipe.runtime.controller import Controller, Moment
+from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded

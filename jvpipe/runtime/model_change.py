@@ -17,7 +17,7 @@ from jvpipe.ir.values import Owner
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.state import Placing, name_of
 from jvpipe.runtime.tensors import Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 

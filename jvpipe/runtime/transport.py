@@ -1,6 +1,5 @@
 """Transport: how arrays get from the devices of one process to those of another."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +12,8 @@ from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
 """Rows of one run of a step: the number of a copy is that of the run, and these bits of the row's."""
-_PROBE = (1 << 62) - 1
-_PROBE_S = 0.5
+_NEVER = (1 << 62) - 1
+"""A number that no copy has."""
 
 
 @runtime_checkable
@@ -47,16 +46,25 @@ class Transport(Protocol):
         ...
 
     def lost(self) -> list[int]:
-        """The processes that this one has asked for arrays and that are gone."""
+        """The processes that are gone; asking does not wait."""
         ...
 
 
 class TransferServers:
-    """Copies through the transfer servers of all processes, which match offers and asks by number."""
+    """Copies through the transfer servers of all processes, which match offers and asks by number.
 
-    def __init__(self, server: Any, connect: Callable[[int], Any]) -> None:
-        self._server, self._connect = server, connect
-        self._connections: dict[int, Any] = {}
+    Of every other process it asks something that nobody will offer: the answer comes when the connection ends.
+
+    Args:
+        server: this process's.
+        links: the connections to the others' servers, by process.
+    """
+
+    def __init__(self, server: Any, links: Mapping[int, Any]) -> None:
+        self._server, self._links = server, links
+        (device, *_) = jax.local_devices()
+        like = _jax.placed(jax.ShapeDtypeStruct((), np.int32), device)
+        self._ends = {process: link.pull(_NEVER, [like])[0] for process, link in links.items()}
         self._run = 0
 
     def begin(self) -> None:
@@ -73,21 +81,13 @@ class TransferServers:
         """Pulls an array; one without elements is made here."""
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), device)
-        if process not in self._connections:
-            self._connections[process] = self._connect(process)
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
-        (array,) = self._connections[process].pull(self._run << _RUN_BITS | number, [_jax.placed(words, device)])
+        (array,) = self._links[process].pull(self._run << _RUN_BITS | number, [_jax.placed(words, device)])
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype)) if is_key(like) else array
 
     def lost(self) -> list[int]:
-        """The processes that close the connection when they are asked for something that nobody offers."""
-        (device, *_) = jax.local_devices()
-        like = _jax.placed(jax.ShapeDtypeStruct((), np.int32), device)
-        probes = {process: link.pull(_PROBE, [like])[0] for process, link in self._connections.items()}
-        until_s = time.monotonic() + _PROBE_S
-        while time.monotonic() < until_s and not all(map(_jax.is_ready, probes.values())):
-            time.sleep(0.01)
-        return [process for process, probe in probes.items() if _jax.is_ready(probe)]
+        """The processes whose connection has ended."""
+        return [process for process, end in self._ends.items() if _jax.is_ready(end)]
 
 
 def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> TransferServers:
@@ -95,8 +95,9 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
 
     Args:
         address: of this host on the cluster's network; the server's port is any that is free.
-        publish: tells all processes this one's address, and returns everybody's.
+        publish: tells all processes this one's address, and returns those of the others.
     """
     server = _jax.transfer_server(address)
-    addresses = publish(server.address())
-    return TransferServers(server, lambda process: server.connect(addresses[process]))
+    return TransferServers(
+        server, {process: server.connect(told) for process, told in publish(server.address()).items()}
+    )

@@ -5,16 +5,25 @@ import re
 from importlib.metadata import version
 
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.session.settings import Settings
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def agreed_parts(compiled: CompiledPlan) -> list[tuple[str, str]]:
+def versions() -> list[tuple[str, str]]:
+    """The versions of what computes."""
+    names = ("jax", "jaxlib", "jvpipe")
+    return [*((name, version(name)) for name in names), ("python", platform.python_version())]
+
+
+def agreed_parts(compiled: CompiledPlan, settings: Settings) -> list[tuple[str, str]]:
     """The name of each part, and a text that is equal where the part is."""
     graph, plan = compiled.traced.graph, compiled.plan
     return [
-        *((name, version(name)) for name in ("jax", "jaxlib", "jvpipe")),
-        ("python", platform.python_version()),
+        *versions(),
+        ("devices", str([device.device_kind for device in settings.devices])),
+        ("memory limit", str(settings.memory_limit_bytes)),
+        ("host memory limit", str(settings.host_limit_bytes)),
         ("schedule", str(compiled.schedule.options)),
         ("microbatches", str(compiled.microbatches)),
         ("parameters", str([p.array for p in graph.parameters])),

@@ -1,6 +1,7 @@
 """Checks of what a user gives: devices, batches, the optimizer."""
 
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from jvpipe._jax import Device, Tracer, is_own
 from jvpipe.ir.plan import Plan
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, path_name
@@ -137,14 +139,15 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
     Devices that are given stay, used or not: a later plan may have more stages.
     """
     given = checked_devices(devices)
-    if devices is None and not isinstance(stages, Plan):
-        given = dealt(stages, given)
+    if devices is None:
+        given = [*dealt(stages.device_count if isinstance(stages, Plan) else stages, given), *given]
     distinct = tuple(dict.fromkeys(given))
     if isinstance(stages, Plan):
         return distinct, ()
-    if stages > len(given):
+    there = len(distinct if devices is None else given)
+    if stages > there:
         raise ValueError(
-            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages, "
+            f"{stages} stages need {stages} devices, there are {there}: use at most {there} stages, "
             "or share devices by naming them more than once in devices="
         )
     used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
@@ -179,8 +182,11 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(order)
 
 
-def reported_limit(devices: Sequence[Device]) -> int | None:
-    """The memory that the smallest of the devices reports; None if they do not (CPUs)."""
+def reported_limit(devices: Sequence[Device], hosts: Hosts | None = None) -> int | None:
+    """The memory that the smallest of the devices of all processes reports; None if they do not (CPUs)."""
     stats = [device.memory_stats() for device in devices if is_own(device)]
     limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
+    if hosts is not None:
+        told = hosts.exchange("devices' memory", json.dumps(limits).encode())
+        limits = [limit for process in told for limit in json.loads(process)]
     return min(limits, default=None)

@@ -1,7 +1,7 @@
 """Batches: what tells their shapes apart, and the slices of them that micro-batches read."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Slices what the micro-batches of a step read from the host, by (kind, index).
+    """Slices what the micro-batches of a step read from the host, by (kind, index); of shapes there is nothing to read.
 
     Args:
         batch: a whole one.
@@ -61,12 +61,30 @@ def feeds_of(
         microbatches: how many the batch is split into.
     """
     feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
-    for i, leaf in enumerate(map(_feedable, jax.tree.leaves(batch))):
+    for i, leaf in enumerate(jax.tree.leaves(batch)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        leaf = _feedable(leaf)
         size = len(leaf) // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
     if words is not None:
         feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)]
     return feeds
+
+
+def check_fed(feeds: Collection[tuple[str, int]], needed: Collection[tuple[str, int]], names: Sequence[str]) -> None:
+    """Raises ValueError if a leaf of the batch that is read is a shape alone.
+
+    Args:
+        feeds: what there is, by (kind, index).
+        needed: what the rows of a step read.
+        names: of the batch's leaves.
+    """
+    if lacking := sorted(set(needed) - set(feeds)):
+        raise ValueError(
+            f"batch leaf '{names[lacking[0][1]]}' is a shape, and a stage of this process reads it: give an array; "
+            "pipe.needs() names all that it reads"
+        )
 
 
 def _feedable(leaf: Any) -> Any:

@@ -59,7 +59,7 @@ def restore(session: Session, path: str | Path) -> State:
     if not session.compiled_plans:
         session.compiled_plans.trace(*saved_inputs(path, saved.meta))
         if hosts is not None:
-            hosts.agree("what the processes run", agreed_parts(session.compiled))
+            hosts.agree("what the processes run", agreed_parts(session.compiled, session.settings))
     compiled = session.compiled
     if compiled.previous:  # it was on its way from another plan
         compiled = replace(compiled, previous=None)

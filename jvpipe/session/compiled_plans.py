@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,14 +11,16 @@ import jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
+from jvpipe.planners import find_planner
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.host_link import link_between
 from jvpipe.runtime.state import Leaf, Name, piece_program
-from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.model_planner import ModelPlanner, compile_plan
-from jvpipe.session.optimizer_cut import cut_for
+from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import Planned
 from jvpipe.session.settings import Settings
 from jvpipe.session.trees import Trees
@@ -168,7 +169,11 @@ class CompiledPlans:
             if before and (same := before._split_alike(traced, params)):
                 base, traced = before.current, same
                 self.planned, self.model_id = before.planned, before.model_id
-        cut = partial(self._cut_optimizer, model.params)
+        cutter = OptimizerCutter(settings.optimizer, model.params, settings.microbatches, settings.grad_norm)
+
+        def cut(traced: Traced) -> OptimizerCut:
+            return cutter.cut(traced.graph, settings.schedule)
+
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
@@ -177,7 +182,7 @@ class CompiledPlans:
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
-                compiled, schedule=plain, optimizer=cut(compiled.traced, schedule=plain)
+                compiled, schedule=plain, optimizer=cutter.cut(compiled.traced.graph, plain)
             )
         self._by_shapes[shapes_of(batch)] = compiled
 
@@ -186,6 +191,8 @@ class CompiledPlans:
         hosts, finer = self.settings.hosts, not self._follows
         if hosts is None or isinstance(self.settings.stages, Plan):
             return planner.plan(traced, finer=finer)
+        if find_planner(self.settings.planner).asks_seconds:
+            planner = replace(planner, between_hosts=link_between(hosts))
         decided: list[tuple[CompiledPlan, Planned | None]] = []
 
         def decide() -> str:
@@ -197,17 +204,6 @@ class CompiledPlans:
             decided[0]
             if decided
             else replace(planner, settings=replace(self.settings, stages=plan)).plan(traced, finer=finer)
-        )
-
-    def _cut_optimizer(self, params: Tree, traced: Traced, schedule: Schedule | None = None) -> OptimizerCut:
-        settings = self.settings
-        return cut_for(
-            settings.optimizer,
-            traced.graph,
-            params,
-            settings.microbatches,
-            schedule or settings.schedule,
-            grad_norm=settings.grad_norm,
         )
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:

@@ -37,7 +37,7 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
     try:
         if params:
             arrays = with_leaves(names_of(compiled, 0), arrays, ValueKind.PARAMETER, params, consume=False)
-        feeds = session.feeds(batch, state.words, state.step)
+        feeds = session.feeds(batch, state.words, state.step, compiled.evaluation)
         _, values = session.controller.run(compiled.evaluation, arrays, feeds, Moment(state.step))
         session.controller.settle()
     finally:

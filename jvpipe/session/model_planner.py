@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jvpipe._jax import is_own
 from jvpipe.cost.archive import Archive
+from jvpipe.cost.hardware import Link
 from jvpipe.cost.measure import Runs
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
@@ -32,6 +34,7 @@ class ModelPlanner:
         room_bytes: what the device has for a program that is timed.
         archive: where earlier processes kept what they measured.
         leaves: what puts or makes the parameters, which takes room too.
+        between_hosts: the link from one process to another, if there are several.
     """
 
     settings: Settings
@@ -41,6 +44,7 @@ class ModelPlanner:
     room_bytes: int | None
     archive: Archive
     leaves: Mapping[Name, Leaf]
+    between_hosts: Link | None = None
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> tuple[CompiledPlan, Planned | None]:
@@ -70,7 +74,8 @@ class ModelPlanner:
         best = self._candidate(traced)
         if chooses and finer:
             best = splitter.better(best, self._candidate)
-        return self._check(best.traced, best.planned.plan, best.optimizer), best.planned
+        checked = self._check(best.traced, best.planned.plan, best.optimizer)
+        return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
 
     def _candidate(self, traced: Traced) -> CutCandidate:
         """The planner's plan for a model cut into these layers."""
@@ -85,12 +90,13 @@ class ModelPlanner:
             settings.memory_limit_bytes,
             settings.host_limit_bytes,
         )
-        known = self.runs, self.room_bytes, self.archive
+        known = self.runs, self.room_bytes, self.archive, self.between_hosts
         problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
 
         def held_bytes_of(plan: Plan) -> list[int]:
             compiled = self._check(traced, plan, optimizer)
-            placing = Placing(traced.graph, optimizer, compiled.persistent, settings.devices)
+            devices = (compiled.stand_in,) * len(settings.devices) if compiled.stand_in else settings.devices
+            placing = Placing(traced.graph, optimizer, compiled.persistent, devices)
             both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
             most = [max(step.bytes, making.bytes) for step, making in both]
             return [most[stage.devices[0]] for stage in plan.stages]
@@ -103,6 +109,8 @@ class ModelPlanner:
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan, optimizer)
+            if self.settings.hosts is not None:
+                compiled = replace(compiled, stand_in=next(filter(is_own, self.settings.devices)))
             self._checked.append(compiled)
         return compiled
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.session.session import Session

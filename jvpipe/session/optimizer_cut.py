@@ -1,50 +1,73 @@
 """The optimizer in pieces, for the updates of a schedule."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import optax
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.schedules import Schedule
 from jvpipe.trace.leaves import abstract
 
+_Readers = tuple[int, ...]
 
-def cut_for(
-    optimizer: optax.GradientTransformation,
-    graph: LayerGraph,
-    params: Any,
-    microbatches: int,
-    schedule: Schedule,
-    *,
-    grad_norm: bool,
-) -> OptimizerCut:
-    """Cuts the optimizer into pieces, for the updates of a schedule.
+
+@dataclass(frozen=True)
+class OptimizerCutter:
+    """Cuts an optimizer into pieces, for whatever layers the parameters are split into; it is traced once for all.
 
     Args:
         optimizer: any optax transformation.
-        graph: the layers that own the parameters.
-        params: their tree, split into layers.
+        params: the parameters' tree, split into layers.
         microbatches: of a step.
-        schedule: says how many of them an update takes.
         grad_norm: also compute the gradient's norm.
-
-    Raises:
-        ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
     """
-    cut = cut_optimizer(
-        optimizer,
-        abstract(params),
-        [p.owner for p in graph.parameters],
-        [len(p.readers) for p in graph.parameters],
-        microbatches=None if graph.weighted else schedule.period(microbatches),
-        grad_norm=grad_norm,
-    )
-    if not schedule.synchronous and (cut.cross_layer or grad_norm):
-        name = " and ".join(cut.cross_layer) or "grad_norm=True"
-        raise ValueError(
-            f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are updated "
-            "at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a time, such as "
-            "optax.adaptive_grad_clip or optax.clip"
+
+    optimizer: optax.GradientTransformation
+    params: Any
+    microbatches: int
+    grad_norm: bool
+    _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(default_factory=dict, repr=False)
+    _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(default_factory=dict, repr=False)
+
+    def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
+        """Cuts the optimizer for the layers of a graph.
+
+        Args:
+            graph: the layers that own the parameters.
+            schedule: says how many micro-batches an update takes.
+
+        Raises:
+            ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
+        """
+        owners = tuple(p.owner for p in graph.parameters)
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        microbatches = None if graph.weighted else schedule.period(self.microbatches)
+        key = owners, readers, microbatches
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(owners, readers, microbatches)
+        cut = self._cuts[key]
+        if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
+            name = " and ".join(cut.cross_layer) or "grad_norm=True"
+            raise ValueError(
+                f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
+                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
+                "time, such as optax.adaptive_grad_clip or optax.clip"
+            )
+        return cut
+
+    def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:
+        params, key = abstract(self.params), (readers, microbatches)
+        if key not in self._traced:
+            self._traced[key] = trace_optimizer(self.optimizer, params, readers, microbatches, grad_norm=self.grad_norm)
+        return cut_optimizer(
+            self.optimizer,
+            params,
+            owners,
+            readers,
+            microbatches=microbatches,
+            grad_norm=self.grad_norm,
+            traced=self._traced[key],
         )
-    return cut

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.hardware import INFINITE
+from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
@@ -79,6 +79,7 @@ def measure(
     known: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
+    between_hosts: Link | None = None,
 ) -> Problem:
     """The planner's question: bytes always; seconds and links between devices if it asks for them; fates and links to
     the host if it chooses.
@@ -92,6 +93,8 @@ def measure(
         known: what was measured of programs before and is not measured again; the others are added.
         room_bytes: that the device has for a program; what needs more is not run.
         archive: where seconds are found that earlier processes have measured, and others are kept.
+        between_hosts: the link from the devices of one process to those of another, if there are several: it is the
+            slowest, and counts for all.
     """
     first, *others = (devices[place] for place in dict.fromkeys(request.places))
     others = [device for device in others if is_own(device)]
@@ -113,7 +116,7 @@ def measure(
         request.memory_limit_bytes,
         request.host_limit_bytes,
         host=links.host if links and request.chooses else INFINITE,
-        peer=links.send if links else INFINITE,
+        peer=between_hosts or (links.send if links else INFINITE),
         peer_uses_host=links is not None and request.chooses and links.send_uses_host,
     )
 

@@ -28,7 +28,7 @@ from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
 from jvpipe.session.agreement import agreed_parts, agreed_rows
-from jvpipe.session.batches import feeds_of
+from jvpipe.session.batches import check_fed, feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
 from jvpipe.session.migrations import Migrations
@@ -69,7 +69,8 @@ class Session:
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
         if settings.hosts is not None:
-            self.controller.transport = settings.hosts.transport
+            settings.hosts.connect()
+            self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         warmup_updates = settings.schedule.warmup_updates
         self.migrations = Migrations(self.compiled_plans, self.controller, self.limits, warmup_updates)
@@ -193,7 +194,7 @@ class Session:
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
         if self.settings.hosts is not None:
-            self.settings.hosts.agree("what the processes run", agreed_parts(compiled_plans.current))
+            self.settings.hosts.agree("what the processes run", agreed_parts(compiled_plans.current, self.settings))
         states = given_leaves(jax.tree.leaves(model_state))
         leaves = compiled_plans.take_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
         words = None if rng is None else key_words(rng)
@@ -279,7 +280,7 @@ class Session:
         state = self.migrations.run_due(state, self.drain, self.compiled_plans.for_batch(batch))
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        earlier, feeds = len(self.controller.marks), self.feeds(batch, state.words, state.step)
+        earlier, feeds = len(self.controller.marks), self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
         arrays, values = self.controller.run(run.bound, state.arrays, feeds, moment)
         if run.migration:
@@ -346,15 +347,28 @@ class Session:
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
-    def feeds(self, batch: Tree, words: np.ndarray | None, step: int) -> Feeds:
+    def feeds(self, batch: Tree, words: np.ndarray | None, step: int, bound: Bound | None = None) -> Feeds:
         """Slices what the micro-batches of a step read from the host; see `feeds_of`.
 
         Args:
             batch: a whole one.
             words: those of the run's key, if it has one.
             step: the number of the step.
+            bound: the rows that read it, if they are to find all of it.
+
+        Raises:
+            ValueError: a leaf that they read is a shape alone.
         """
-        return feeds_of(batch, words, step, self.settings.microbatches)
+        feeds = feeds_of(batch, words, step, self.settings.microbatches)
+        check_fed(feeds, bound.feeds if bound else (), [leaf.name for leaf in self.graph.batch])
+        return feeds
+
+    def needs(self) -> list[str]:
+        """The leaves of the batch that layers of this process read."""
+        graph, devices = self.graph, self.settings.devices
+        own = (stage.layers for stage in self.compiled.plan.stages if _jax.is_own(devices[stage.devices[0]]))
+        read = {i for layers in own for layer in layers for i in graph.layers[layer].reading(ValueKind.BATCH)}
+        return [graph.batch[i].name for i in sorted(read)]
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jvpipe.cli.rundir import RunDir
-from jvpipe.cli.train_options import FIXED, NOT_KEPT, Options, parse
+from jvpipe.cli.train_options import FIXED, NOT_KEPT, OF_PROCESSES, Options, parse
 
 
 def saved(folder: Path, **options: Any) -> list[str]:
@@ -27,7 +27,7 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
     options = parse(resume)
     assert (options.export, options.remeasure, options.data) == (None, False, "prose.txt")
-    assert {"export", "remeasure", "resume"} == set(NOT_KEPT)
+    assert {"export", "remeasure", "resume", *OF_PROCESSES} == set(NOT_KEPT)
     assert not set(FIXED) & set(NOT_KEPT)
 
 

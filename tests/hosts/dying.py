@@ -45,8 +45,8 @@ def main() -> None:
     begun(process, count, port)
     hosts = present_hosts()
     assert hosts is not None
-    assert hosts.transport is not None
-    hosts.transport = transport = Deadly(hosts.transport)
+    hosts.connect()
+    hosts.transport = transport = Deadly(hosts.connected)
     moving = sys.argv[4:] == ["moving"]
     m = CASES["mlp" if moving else "pre-norm"]()
     pipe = pipeline(m, "1f1b", planner="even")

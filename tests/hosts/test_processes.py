@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -105,7 +106,7 @@ def test_who_lives_on_names_the_process_that_was_killed() -> None:
         dies.send_signal(signal.SIGKILL)
     finally:
         (out, _), _ = ended(processes)
-    assert "lost: process 1 is gone, go on from the last checkpoint" in out
+    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint: step \d+[:,] .*failed", out)
     assert alive.returncode == 75
 
 
@@ -113,5 +114,5 @@ def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved() -> 
     processes = started("dying", 2, "moving")
     (out, errors), _ = ended(processes)
     assert [process.returncode for process in processes] == [75, -signal.SIGKILL], errors[-3000:]
-    assert "lost: process 1 is gone, go on from the last checkpoint" in out
+    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", out)
     assert "RECEIPT" in out, "it waited for what it had offered"

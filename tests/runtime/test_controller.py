@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jvpipe.runtime.binding import Bound
-from jvpipe.runtime.controller import Controller, Moment, StageError
+from jvpipe.runtime.controller import Controller, Moment
+from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.tensors import Ledger
 from tests.runtime.hand_made import Executable, F, bound
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.runtime.controller import HostLost
+from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 
@@ -23,6 +23,10 @@ class Store:
         with self._told:
             self._values[key] = value
             self._told.notify_all()
+
+    def key_value_delete(self, key: str) -> None:
+        with self._told:
+            del self._values[key]
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         with self._told:
@@ -104,5 +108,5 @@ def test_the_first_process_decides() -> None:
 
 def test_who_says_nothing_is_named() -> None:
     (error,) = [e for e in each(2, lambda h: h.process or h.exchange("data", b""), 0.05) if isinstance(e, Exception)]
-    assert isinstance(error, TimeoutError)
+    assert isinstance(error, HostLost)
     assert str(error).startswith("process 1 has not told its data for 0.05 s")

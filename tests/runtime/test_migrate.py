@@ -14,7 +14,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.binding import Bound, Instruction
-from jvpipe.runtime.controller import StageError
+from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.migrate import Migration, prepare_migration
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from tests.end_to_end.test_exactness import batch_of, key_of

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jvpipe.schedules import PipeDream, find_schedule
-from jvpipe.session.optimizer_cut import cut_for
+from jvpipe.session.optimizer_cut import OptimizerCutter
 from tests.session.tiny import MICRO, PARAMS, begun
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -18,12 +18,12 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 def test_a_norm_of_all_layers_is_refused_under_a_stream_alone(optimizer: Any, grad_norm: bool, name: str) -> None:
     graph = begun()[0].session.graph
     with pytest.raises(ValueError, match=rf"{name}.* needs a value of all layers at once, which pipedream"):
-        cut_for(optimizer, graph, PARAMS, MICRO, PipeDream(), grad_norm=grad_norm)
-    cut = cut_for(optimizer, graph, PARAMS, MICRO, find_schedule("1f1b"), grad_norm=grad_norm)
+        OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=grad_norm).cut(graph, PipeDream())
+    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=grad_norm).cut(graph, find_schedule("1f1b"))
     assert {piece.layer for piece in cut.update} >= {0, 1, 2}
 
 
 def test_a_layer_by_itself_may_be_clipped_under_a_stream() -> None:
     optimizer = optax.chain(optax.clip(1.0), optax.sgd(0.1))
-    cut = cut_for(optimizer, begun()[0].session.graph, PARAMS, MICRO, PipeDream(), grad_norm=False)
+    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=False).cut(begun()[0].session.graph, PipeDream())
     assert not cut.cross_layer

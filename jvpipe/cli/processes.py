@@ -1,0 +1,190 @@
+"""The processes of a run: how they come together, are watched while they train, and leave."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import jax
+
+from jvpipe.cli.train_options import Options
+from jvpipe.runtime.hosts import ALONE, Hosts, present_hosts
+
+TRY_AGAIN = 75
+"""The exit code where another process is gone: the same command with --resume goes on."""
+_KNOCK_S = 0.2
+_FAREWELL_S = 3.0
+"""How long a process that ends lets the others say why they do."""
+_LOOK_S = 0.01
+_GRACE_S = 2.0
+"""How long the thread that trains has to say itself that another process is gone: it knows the task."""
+
+
+def join(options: Options) -> Hosts:
+    """Brings the processes together that the options tell of; to be called before JAX makes any device.
+
+    Raises:
+        ValueError: the options do not say where they meet, or nobody is there.
+    """
+    if options.host_timeout <= 0:
+        raise ValueError(f"--host-timeout must be above 0 seconds, not {options.host_timeout:g}")
+    where = {} if options.distributed else _meeting(options)
+    if where is None:
+        return ALONE
+    with _given_up_after(options.host_timeout, f"the others at {options.coordinator or 'the coordinator'}"):
+        try:
+            jax.distributed.initialize(
+                **where,
+                initialization_timeout=round(options.host_timeout) + 60,  # what is above comes first, and says more
+                heartbeat_timeout_seconds=round(options.host_timeout) + 60,
+                shutdown_timeout_seconds=10,
+            )
+        except (ValueError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            raise ValueError(
+                f"the processes cannot come together: {reason} Without a cluster that JAX knows give --coordinator "
+                "HOST:PORT, --process-id and --num-processes"
+            ) from problem
+    hosts = present_hosts()
+    if hosts is None:
+        return ALONE
+    hosts.timeout_s, hosts.address = options.host_timeout, options.host_address
+    return hosts
+
+
+def _meeting(options: Options) -> dict[str, Any] | None:
+    """Where the processes meet, as `jax.distributed.initialize` takes it; None for one process alone."""
+    told = {name: getattr(options, name) for name in ("coordinator", "process_id", "num_processes")}
+    flags = {name: f"--{name.replace('_', '-')}" for name in told}
+    if all(value is None for value in told.values()):
+        return None
+    if lacking := [flags[name] for name, value in told.items() if value is None]:
+        raise ValueError(
+            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags.values())}"
+        )
+    coordinator, process, count = told.values()
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator must be HOST:PORT, such as host0:12345, not {coordinator}")
+    if not 0 <= process < count:
+        raise ValueError(f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}")
+    if count == 1:
+        return None
+    _check_coordinator(host.strip("[]"), int(port), process, options.host_timeout)
+    return {
+        "coordinator_address": coordinator,
+        "process_id": process,
+        "num_processes": count,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _check_coordinator(host: str, port: int, process: int, timeout_s: float) -> None:
+    """Raises ValueError where JAX would end the process: a port that is taken, or nobody there."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as problem:
+        raise ValueError(f"--coordinator: the host {host} is not known here: {problem.strerror}") from problem
+    if process == 0:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as problem:
+                raise ValueError(
+                    f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name a port that "
+                    "is free on the host where process 0 runs"
+                ) from problem
+        return
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(_KNOCK_S, until_s - time.monotonic())).close()
+            return
+        except OSError as problem:
+            if time.monotonic() > until_s:
+                raise ValueError(
+                    f"the coordinator {host}:{port} has not answered process {process} for {timeout_s:g} s "
+                    f"({problem}): is process 0 started there, and the port open?"
+                ) from problem
+            time.sleep(_KNOCK_S)
+
+
+@contextmanager
+def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
+    """Ends the process if the block, which no signal can interrupt, takes longer."""
+    print(f"waiting for {awaited}", file=sys.stderr)
+    told = f"error: not all processes have come within {timeout_s:g} s: waited for {awaited}"
+
+    def give_up() -> None:
+        print(told, file=sys.stderr, flush=True)
+        os._exit(TRY_AGAIN)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Watch:
+    """A context manager: while several processes train, ends this one if another is gone or nothing goes on.
+
+    A thread that waits for a device cannot be interrupted, so a second one looks; what it says is the last line.
+    """
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts, self._stopped = hosts, threading.Event()
+        self._at_s, self._doing = time.monotonic(), "before the first step"
+
+    def progress(self, doing: str) -> None:
+        """Notes that the run goes on, and what comes now."""
+        self._at_s, self._doing = time.monotonic(), doing
+
+    def __enter__(self) -> "Watch":
+        if self._hosts.count > 1:
+            threading.Thread(target=self._look, name="jvpipe-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            if gone := self._hosts.gone():
+                # without the first process JAX ends all others at once
+                if "process 0 " not in gone and self._stopped.wait(_GRACE_S):
+                    return
+                self._end(f"{gone}, go on from the last checkpoint")
+            silent_s = time.monotonic() - self._at_s
+            if silent_s > self._hosts.timeout_s:
+                awaited = self._hosts.awaited()
+                self._end(f"nothing has gone on for {silent_s:.0f} s" + (f": waited for {awaited}" if awaited else ""))
+
+    def _end(self, told: str) -> None:
+        print(f"error: {told}; {self._hosts.named(self._hosts.process)} was at {self._doing}", file=sys.stderr)
+        leave(self._hosts, TRY_AGAIN)
+
+
+def leave(hosts: Hosts, code: int) -> NoReturn:
+    """Ends one of several processes: not as Python does, for JAX would wait for those that are gone.
+
+    Args:
+        hosts: this process and the others.
+        code: the exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == TRY_AGAIN:  # the others see it by themselves; with the first process they would be ended by JAX
+        time.sleep(0 if hosts.process else _FAREWELL_S)
+    else:
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL_S)
+    os._exit(code)

@@ -1,0 +1,65 @@
+"""What the processes of a run tell one another after each step: what they measured, and whether one is to stop."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.span import Span
+from jvpipe.report.metrics import StepMetrics
+from jvpipe.report.timeline import Busy
+from jvpipe.runtime.hosts import Hosts
+
+Own = tuple[StepMetrics, Busy]
+"""The metrics of a step as one process saw it, and how busy its devices were."""
+
+
+def shared(hosts: Hosts, signum: int | None, own: Own | None) -> tuple[int | None, StepMetrics | None]:
+    """Tells all processes of a step; returns the signal that any of them was sent, and the metrics of all.
+
+    Args:
+        hosts: this process and the others.
+        signum: the signal that this one was sent.
+        own: what it saw of the step, if there was one.
+    """
+    if hosts.count == 1:
+        return signum, own and own[0]
+    mine = [signum, own and [asdict(own[0]), own[1]]]
+    told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
+    heard = next((each for each, _ in told if each is not None), None)
+    return heard, own and _merged(own[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in told])
+
+
+def _metrics(told: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(**{**told, "staleness": tuple(told["staleness"]), "architecture": tuple(told["architecture"])})
+
+
+def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
+    """The metrics of a step over all processes: the slowest one's seconds, the bytes and copies of all devices."""
+    lines, work = [line for line, _ in every], [busy for _, busy in every]
+    all_work = Busy(sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work))
+    return replace(
+        own,
+        seconds=max(line.seconds for line in lines),
+        examples_per_s=min(line.examples_per_s for line in lines),
+        bubble_fraction=all_work.bubble_fraction,
+        peak_bytes={device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes},
+        swapped_bytes=sum(line.swapped_bytes for line in lines),
+        copy_hidden_s=sum(line.copy_hidden_s for line in lines),
+        copy_exposed_s=sum(line.copy_exposed_s for line in lines),
+        recomputed_s=sum(line.recomputed_s for line in lines),
+    )
+
+
+def shared_spans(hosts: Hosts, spans: Sequence[Span]) -> list[Span]:
+    """The spans of all processes; their clocks meet where all have heard of all."""
+    if hosts.count == 1:
+        return list(spans)
+    hosts.exchange("clock", b"")
+    zero_s = time.perf_counter()
+    mine = [[s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)] for s in spans]
+    told = hosts.exchange("timeline", json.dumps(mine).encode())
+    rows = (row for each in told for row in json.loads(each))
+    return [Span(device, name, start_s, end_s, Kind(kind), args) for device, name, start_s, end_s, kind, args in rows]

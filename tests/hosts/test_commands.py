@@ -1,0 +1,224 @@
+"""The command over several processes of one host: what they train, and how they end when something goes wrong."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, environment, finished, running
+from tests.hosts.test_processes import ROOT
+
+STEPS = 300
+WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
+TRY_AGAIN = 75
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prose to train on."""
+    path = tmp_path_factory.mktemp("data") / "page.txt"
+    sentences = [f"The {a} {b} sees the {c} near the old stone bridge." for a in WORDS for b in WORDS for c in WORDS]
+    path.write_text("\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5)))
+    return path
+
+
+def arguments(page: Path, run: Path, *more: str) -> list[str]:
+    base = ["--size", "tiny", "--planner", "even", "--data", str(page), "--stages", "3", "--steps", str(STEPS)]
+    return [*base, "--batch-size", "8", "--checkpoint-every", "50", "--run-dir", str(run), *more]
+
+
+@contextmanager
+def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator[list[Command]]:
+    """The same command in several processes; none outlives the block."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        places = [("--process-id", str(i), "--num-processes", str(count)) for i in range(count)]
+        meet = ("--coordinator", coordinator, "--host-timeout", str(timeout_s))
+        yield [stack.enter_context(running(*given, *place, *meet)) for place in places]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def last_lines(commands: Sequence[Command]) -> list[tuple[int, str]]:
+    """Exit code and last line of each process, once all have ended."""
+    ends = [command.ended() for command in commands]
+    return [(end.returncode, (end.stderr.splitlines() or [""])[-1]) for end in ends]
+
+
+def error(end: subprocess.CompletedProcess[str]) -> str:
+    """The one line that says what went wrong."""
+    (line,) = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_trained(run: Path, steps: int) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and len(metrics.read_text().splitlines()) >= steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(page: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    run = tmp_path_factory.mktemp("runs") / "one"
+    done = finished(*arguments(page, run))
+    assert done.returncode == 0, done.stderr
+    return losses(run)
+
+
+def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
+    page: Path, undisturbed: list[float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with processes(3, arguments(page, run)) as commands:
+        commands[0].wait_for(lambda: has_trained(run, 1))
+        commands[2].send(signal.SIGTERM)
+        ends = [command.ended() for command in commands]
+    assert [end.returncode for end in ends] == [128 + signal.SIGTERM] * 3, [end.stderr[-500:] for end in ends]
+    assert "to go on: python -m jvpipe.train" in ends[0].stderr
+    saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert len(losses(run)) == saved
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(line["peak_bytes"]) == 3
+    assert all(line["peak_bytes"].values())
+    assert 0 <= line["bubble_fraction"] < 1
+    config = json.loads((run / "config.json").read_text())
+    assert "coordinator" not in config
+    assert losses(run) == undisturbed[:saved]
+    with processes(2, ["--run-dir", str(run), "--resume"]) as commands:
+        ends = [command.ended() for command in commands]
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr[-500:] for end in ends]
+    assert "held-out loss" in ends[0].stdout
+    assert ends[1].stdout == ""
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_the_others_say_who_was_killed_and_one_goes_on(
+    page: Path, undisturbed: list[float], tmp_path: Path, dies: int
+) -> None:
+    run = tmp_path / "run"
+    with processes(2, arguments(page, run)) as commands:
+        commands[0].wait_for((run / "checkpoints" / "00000050").exists)
+        commands[dies].send(signal.SIGKILL)
+        left = commands[1 - dies].ended()
+    if dies or left.returncode != -signal.SIGABRT:  # without the first process JAX may be faster than we
+        assert left.returncode == TRY_AGAIN, left.stderr
+        assert f"process {dies} (host {socket.gethostname()}) is gone, go on from the last checkpoint" in error(left)
+    if dies:
+        resumed = finished("--run-dir", str(run), "--resume")
+        assert resumed.returncode == 0, resumed.stderr
+        assert losses(run) == undisturbed
+
+
+def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(page: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with processes(2, arguments(page, run, "--steps", "4000"), timeout_s=8) as commands:
+        commands[0].wait_for(lambda: has_trained(run, 2))
+        commands[1].send(signal.SIGSTOP)
+        left = commands[0].ended()
+    assert left.returncode == TRY_AGAIN, left.stderr
+    assert "process 1" in error(left)
+    assert any(part in error(left) for part in ("nothing has gone on for", "has not told its"))
+
+
+def test_what_differs_is_named_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
+    other = arguments(page, run, "--seed", "1")
+    port = f"127.0.0.1:{free_port()}"
+    meet = ("--coordinator", port, "--num-processes", "2")
+    with (
+        running(*arguments(page, run), *meet, "--process-id", "0") as a,
+        running(*other, *meet, "--process-id", "1") as b,
+    ):
+        told = last_lines([a, b])
+    differ = "error: the options of the processes differ between processes: --seed is"
+    assert told == [
+        (2, f"{differ} '0' in process 0 and '1' in process 1"),
+        (2, f"{differ} '1' in process 1 and '0' in process 0"),
+    ]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_mistake_that_all_make_is_told_by_all(page: Path, tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
+    with processes(2, arguments(page, run, "--stages", "1")) as commands:
+        told = last_lines(commands)
+    assert (
+        told
+        == [(2, "error: 1 stages are too few for 2 processes: use at least as many stages, or fewer processes")] * 2
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Path) -> None:
+    """The folder is given from where each process stands, and they stand apart."""
+    flags = [*arguments(page, Path("run")), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    started = []
+    for i in range(2):
+        (tmp_path / str(i)).mkdir()
+        command = [sys.executable, "-m", "jvpipe.train", *flags, "--process-id", str(i)]
+        told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = environment() | {"PYTHONPATH": str(ROOT)}
+        started.append(subprocess.Popen(command, cwd=tmp_path / str(i), env=env, **told))
+    try:
+        errors = [process.communicate(timeout=100)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [2, 2]
+    assert all("the folder of a run must lie on a file system that all processes see" in told for told in errors)
+    assert not list(tmp_path.glob("*/run"))
+
+
+def test_a_run_that_is_held_by_another_is_left_alone(page: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    held = os.open(run, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with processes(2, arguments(page, run)) as commands:
+        told = last_lines(commands)
+    os.close(held)
+    assert [code for code, _ in told] == [2, 2]
+    assert all("another run is at work in" in line for _, line in told)
+
+
+def test_who_never_comes_is_waited_for_no_longer_than_allowed(page: Path, tmp_path: Path) -> None:
+    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--host-timeout", "2")
+    with (
+        running(*arguments(page, tmp_path / "run"), *meet, "--process-id", "0") as first,
+        running("--coordinator", f"127.0.0.1:{free_port()}", *meet[2:], "--process-id", "1") as second,
+    ):
+        told = last_lines([first, second])
+    assert told[0][0] == TRY_AGAIN
+    assert told[0][1].startswith("error: not all processes have come within 2 s: waited for the others at 127.0.0.1:")
+    assert told[1][0] == 2
+    assert "has not answered process 1 for 2 s" in told[1][1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken_is_named(page: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        meet = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", "0")
+        refused = finished(*arguments(page, tmp_path / "run"), *meet)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: --coordinator 127.0.0.1:{port} cannot be opened by process 0: ")
+    assert len(refused.stderr.splitlines()) == 1
