@@ -190,10 +190,6 @@ class Placing:
                 values.setdefault(name_of(buffer), array)
         return values
 
-    def holders(self) -> dict[Name, int]:
-        """The first place that holds an array of each name."""
-        return {name_of(buffer): buffer.memory for buffer in reversed(self.buffers)}
-
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
         pieces, lacking = self._initialising(table)

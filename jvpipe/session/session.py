@@ -16,7 +16,7 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.checkpoints.flight import names_of, plain_arrays, with_leaves
+from jvpipe.runtime.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Feeds, Moment
 from jvpipe.runtime.losses import Losses, LossWatch
@@ -126,18 +126,19 @@ class Session:
 
         Of several processes all must ask, and the first one alone gets them.
         """
-        placing, hosts = self.placing(self.compiled), self.settings.hosts
-        arrays = placing.values(self.plain_arrays(self.compiled, state))
-        holders = placing.holders()
-        names = sorted(name for name in holders if name[0] is kind)
+        self.check_whole(self.compiled, state)
+        hosts, spots = self.settings.hosts, names_of(self.compiled, state.stream_steps)
+        newest = newest_of(self.compiled, state.stream_steps)
+        names = sorted(name for name in newest if name[0] is kind)
+        arrays = [state.arrays[newest[name]] for name in names]
         try:
             if hosts is None:
-                return [to_host(arrays[name]) for name in names]
+                return list(map(to_host, arrays))
             devices = self.settings.devices
             (home, *_) = (device for device in devices if _jax.is_own(device))
             shapes = [self.compiled.persistent_shape(kind, index) for _, index in names]
-            processes = [devices[holders[name]].process_index for name in names]
-            return hosts.gather(processes, shapes, [arrays.get(name) for name in names], home)
+            processes = [devices[spots[newest[name]].place].process_index for name in names]
+            return hosts.gather(processes, shapes, arrays, home)
         except Exception as error:
             raise self.controller.failure(error) from error
 
@@ -150,9 +151,13 @@ class Session:
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
         """The newest of everything that outlives a step; ValueError if the state is not whole or not this model's."""
-        self.check_state(state)
-        state.check(len(names_of(compiled, state.stream_steps)) if state.stream_steps else len(compiled.persistent))
+        self.check_whole(compiled, state)
         return plain_arrays(compiled, state)
+
+    def check_whole(self, compiled: CompiledPlan, state: State) -> None:
+        """Raises ValueError for what is no state of this pipeline's present model, or was consumed."""
+        self.check_state(state)
+        state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
         """Raises ValueError for what is no state of this pipeline's present model."""
@@ -396,7 +401,7 @@ class Session:
 
     def replace_optimizer_state(self, state: State, leaves: Sequence[Any]) -> State:
         """Puts other values into the optimizer's state; consumes `state`."""
-        self.plain_arrays(self.compiled, state)  # which says if it is not whole
+        self.check_whole(self.compiled, state)
         names = names_of(self.compiled, state.stream_steps)
         arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
         return replace(state, arrays=arrays)

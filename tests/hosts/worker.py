@@ -58,10 +58,12 @@ def trained(
     state = pipe.restore(path) if there else pipe.init(m.params, first, m.rng, m.state)
     if moments and not there:
         state = asked_to_move(pipe, state, moments)
-    losses = []
+    losses, flowing = [], None
     for now, metrics in pipe.run(state, batches[state.step :]):
         state = now
         losses.append(float(metrics["loss"]).hex())
+        if state.step == 2:
+            flowing = pipe.params(state)
         if path and not there and state.step == 2:
             pipe.save(path, state)
     state = pipe.wait(pipe.drain(state))
@@ -72,6 +74,7 @@ def trained(
         "evaluated": evaluated,
         "parameters": None if params is None else digest(params),
         "model state": None if params is None else digest(model_state),
+        "flowing": None if flowing is None else digest(flowing),
         "moves": [str(change) for change in pipe.session.history],
         "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
         "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},

@@ -36,16 +36,39 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """The newest of everything that a plain state has; what is in flight is left out."""
+    """The newest of everything that a plain state has; what is in flight is left out.
+
+    What is still on its way to another process is given where it lies.
+    """
     if not state.stream_steps:
         return state.arrays
-    newest = _newest(names_of(compiled, state.stream_steps))
     plain = []
-    for buffer in compiled.persistent:
-        array, device = state.arrays[newest[_holder(buffer.spot)]], compiled.devices[buffer.place]
-        here = array is None or array.devices() == {device}
+    for buffer, at in zip(compiled.persistent, _nearest(compiled, state.stream_steps), strict=True):
+        array, device = state.arrays[at], compiled.devices[buffer.place]
+        here = array is None or not _jax.is_own(device) or array.devices() == {device}
         plain.append(array if here else jax.device_put(array, device))
     return tuple(plain)
+
+
+def crosses(compiled: CompiledPlan, stream_steps: int) -> bool:
+    """Tells whether something of a plain state still lies with another process than the plan has it with.
+
+    Args:
+        compiled: what the state belongs to.
+        stream_steps: the steps of its stream, 0 at rest.
+    """
+    spots, devices = names_of(compiled, stream_steps), compiled.devices
+    lying = [devices[spots[at].place] for at in _nearest(compiled, stream_steps)] if stream_steps else []
+    wanted = [devices[buffer.place] for buffer in compiled.persistent]
+    return any(x.process_index != y.process_index for x, y in zip(lying, wanted, strict=False))
+
+
+def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
+    """For each array of a plain state, where its newest version is among a state's arrays: at its place, if it can."""
+    spots = names_of(compiled, stream_steps)
+    at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
+    first = [(buffer, newest[_holder(buffer.spot)]) for buffer in compiled.persistent]
+    return [at.get(Spot(spots[i].value, buffer.place), i) for buffer, i in first]
 
 
 def with_leaves(
@@ -62,7 +85,7 @@ def with_leaves(
     """
     replaced = []
     for spot, array in zip(names, arrays, strict=True):
-        if spot.value.kind is kind:
+        if spot.value.kind is kind and array is not None:
             sharding = array.sharding
             if consume:
                 array.delete()
