@@ -52,10 +52,10 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
             process.kill()
 
 
-def runs(count: int, *cases: str) -> list[list[dict]]:
+def runs(count: int, *cases: str, script: str = "worker") -> list[list[dict]]:
     """What each process saw of each case."""
     told = []
-    processes = started("worker", count, *cases)
+    processes = started(script, count, *cases)
     for process, (out, errors) in zip(processes, ended(processes), strict=True):
         assert process.returncode == 0, errors[-3000:]
         told.append([json.loads(line) for line in out.splitlines()])
@@ -96,6 +96,22 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         told.pop("parts")
         assert meta == told, "the ledger of versions too is that of one"
         assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, "it has not left its first plan behind"
+
+
+def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> None:
+    (one,), two = runs(1, script="enduring"), runs(2, script="enduring")
+    (alone,), (first,), (second,) = one, *two
+    assert alone["needs"] == ["x", "y"]
+    assert (first["needs"], second["needs"]) == (["x"], ["y"])
+    assert "is a shape, and a stage of this process reads it: give an array" in first["refused"]
+    assert first["losses"] == second["losses"] == alone["losses"]
+    assert first["limit"] == second["limit"]
+    for seen in (first, second):
+        assert all(peak <= seen["limit"] for peak in seen["peaks"].values())
+        (bytes_before, arrays_before), (bytes_after, arrays_after) = seen["levels"]
+        assert arrays_after <= arrays_before
+        assert bytes_after - bytes_before < 8 * 2**20, "100 steps bring 12 MiB across"
+        assert seen["ahead"] <= 3, "who is late is waited for"
 
 
 def test_who_lives_on_names_the_process_that_was_killed() -> None:
