@@ -44,6 +44,15 @@ class _Asked(NamedTuple):
     array: Callable[[], jax.Array | None]
 
 
+class Carried(NamedTuple):
+    """A copy of an array from one process to a device of another."""
+
+    source: int
+    target: int
+    like: jax.ShapeDtypeStruct
+    device: Device
+
+
 @dataclass
 class Hosts:
     """The process that this is among all that run a pipeline: `process` of `count`.
@@ -252,6 +261,26 @@ class Hosts:
                 values.append(to_host(here))
         self.exchange("gathered", b"")  # what was offered has arrived: it may be overwritten
         return values
+
+    def carry(self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Copies arrays between processes; each gets those that are for it, and None.
+
+        Args:
+            copies: those between all processes, which all tell alike.
+            arrays: what is copied, those of this process, and None.
+        """
+        transport = self.connected
+        transport.begin()
+        here: list[jax.Array | None] = []
+        for number, (copy, array) in enumerate(zip(copies, arrays, strict=True)):
+            if copy.source == self.process:
+                assert array is not None
+                transport.offer(copy.target, number, array)
+            asks = copy.target == self.process
+            here.append(transport.ask(copy.source, number, copy.like, copy.device) if asks else None)
+        jax.block_until_ready(here)
+        self.exchange("carried", b"")  # what was offered has arrived: it may be overwritten
+        return here
 
     @property
     def connected(self) -> Transport:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
-from jvpipe.runtime.checkpoints.flight import names_of, restore_in_flight
+from jvpipe.runtime.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.compiled_plan import CompiledPlan
@@ -26,7 +26,7 @@ def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]
         extra: kept with it; what JSON can hold.
     """
     saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
-    state.check(len(names_of(session.compiled, state.stream_steps)))
+    session.check_whole(session.compiled, state)
 
     def held() -> Arrays:
         try:

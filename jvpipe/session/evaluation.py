@@ -5,7 +5,7 @@ from typing import Any
 
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.values import Owner, ValueKind
-from jvpipe.runtime.checkpoints.flight import crosses, names_of, with_leaves
+from jvpipe.runtime.checkpoints.flight import brought_arrays, names_of, with_leaves
 from jvpipe.runtime.controller import Moment
 from jvpipe.runtime.state import State
 from jvpipe.session.session import Metrics, Session
@@ -23,17 +23,16 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
         params: leaves in the parameters' place, which lie beside these meanwhile; none for the state's own.
 
     Raises:
-        ValueError: layers are on their way from one process to another.
         MemoryLimitExceeded: an evaluation does not keep the limit.
         StageError: it failed; the state is whole.
     """
     compiled, devices = session.compiled_plans.for_batch(batch), session.settings.devices
-    if crosses(compiled, state.stream_steps):
-        raise ValueError(
-            "layers are on their way from one process to another: evaluate what pipe.drain returns, or the state after "
-            "the next step"
-        )
     arrays, peaks = session.plain_arrays(compiled, state), compiled.evaluation_peaks
+    if session.settings.hosts is not None:
+        try:
+            arrays = brought_arrays(compiled, state, arrays)
+        except Exception as error:
+            raise session.controller.failure(error) from error
     owned = [buffer for buffer in compiled.persistent if params and buffer.owner is Owner.PARAMETER]
     beside = [sum(buffer.bytes for buffer in owned if buffer.memory == d) for d in range(len(devices))]
     peaks = (*(peak.beside("given parameters", n) for peak, n in zip(peaks, beside, strict=False)), peaks[HOST])

@@ -58,23 +58,18 @@ def trained(
     state = pipe.restore(path) if there else pipe.init(m.params, first, m.rng, m.state)
     if moments and not there:
         state = asked_to_move(pipe, state, moments)
-    losses, flowing = [], None
+    losses, seen = [], [looked_at(pipe, state, first)] if there else []
     for now, metrics in pipe.run(state, batches[state.step :]):
         state = now
         losses.append(float(metrics["loss"]).hex())
         if state.step == 2:
-            flowing = pipe.params(state)
-        if path and not there and state.step == 2:
+            seen.append(looked_at(pipe, state, first))
+        if state.step == 2 and path:
             pipe.save(path, state)
     state = pipe.wait(pipe.drain(state))
-    evaluated = float(pipe.evaluate(state, first)["loss"]).hex()
-    params, model_state = pipe.params(state), pipe.model_state(state)
     return {
         "losses": losses,
-        "evaluated": evaluated,
-        "parameters": None if params is None else digest(params),
-        "model state": None if params is None else digest(model_state),
-        "flowing": None if flowing is None else digest(flowing),
+        "looked at": [*seen, looked_at(pipe, state, first)],
         "moves": [str(change) for change in pipe.session.history],
         "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
         "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},
@@ -104,6 +99,14 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
     params = pipe.params(pipe.drain(state))
     moves = [f"step {c.step}: {list(c.new.cuts)}, {c.why}" for c in pipe.session.history]
     return {"losses": losses, "parameters": None if params is None else digest(params), "moves": moves}
+
+
+def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
+    """What a state holds; the first process alone has its trees."""
+    trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
+    return {"evaluated": float(pipe.evaluate(state, batch)["loss"]).hex()} | {
+        name: None if trees["parameters"] is None else digest(tree) for name, tree in trees.items()
+    }
 
 
 def own(device: Any) -> bool:

@@ -13,6 +13,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.hosts import Carried
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Ledger
 
@@ -50,17 +51,28 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     return tuple(plain)
 
 
-def crosses(compiled: CompiledPlan, stream_steps: int) -> bool:
-    """Tells whether something of a plain state still lies with another process than the plan has it with.
+def brought_arrays(compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The arrays of a plain state, each where the plan has it: what lies with another process is brought; all ask.
 
     Args:
         compiled: what the state belongs to.
-        stream_steps: the steps of its stream, 0 at rest.
+        state: perhaps in flight.
+        plain: the plain state in it.
     """
-    spots, devices = names_of(compiled, stream_steps), compiled.devices
-    lying = [devices[spots[at].place] for at in _nearest(compiled, stream_steps)] if stream_steps else []
-    wanted = [devices[buffer.place] for buffer in compiled.persistent]
-    return any(x.process_index != y.process_index for x, y in zip(lying, wanted, strict=False))
+    arrays: list[Any] = list(plain)
+    names, devices = names_of(compiled, state.stream_steps), compiled.devices
+    crossing: dict[int, tuple[Carried, jax.Array | None]] = {}
+    for i, at in enumerate(_nearest(compiled, state.stream_steps)):
+        buffer, source = compiled.persistent[i], devices[names[at].place].process_index
+        if (target := devices[buffer.place]).process_index != source:
+            like = compiled.persistent_shape(buffer.value.kind, buffer.value.index)
+            crossing[i] = Carried(source, target.process_index, like, target), state.arrays[at]
+    if crossing:
+        assert compiled.hosts is not None
+        brought = compiled.hosts.carry(*zip(*crossing.values(), strict=True))
+        for i, array in zip(crossing, brought, strict=True):
+            arrays[i] = array
+    return tuple(arrays)
 
 
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:

@@ -26,12 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """A part as the process that wrote it tells of it."""
+    """A part as the process that wrote it tells of it, in few words: they stay with the coordinator."""
 
     file: str
     bytes: int
     digest: str
-    names: list[str]
     keys: list[list[Any]]
     raw: list[list[Any]]
 
@@ -76,9 +75,7 @@ def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
     file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
     array_file.write(file, packed, draft.parent)
     generations.sync(file)
-    return _Part(
-        file.name, file.stat().st_size, generations.digest_of(file), list(packed.arrays), packed.keys, packed.raw
-    )
+    return _Part(file.name, file.stat().st_size, generations.digest_of(file), packed.keys, packed.raw)
 
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
@@ -91,7 +88,7 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         **meta,
         "keys": [key for part in parts for key in part.keys],
         "raw": [raw for part in parts for raw in part.raw],
-        "parts": {part.file: part.names for part in parts},
+        "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
     (draft / META).write_text(json.dumps(told))
     generations.finish_draft(draft, {part.file: part.digest for part in parts})

@@ -20,6 +20,7 @@ from jvpipe.runtime.checkpoints.checkpoint import (
 )
 from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.checkpoints.parts import open_together, save_parts
+from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.hosts import Disagreement, Hosts
 from tests.moments import copied_at_every_operation
 from tests.runtime.test_hosts import Store
@@ -112,10 +113,10 @@ def test_every_array_of_every_process_comes_back_from_the_part_of_its_process(tm
         for name, x in expected.items():
             assert_same(arrays[kind][name], x)
     assert checkpoint_extra(tmp_path) == META["extra"]
-    assert meta["parts"] == {
-        "part-0000.safetensors": ["parameter/a/b", "parameter/", "optimizer/key"],
-        "part-0001.safetensors": [],
-        "part-0002.safetensors": ["parameter/c", "parameter/d", "optimizer/n"],
+    assert {file: set(names) for file, names in meta["parts"].items()} == {
+        "part-0000.safetensors": {"parameter/a/b", "parameter/", "optimizer/key"},
+        "part-0001.safetensors": set(),
+        "part-0002.safetensors": {"parameter/c", "parameter/d", "optimizer/n"},
     }
     saved = open_checkpoint(tmp_path)
     assert saved.generation is not None
@@ -142,7 +143,7 @@ def test_whenever_a_process_is_killed_the_older_or_the_new_one_is_whole(tmp_path
         assert saved_by(2, folder, 1.0) == [None, None]
         ends = saved_by(2, folder, 2.0, store=DyingStore(process, word))
         assert isinstance(ends[process], KilledError)
-        assert isinstance(ends[1 - process], TimeoutError), "who lives on is told"
+        assert isinstance(ends[1 - process], HostLost), "who lives on is told"
         value = value_in(folder)
         assert saved_by(2, folder, 3.0) == [None, None], "what the dead left is no obstacle, and goes"
         assert value_in(folder) == 3.0
