@@ -1,6 +1,8 @@
 """A process of a run that trains on and on: python tests/hosts/dying.py PROCESS COUNT PORT; one of them is killed.
 
-With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers.
+With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers. With
+`saving`, a folder and a process, that one kills itself in its second save: the first one before it renames the draft,
+another when it has written its part.
 """
 
 import os
@@ -40,6 +42,17 @@ class Deadly(Transport):
         return self._inner.lost()
 
 
+def dies_in_a_save(process: int) -> None:
+    """Has this process die at an operation on files that it comes to in its next save."""
+    fatal, name = ("os.rename", ".draft") if process == 0 else ("open", f"part-{process:04d}.safetensors")
+
+    def hook(event: str, args: Any) -> None:
+        if event == fatal and str(args[0]).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 def main() -> None:
     process, count, port = map(int, sys.argv[1:4])
     begun(process, count, port)
@@ -47,8 +60,8 @@ def main() -> None:
     assert hosts is not None
     hosts.connect()
     hosts.transport = transport = Deadly(hosts.connected)
-    moving = sys.argv[4:] == ["moving"]
-    m = CASES["mlp" if moving else "pre-norm"]()
+    doing, *options = sys.argv[4:] or ["training"]
+    m = CASES["pre-norm" if doing == "training" else "mlp"]()
     pipe = pipeline(m, "1f1b", planner="even")
     batch = batches_of(m)[0]
     state: Any = pipe.init(m.params, batch, m.rng, m.state)
@@ -58,7 +71,11 @@ def main() -> None:
             if step == 3:
                 pipe.wait(state)
                 print("trains", flush=True)
-            if step == 3 and moving:
+            if doing == "saving":
+                if step == 1 and process == int(options[1]):
+                    dies_in_a_save(process)
+                pipe.save(options[0], state)
+            if step == 3 and doing == "moving":
                 transport.armed = process == count - 1
                 state = pipe.migrate(state, jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]))
     except jvpipe.HostLost as lost:

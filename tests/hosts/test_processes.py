@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 
@@ -132,3 +134,13 @@ def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved() -> 
     assert [process.returncode for process in processes] == [75, -signal.SIGKILL], errors[-3000:]
     assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", out)
     assert "RECEIPT" in out, "it waited for what it had offered"
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(dies: int, tmp_path: Path) -> None:
+    processes = started("dying", 2, "saving", str(tmp_path), str(dies))
+    told = ended(processes)
+    assert processes[dies].returncode == -signal.SIGKILL, told[dies][1][-3000:]
+    assert processes[1 - dies].returncode in (75, -signal.SIGABRT), "JAX ends who loses the first process"
+    assert dies == 0 or "lost: process 1" in told[0][0]
+    assert load_checkpoint(tmp_path)[1]["step"] == 1

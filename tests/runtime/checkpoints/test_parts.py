@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jvpipe.runtime.checkpoints.checkpoint import (
+    check_checkpoint,
     checkpoint_extra,
     delete_checkpoint,
     load_checkpoint,
@@ -219,6 +220,8 @@ def test_damage_to_any_file_is_told_alike_by_all(writers: int, readers: int, tmp
         (told,) = set(map(str, ends))
         assert told.startswith(f"{tmp_path} is damaged: ")
         assert path.name in told
+        with pytest.raises(DamageError):
+            check_checkpoint(tmp_path)
         path.write_bytes(content)
     assert outcomes(readers, opened) == [tmp_path.name] * readers
 
