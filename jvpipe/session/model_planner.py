@@ -17,7 +17,7 @@ from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Leaf, Name, Placing
 from jvpipe.session.planning import Planned, Request, decide, measure
 from jvpipe.session.settings import Settings
-from jvpipe.session.splitting import CutCandidate, Splitter
+from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
@@ -71,9 +71,14 @@ class ModelPlanner:
             raise ValueError(
                 f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
             )
-        best = self._candidate(traced)
+        limited = chooses and settings.memory_limit_bytes is not None and not settings.fates  # which name whole layers
+        best, rounds = (
+            splitter.within_limit(traced, settings.stages, self._candidate)
+            if limited
+            else (self._candidate(traced), ROUNDS)
+        )
         if chooses and finer:
-            best = splitter.better(best, self._candidate)
+            best = splitter.better(best, self._candidate, rounds, limited=limited)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
         return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
 

@@ -3,6 +3,9 @@
 vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it pays, for each layer
 costs a dispatch per micro-batch. Which layers are cut may depend on the plan: only cuts that keep all bits are made
 (`programs.bit_equality`), so what a run computes does not.
+
+Finer layers also hold less, and whether a memory limit can be kept must not hang on seconds. So under a limit there are
+two models to choose from, whatever a clock says: whole layers, and all of them halved.
 """
 
 from collections.abc import Callable, Collection, Hashable
@@ -26,6 +29,8 @@ GAIN = 0.02
 ROUNDS = 2
 WORTH_S = 0.5e-3
 """Seconds on a micro-batch, forward and backward, under which a layer is not cut: a dispatch takes some 0.05 ms."""
+FEW_LAYERS = 8
+"""Of models of more layers per stage, halves hold hardly less."""
 _PLACES = 3
 """How many places in a layer are tried."""
 
@@ -64,11 +69,52 @@ class Splitter:
             traced = finer
         return traced
 
-    def better(self, begin: CutCandidate, plan: Callable[[Traced], CutCandidate]) -> CutCandidate:
-        """A plan with finer layers, if it is faster by more than `GAIN`; else the one that is there."""
+    def within_limit(
+        self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
+    ) -> tuple[CutCandidate, int]:
+        """The plan of whole layers, or of halves where those keep no limit; and how often layers may be cut further.
+
+        Args:
+            traced: the model in whole layers.
+            stages: of the plans.
+            plan: makes one.
+
+        Raises:
+            MemoryLimitExceeded: no plan keeps the limit; the least that would do is named.
+        """
+        try:
+            return plan(traced), 1
+        except MemoryLimitExceeded as error:
+            halves, refused = self.halved(traced, stages), error
+        if halves is None:
+            raise refused
+        try:
+            return plan(halves), 0
+        except MemoryLimitExceeded as error:
+            raise min(refused, error, key=lambda x: x.smallest_limit_bytes) from None
+
+    def better(
+        self,
+        begin: CutCandidate,
+        plan: Callable[[Traced], CutCandidate],
+        rounds: int = ROUNDS,
+        *,
+        limited: bool = False,
+    ) -> CutCandidate:
+        """A plan with finer layers, if it is faster by more than `GAIN`; else the one that is there.
+
+        Args:
+            begin: the plan that is there.
+            plan: makes another.
+            rounds: how often layers may be cut.
+            limited: whether there is a memory limit.
+        """
         best = begin
-        for _ in range(ROUNDS):
-            finer = self.finer(best.traced, crowded(best.planned))
+        for _ in range(rounds):
+            slow, stages = crowded(best.planned), best.planned.problem.stages
+            if not slow:
+                return best
+            finer = self.halved(best.traced, stages) if limited else self.finer(best.traced, slow)
             if finer is None:
                 return best
             try:
@@ -79,6 +125,11 @@ class Splitter:
                 return best
             best = candidate
         return best
+
+    def halved(self, traced: Traced, stages: int) -> Traced | None:
+        """The model with all layers cut in two that can be; None if there are none, or many layers already."""
+        layers = range(len(traced.graph.layers))
+        return self.finer(traced, layers) if len(layers) <= FEW_LAYERS * stages else None
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
         """The model with these layers, and all that are like them, cut in two; None if none of them can be."""

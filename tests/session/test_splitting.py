@@ -20,6 +20,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
+from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.planning import Planned
@@ -104,6 +105,29 @@ def test_whole_layers_stay(why: str) -> None:
 
     keeps_bits: Callable[[Traced, int, Traced], bool] = always if why != "bits differ" else lambda *_: False
     assert Splitter(CORE, keeps_bits).better(begin, plan) is begin
+
+
+def test_halves_are_planned_where_whole_layers_keep_no_limit_whatever_the_seconds() -> None:
+    whole, splitter = three_blocks(), Splitter(CORE, always)
+    needed = {3: 100, 6: 80}
+
+    def within(limit: int) -> Callable[[Traced], CutCandidate]:
+        def plan(traced: Traced) -> CutCandidate:
+            layers = len(traced.graph.layers)
+            if needed[layers] > limit:
+                raise MemoryLimitExceeded(f"{layers} layers hold more", needed[layers])
+            return by_flops(traced, worth=1e-9)
+
+        return plan
+
+    planned = [splitter.within_limit(whole, 3, within(limit)) for limit in (100, 99, 80)]
+    assert [(len(best.traced.graph.layers), rounds) for best, rounds in planned] == [(3, 1), (6, 0), (6, 0)]
+    with pytest.raises(MemoryLimitExceeded, match="6 layers") as refused:
+        splitter.within_limit(whole, 3, within(79))
+    assert refused.value.smallest_limit_bytes == 80
+    # What is cut because it is slow is cut in the same way: no plan is there that holds less than what was named.
+    best = splitter.better(by_flops(whole), within(80), limited=True)
+    assert len(best.traced.graph.layers) == 6
 
 
 def test_even_stages_stay() -> None:

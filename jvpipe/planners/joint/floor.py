@@ -1,24 +1,30 @@
 """The plan whose fullest device holds the least, whatever its seconds: it decides whether a limit can be kept.
 
-Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes alone: it begins at
-the cuts and choices that hold the least by the planners' count (`stage_cost.py`), which is near what the lowered lists
-hold, and goes on from there by what these hold: a bound or a choice of the fullest stage at a time.
+Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes alone: a search by
+what the lowered lists hold begins at the cuts and choices that hold the least by the planners' count (`stage_cost.py`),
+which is near that, and goes on from the emptiest plan to its neighbours: a bound or a choice of the fullest stage at a
+time. Of few layers, the best choices of all cuts are begun with.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jvpipe.planners.joint.smallest_limit import min_bytes_plan
+from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
 from jvpipe.planners.model.stage_cost import check
 
-MOST_PLANS = 60
-"""So many plans are looked at on the way."""
+FEW_LAYERS = 16
+"""Of models of so many layers all cuts are begun with."""
+MOST_PLANS, MOST_PLANS_OF_FEW = 60, 600
+"""So many plans are looked at, and of models of few layers."""
+NEAR = 1.05
+"""How many times what a plan holds may be counted for one that holds less."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,11 @@ class Floor:
         """The fullest stage."""
         return self.held_bytes.index(self.bytes)
 
+    @property
+    def fullness(self) -> list[int]:
+        """What the devices hold, the fullest first."""
+        return sorted(self.held_bytes, reverse=True)
+
 
 def floor(
     problem: Problem, held_bytes: Callable[[Decision], Sequence[int]], enough_bytes: int, *, keeps: bool = False
@@ -50,25 +61,47 @@ def floor(
         enough_bytes: what may be held.
         keeps: whether everything is to be kept.
     """
-
-    def taken(decision: Decision) -> Floor:
-        return Floor(decision, tuple(held_bytes(decision)))
-
-    beginnings, left = map(taken, _beginnings(_untimed(problem), keeps=keeps)), iter(range(MOST_PLANS))
-    lowest = next(beginnings)
-    if lowest.bytes > enough_bytes:
-        lowest = min([lowest, *beginnings], key=_fullness)
-    while lowest.bytes > enough_bytes:
-        others = (taken(decision) for decision, _ in zip(_neighbours(problem, lowest, keeps=keeps), left, strict=False))
-        better = next((other for other in others if _fullness(other) < _fullness(lowest)), None)
-        if better is None:
-            break
-        lowest = better
-    return lowest
+    problem = _untimed(problem)
+    few = len(problem.costs.layers) <= FEW_LAYERS
+    search = _Search(held_bytes, enough_bytes, MOST_PLANS_OF_FEW if few else MOST_PLANS)
+    search.look(_beginnings(problem, keeps=keeps))
+    if few and not keeps:
+        search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
+    before = None
+    while search.lowest is not before:
+        before = search.lowest
+        search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
+    return search.lowest
 
 
-def _fullness(plan: Floor) -> list[int]:
-    return sorted(plan.held_bytes, reverse=True)
+@dataclass
+class _Search:
+    """The plans that were looked at, each once, and the emptiest of them."""
+
+    held_bytes: Callable[[Decision], Sequence[int]]
+    enough_bytes: int
+    left: int
+    seen: set[Decision] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.lowest = Floor(Decision((), ()), (2**63,))
+
+    @property
+    def ended(self) -> bool:
+        """Whether what was seen is enough, or no more is to be looked at."""
+        return self.lowest.bytes <= self.enough_bytes or self.left <= 0
+
+    def look(self, decisions: Iterator[Decision], *, until_better: bool = False) -> None:
+        """Looks at what plans hold, until that is enough, or less than before."""
+        before = self.lowest
+        while not self.ended and (decision := next(decisions, None)):
+            if until_better and self.lowest is not before:
+                break
+            if decision not in self.seen:
+                self.seen.add(decision)
+                self.left -= 1
+                plan = Floor(decision, tuple(self.held_bytes(decision)))
+                self.lowest = min(self.lowest, plan, key=lambda x: x.fullness)
 
 
 def _untimed(problem: Problem) -> Problem:
@@ -91,18 +124,41 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     yield kept.decision(places)
 
 
+def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
+    """The plans that hold the least by the planners' count, of cuts each, as long as they may hold less."""
+    for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
+        if plan.peak_bytes > NEAR * lowest_bytes():
+            return
+        yield Decision(plan.bounds, plan.choices)
+
+
 def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
-    """The plans in which the fullest stage has a layer less, or computes one again, wholly or not at all."""
+    """The plans in which the fullest stage has a layer less, or treats what a layer leaves in another way.
+
+    None are looked at that are counted for much more.
+    """
     s, (bounds, choices) = plan.stage, (plan.decision.bounds, plan.decision.choices)
-    layers, i, j = problem.costs.layers, bounds[s], bounds[s + 1]
+    i, j = bounds[s], bounds[s + 1]
     nearer = [(s, i + 1)] * (s > 0) + [(s + 1, j - 1)] * (s + 1 < problem.stages)
-    others = [(*bounds[:at], bound, *bounds[at + 1 :]) for at, bound in nearer]
-    yield from _valid(problem, [(other, choices) for other in others])
-    for layer in range(i, j) if not keeps else ():
-        # Of these few programs are to be compiled.
-        for choice in (RECOMPUTE_CHAIN, RECOMPUTE, len(layers[layer].options) - 1, 0):
-            if choice != choices[layer]:
-                yield from _valid(problem, [(bounds, (*choices[:layer], choice, *choices[layer + 1 :]))])
+    yield from _valid(problem, [((*bounds[:at], bound, *bounds[at + 1 :]), choices) for at, bound in nearer])
+    if keeps:
+        return
+
+    def counted(decision: Decision) -> StageBytes[int]:
+        return stage_bytes(problem, s, i, j, decision.choices)
+
+    others = [(*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)]
+    own = counted(plan.decision)
+    most = own.static + NEAR * (own.peak - own.static)
+    counts = {decision: counted(decision).peak for decision in _valid(problem, [(bounds, x) for x in others])}
+    yield from sorted((x for x, peak in counts.items() if peak <= most), key=counts.__getitem__)
+
+
+def _ways(problem: Problem, layer: int) -> list[int]:
+    """The choices that a layer has."""
+    swaps, options = problem.host_limit_bytes is None, problem.costs.layers[layer].options
+    allowed = (c for c, x in enumerate(options) if swaps or not (x.swapped_bytes or x.swaps_input))
+    return [RECOMPUTE_CHAIN, RECOMPUTE, *allowed]
 
 
 def _valid(problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[Decision]:

@@ -1,9 +1,10 @@
 """The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 
 import numpy as np
 
@@ -24,6 +25,8 @@ ROUNDS_WITH_PLAN, ROUNDS_WITHOUT_PLAN = 3, 60
 LIMIT_TOLERANCE = 1e-3
 ALL_CUTS_CELLS = 1_000_000
 """Up to so many, the cells of all cuts are looked at."""
+MOST_CUTS = 1_000
+"""Up to so many, each of them is looked at."""
 BYTE_TIERS = 10
 """How many tiers there are for runs of layers computed again."""
 
@@ -60,6 +63,21 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
             break
     assert plan is not None
     return plan
+
+
+def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
+    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `MOST_CUTS`, none."""
+    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
+    cuts = all_cuts(pricing.segments)
+    places = range(1, len(pricing.segments.cuts) - 1)
+    if comb(len(places), len(cuts) - 2) > MOST_CUTS:
+        return
+    peaks, plans = Peaks(pricing, cuts), list[MinBytesPlan]()
+    for inner in combinations(places, len(cuts) - 2):
+        path = (0, *(place - s for s, place in enumerate(inner, 1)), 0)
+        if max(peaks.settle(s, a, b, np.inf) for s, (a, b) in enumerate(pairwise(path))) < np.inf:
+            plans.append(peaks.plan(path))
+    yield from sorted(plans, key=lambda plan: plan.peak_bytes)
 
 
 def plan_within_bytes(pricing: Pricing, enough_bytes: int) -> MinBytesPlan | None:

@@ -1,5 +1,8 @@
 """The plan that holds the least, against all plans."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
 from jvpipe.planners.joint.floor import floor
@@ -21,6 +24,18 @@ def test_no_plan_holds_less_by_the_planners_own_count(seed: int) -> None:
     assert lowest.held_bytes[lowest.stage] == least
     keeping = floor(problem, held, 0, keeps=True)
     assert keeping.bytes == min(max(held(Decision.keeping_all((0, cut, 3)))) for cut in (1, 2))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 33])
+def test_no_plan_holds_less_by_lists_that_hold_a_little_more_than_is_counted(seed: int) -> None:
+    problem, draw = tiny(seed, layers=3), np.random.default_rng(seed)
+    more = draw.integers(0, 2, (3, 6)).tolist()  # of each layer under each of its choices
+
+    def held(decision: Decision) -> list[int]:
+        stages = zip(pairwise(decision.bounds), evaluate(problem, decision).stages, strict=True)
+        return [x.peak_bytes + sum(more[n][decision.choices[n]] for n in range(i, j)) for (i, j), x in stages]
+
+    assert floor(problem, held, 0).bytes == min(max(held(decision)) for decision in every_decision(problem))
 
 
 def test_the_first_plan_that_is_enough_is_taken() -> None:
