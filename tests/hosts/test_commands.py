@@ -45,6 +45,18 @@ def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator
         yield [stack.enter_context(running(*given, *place, *meet)) for place in places]
 
 
+@contextmanager
+def started(command: Sequence[str], folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that stands in a folder, and does not outlive the block."""
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=env, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -169,21 +181,29 @@ def test_a_mistake_that_all_make_is_told_by_all(page: Path, tmp_path: Path) -> N
 def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Path) -> None:
     """The folder is given from where each process stands, and they stand apart."""
     flags = [*arguments(page, Path("run")), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    started = []
     for i in range(2):
         (tmp_path / str(i)).mkdir()
-        command = [sys.executable, "-m", "jvpipe.train", *flags, "--process-id", str(i)]
-        told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        env = environment() | {"PYTHONPATH": str(ROOT)}
-        started.append(subprocess.Popen(command, cwd=tmp_path / str(i), env=env, **told))
-    try:
-        errors = [process.communicate(timeout=100)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [2, 2]
+    command = [sys.executable, "-m", "jvpipe.train", *flags, "--process-id"]
+    with started([*command, "0"], tmp_path / "0") as first, started([*command, "1"], tmp_path / "1") as second:
+        errors = [process.communicate(timeout=100)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2)
     assert all("the folder of a run must lie on a file system that all processes see" in told for told in errors)
     assert not list(tmp_path.glob("*/run"))
+
+
+def test_an_error_in_one_is_told_by_it_and_ends_the_others(page: Path, tmp_path: Path) -> None:
+    """The second process may write next to nothing, as on a disk that is full."""
+    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+    given = arguments(page, tmp_path / "run", "--stages", "2", *meet)
+    command = [sys.executable, "-m", "jvpipe.train", *given, "--host-timeout", "60", "--process-id"]
+    limited = ["sh", "-c", 'ulimit -S -f 40; exec "$@"', "sh"]
+    with started([*command, "0"], ROOT) as first, started([*limited, *command, "1"], ROOT) as second:
+        told = [process.communicate(timeout=100)[1].splitlines()[-1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert told[0].startswith("error: process 1 (host "), told
+    assert "File too large" in told[0]
+    assert told[1].startswith("error: "), told
+    assert not list((tmp_path / "run" / "checkpoints").glob("*/generation-0?????"))
 
 
 def test_a_run_that_is_held_by_another_is_left_alone(page: Path, tmp_path: Path) -> None:
