@@ -46,7 +46,7 @@ def disturbed(run: Run, count: int, rng: random.Random) -> Death | None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     victim = rng.randrange(count)
-    meet = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--host-timeout", "120")
+    meet = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--host-timeout", "60")
     with ExitStack() as stack:
         processes = [stack.enter_context(run.start(*meet, "--process-id", str(i))) for i in range(count)]
         for process in processes:

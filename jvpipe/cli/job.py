@@ -110,6 +110,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     options, before, plan, given = hosts.together("run", kept)
     devices = plan.device_count if plan else options.stages
     jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
+    hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
     workload = hosts.together("model", lambda: models.load(options.model, options.size, dtype=options.dtype))
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size

@@ -289,8 +289,8 @@ class Hosts:
         return self.transport
 
     def connect(self) -> None:
-        """Starts this process's transfer server and learns of the others', if that is not done yet."""
-        if self.transport is None:
+        """Starts this process's transfer server and learns of the others', unless that is done, or it is alone."""
+        if self.count > 1 and self.transport is None:
             self.transport = transfer_servers(self.address or _jax.own_address(), self._publish)
 
     def _publish(self, server: str) -> dict[int, str]:
