@@ -341,7 +341,6 @@ class Pipeline:
             MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
             StageError: something failed on the way; its `state` is the present model's, drained and whole.
         """
-        self._alone("update_model")
         self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
@@ -349,22 +348,17 @@ class Pipeline:
     def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
         """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
 
-        It may be called in another thread while this one trains; layers that no model had are timed beside that.
+        It may be called in another thread while this one trains; layers that no model had are timed beside that. Of
+        several processes all call it, in the thread that trains.
 
         Args:
             loss_fn: that of the model to come.
             params: arrays or shapes.
             model_state: likewise.
         """
-        self._alone("precompile")
         with beside_training():
             known, present = self.session.known_models, self.session.compiled_plans
             known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
-
-    def _alone(self, what: str) -> None:
-        """Raises ValueError where several processes run the pipeline."""
-        if (hosts := self.session.settings.hosts) is not None:
-            raise ValueError(f"{what} works in one process alone, and this pipeline runs over {hosts.count}")
 
     # Checkpoints
 

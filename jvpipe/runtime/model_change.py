@@ -2,6 +2,9 @@
 
 An array is the same in both if its kind, path, shape and type are. The optimizer's state of a parameter goes where
 the parameter goes; state that belongs to no parameter (a step count) always stays.
+
+Of several processes each parks what leaves its own devices. What is wanted in another one goes there from device to
+device, and nothing leaves before all of it has come everywhere.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,18 +14,22 @@ from typing import Any, Literal
 
 import jax
 
-from jvpipe.ir.buffers import HOST, Buffer, Peak
+from jvpipe import _jax
+from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import Array
-from jvpipe.ir.values import Owner
+from jvpipe.ir.values import Owner, ValueKind
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.failures import StageError
+from jvpipe.runtime.failures import HostLost, StageError
+from jvpipe.runtime.hosts import ALONE, Carried, Hosts
 from jvpipe.runtime.state import Placing, name_of
-from jvpipe.runtime.tensors import Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
+from jvpipe.runtime.tensors import Away, Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 
+_CLOSING_S = 1.0
+"""How long it may take until the connection to a process that is gone has ended."""
 Parked = dict[Identity, Any]
-"""Arrays on the host that no present model has."""
+"""Arrays on the host that no present model has; of those of other processes where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +77,18 @@ def plan_model_switch(
         ValueError: an array has the path of one of the old model and another shape or type, or lacks its values.
         MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within it.
     """
-    switch = ModelSwitch(old, new, given, parked, by_host=False)
-    switch.check()
-    replace(limits, parked=switch.parked_after).check(new.peaks, new.devices)
+    switch, hosts = ModelSwitch(old, new, given, parked, by_host=False), new.hosts or ALONE
+    way = "while one model takes over from another"
+    hosts.together("new model", switch.check)
+    hosts.together("limits", lambda: replace(limits, parked=switch.parked_after).check(new.peaks, new.devices))
+    if new.hosts is not None:
+        hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
+        return switch
     try:
         replace(limits, host_bytes=None).check(switch.peaks, new.devices)
     except MemoryLimitExceeded:
         switch = replace(switch, by_host=True)
-    limits.check(switch.peaks, new.devices, "while one model takes over from another")
+    limits.check(switch.peaks, new.devices, way)
     return switch
 
 
@@ -106,6 +117,10 @@ class ModelSwitch:
             value = self.given[kind][name_of(buffer)[1]] if kind in self.given and source.how == "make" else None
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(f"{kind} '{array.name}' is new: its values must be given, not their shape alone")
+
+    @property
+    def _hosts(self) -> Hosts:
+        return self.new.hosts or ALONE
 
     @cached_property
     def _before(self) -> tuple[Identity, ...]:
@@ -156,7 +171,16 @@ class ModelSwitch:
     def parked_after(self) -> Parked:
         """The arrays on the host once the new model has taken over; of what leaves now, not yet the values."""
         back = {it for it, source in zip(self._after, self.sources, strict=True) if source.how == "return"}
-        return {it: value for it, value in (self.parked | self.parks).items() if it not in back}
+        parks = {it: i if self._had(i) else Away(self._process_of(i)) for it, i in self.parks.items()}
+        return {it: value for it, value in (self.parked | parks).items() if it not in back}
+
+    def _had(self, index: int) -> bool:
+        """Tells whether a buffer of the old model lies with this process."""
+        return _jax.is_own(self.old.devices[self.old.persistent[index].memory])
+
+    def _process_of(self, index: int) -> int:
+        """The process that holds a buffer of the old model."""
+        return self.old.devices[self.old.persistent[index].memory].process_index
 
     def change(self, step: int) -> ModelChange:
         """The entry of the history for this switch, made before a step."""
@@ -179,15 +203,17 @@ class ModelSwitch:
             before[buffer.memory] += buffer.bytes
             gone[buffer.memory] += buffer.bytes if self.by_host and i in self.leaving else 0
         held: set[Any] = set()
-        for buffer, source in zip(self.new.persistent, self.sources, strict=True):
+        for identity, buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
             arriving[buffer.memory] += 0 if source.how == "stay" else buffer.bytes
+            if (on_its_way := self._home(identity, buffer, source)) is not None:
+                arriving[on_its_way] += buffer.bytes
             if source.how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 held.add(buffer.spot)
         spare = _placing(self.new).spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
         holders = [(("the model before", before[d] - gone[d]), ("what arrives", arriving[d])) for d in devices]
         waiting = sum(self.old.persistent[i].bytes for i in self._copied) if self.by_host else 0
-        parks = parked_bytes(self.parks)
+        parks = parked_bytes({it: i for it, i in self.parks.items() if self._had(i)})
         host = _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
         return (*map(_peak, most, holders), host)
 
@@ -196,6 +222,14 @@ class ModelSwitch:
         """The old model's buffers that the new one has elsewhere."""
         return frozenset(source.index for source in self.sources if source.how == "copy")
 
+    def _home(self, identity: Identity, buffer: Buffer, source: Source) -> int | None:
+        """The place over which what one process has parked goes to another one: the first there."""
+        parked, devices = self.parked.get(identity), self.new.devices
+        process = parked.process if isinstance(parked, Away) else self._hosts.process
+        if source.how != "return" or devices[buffer.memory].process_index == process:
+            return None
+        return next(d for d, device in enumerate(devices) if device.process_index == process)
+
     def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
         """The new model's arrays. What has left is added to `parked`, what has come back is taken from it.
 
@@ -203,14 +237,19 @@ class ModelSwitch:
             StageError: something failed; its `table` are the old model's arrays, whole.
         """
         live, made = list(ledger.live), dict[Any, jax.Array]()
-        leaves = {identity: to_host(arrays[i]) for identity, i in self.parks.items()}
+        leaves = {it: to_host(arrays[i]) if self._had(i) else Away(self._process_of(i)) for it, i in self.parks.items()}
         on_host = {i: to_host(arrays[i]) for i in self._copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
             if self.by_host:
                 self._leave(arrays, ledger)
-            self._arrive({**dict(enumerate(arrays)), **on_host}, made, ledger)
+            there = {**dict(enumerate(arrays)), **on_host}
+            sent = self._arrive(there, made, ledger)
+        except HostLost:
+            raise
         except BaseException as error:
+            if self._hosts.count > 1 and (gone := self._hosts.gone(wait_s=_CLOSING_S)):
+                raise HostLost(f"{gone}, go on from the last checkpoint: the model was being changed") from error
             if self.by_host:
                 left = leaves | {self._before[i]: x for i, x in on_host.items()}
                 arrays = self._restored(arrays, made.values(), left)
@@ -220,35 +259,88 @@ class ModelSwitch:
             failure = StageError(f"the model could not be changed: {error}")
             failure.table = arrays
             raise failure from error
+        for place, array in sent:
+            ledger.drop(place, array.nbytes)
         if not self.by_host:
             self._leave(arrays, ledger)
         ledger.drop(HOST, self.peaks[HOST].bytes + parked_bytes(self.parked) - parked_bytes(self.parked_after))
         for identity in self.parked.keys() - self.parked_after.keys():
             del self.parked[identity]
         self.parked.update(leaves)
-        return tuple(made[buffer.spot] for buffer in self.new.persistent)
+        return tuple(made.get(buffer.spot) for buffer in self.new.persistent)  # pyright: ignore[reportReturnType]
 
-    def _arrive(self, before: Mapping[int, Any], made: dict[Any, jax.Array], ledger: Ledger) -> None:
-        """Puts every array of the new model in its place; `before` are the old model's values, by buffer."""
-        given = {**self.given, "constant": self.new.traced.loss.constants}
-        for (kind, array), buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
-            match source.how:
-                case "stay":
-                    made[buffer.spot] = before[source.index]
-                    continue
-                case "copy":
-                    value = before[source.index]
-                case "return":
-                    value = self.parked[kind, array]
-                case "make" if kind == "optimizer":
-                    value = None
-                case "make":
-                    value = given[kind][name_of(buffer)[1]]
-            ledger.hold(buffer.memory, buffer.bytes)
-            if value is not None:
-                made[buffer.spot] = jax.device_put(value, self.new.devices[buffer.memory], may_alias=False)
-        _placing(self.new).initialise_optimizer(made, self.new.store)
-        jax.block_until_ready(list(made.values()))
+    def _arrive(
+        self, before: Mapping[int, Any], made: dict[Any, jax.Array], ledger: Ledger
+    ) -> list[tuple[int, jax.Array]]:
+        """Puts every array of the new model in its place; `before` are the old model's values, by buffer.
+
+        Returns what has been held meanwhile at places of this process, for others.
+        """
+        hosts, sent = self._hosts, list[tuple[int, jax.Array]]()
+        crossing = hosts.together("arrays of the new model", lambda: self._put(before, made, sent, ledger))
+        if crossing:
+            arrived = hosts.carry([copy for _, copy, _ in crossing], [array for _, _, array in crossing])
+            made |= {spot: array for (spot, *_), array in zip(crossing, arrived, strict=True) if array is not None}
+
+        def initialise() -> None:
+            _placing(self.new).initialise_optimizer(made, self.new.store)
+            jax.block_until_ready(list(made.values()))
+
+        hosts.together("optimizer's state of the new model", initialise)
+        return sent
+
+    def _put(
+        self,
+        before: Mapping[int, Any],
+        made: dict[Any, jax.Array],
+        sent: list[tuple[int, jax.Array]],
+        ledger: Ledger,
+    ) -> list[tuple[Spot, Carried, jax.Array | None]]:
+        """Puts every array that this process has and is to have in its place; returns what goes between processes.
+
+        Args:
+            before: the old model's values, by buffer.
+            made: gets the arrays, by their spots.
+            sent: gets those that are made for other processes, and their places.
+            ledger: counts them.
+        """
+        hosts, devices, crossing = self._hosts, self.new.devices, list[tuple[Spot, Carried, jax.Array | None]]()
+        for identity, buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
+            device, own = devices[buffer.memory], _jax.is_own(devices[buffer.memory])
+            process, value = self._value(identity, buffer, source, before)
+            if own and source.how != "stay":
+                ledger.hold(buffer.memory, buffer.bytes)
+            if process != device.process_index:
+                home = self._home(identity, buffer, source)
+                if home is not None and process == hosts.process:
+                    ledger.hold(home, buffer.bytes)
+                    value = jax.device_put(value, devices[home], may_alias=False)
+                    sent.append((home, value))
+                kind, index = name_of(buffer)
+                like = self.new.persistent_shape(ValueKind(kind), index)
+                crossing.append((buffer.spot, Carried(process, device.process_index, like, device), value))
+            elif own and source.how == "stay":
+                made[buffer.spot] = value
+            elif own and value is not None:
+                made[buffer.spot] = jax.device_put(value, device, may_alias=False)
+        return crossing
+
+    def _value(self, identity: Identity, buffer: Buffer, source: Source, before: Mapping[int, Any]) -> tuple[int, Any]:
+        """The process that has an array of the new model, and the array if that is this one; None if it is yet to be
+        made there.
+        """
+        here, kind = self.new.devices[buffer.memory].process_index, identity[0]
+        match source.how:
+            case "stay" | "copy":
+                return self._process_of(source.index), before[source.index]
+            case "return":
+                value = self.parked[identity]
+                return (value.process, None) if isinstance(value, Away) else (self._hosts.process, value)
+            case "make" if kind == "optimizer":
+                return here, None
+            case "make":
+                given = {**self.given, "constant": self.new.traced.loss.constants}
+                return here, given[kind][name_of(buffer)[1]]
 
     def _restored(
         self, arrays: Sequence[jax.Array], made: Iterable[jax.Array], left: Mapping[Identity, Any]
@@ -271,7 +363,7 @@ class ModelSwitch:
         return tuple(restored)
 
     def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
-        for i in self.leaving:
+        for i in filter(self._had, self.leaving):
             buffer = self.old.persistent[i]
             arrays[i].delete()
             ledger.drop(buffer.memory, buffer.bytes)

@@ -1,6 +1,6 @@
 """The tensor table: the one mutable object of a run. It holds every array and counts every byte."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,9 +82,16 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
     return dict(zip(devices, values, strict=False))
 
 
-def parked_bytes(parked: Iterable[Identity]) -> int:
-    """Bytes of parked arrays on the host."""
-    return sum(array.bytes for _, array in parked)
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Stands for an array that another `process` has parked."""
+
+    process: int
+
+
+def parked_bytes(parked: Mapping[Identity, Any]) -> int:
+    """Bytes of the arrays that this process has parked on its host."""
+    return sum(array.bytes for (_, array), value in parked.items() if not isinstance(value, Away))
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 
-from jvpipe.cost.hardware import INFINITE
+from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.host_link import link_between
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.runtime.monitor import Monitor, Record
@@ -89,7 +90,7 @@ class AdapterOfAll:
         self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule())
         self._read: deque[tuple[int, Seen]] = deque()  # steps that the others have not been told of
         self._preparing: tuple[Proposal, Future[Migration | str]] | None = None
-        self._stream_steps = 0
+        self._stream_steps, self._link = 0, INFINITE
 
     def switch(self, on: bool, rule: Rule) -> None:
         """On, under a rule, or off; in all processes alike.
@@ -100,6 +101,7 @@ class AdapterOfAll:
         self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
         self._thread.switch(on=on)
         self._judge, self._preparing = _Judge(rule), None
+        self._link = link_between(self._hosts) if on else INFINITE
         self._read.clear()
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
@@ -137,7 +139,7 @@ class AdapterOfAll:
             self._prepare(proposal, step)
         if not self._hosts.process:
             first, layer_s = self._compiled_plans.current, self._compiled_plans.layer_s
-            self._thread.ask(self._judge.decide, told, first, layer_s)
+            self._thread.ask(self._judge.decide, told, first, layer_s, self._link)
 
     def wait(self) -> None:
         """Waits until every step that was seen has been looked at."""
@@ -207,20 +209,21 @@ class _Judge:
         self._trigger: Trigger | None = None
         self._replaced: Plan | None = None  # the plan that another one is proposed for; not judged again
 
-    def decide(self, told: Sequence[Told], compiled: CompiledPlan, layer_s: Sequence[float] | None) -> None:
+    def decide(self, told: Sequence[Told], compiled: CompiledPlan, layer_s: Sequence[float] | None, link: Link) -> None:
         """Asks the trigger about every step that all have told of by now.
 
         Args:
             told: what each process has told.
             compiled: the plan in use.
             layer_s: the seconds of its layers that it was made for, if it was made for any.
+            link: between the processes.
         """
         try:
             for seconds in told:
                 for step, seen in seconds.seconds.items():
                     self._told.setdefault(step, []).append(seen)
             for step in sorted(step for step, parts in self._told.items() if len(parts) == len(told)):
-                self._judge(self.plans[step], all_of(self._told[step]), compiled, layer_s)
+                self._judge(self.plans[step], all_of(self._told[step]), compiled, layer_s, link)
                 self._told = {later: parts for later, parts in self._told.items() if later > step}
                 self.plans = {later: plan for later, plan in self.plans.items() if later > step}
         except Exception:
@@ -232,7 +235,9 @@ class _Judge:
             self._trigger.refuse(plan.cuts)
         self._replaced = None
 
-    def _judge(self, plan: Plan, seen: Seen, compiled: CompiledPlan, layer_s: Sequence[float] | None) -> None:
+    def _judge(
+        self, plan: Plan, seen: Seen, compiled: CompiledPlan, layer_s: Sequence[float] | None, link: Link
+    ) -> None:
         if self._trigger is None:
             synchronous = compiled.schedule.synchronous
             self._trigger = Trigger(layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule)
@@ -244,7 +249,7 @@ class _Judge:
             return
         new = adapt.plan_for(replan, trigger, compiled)
         moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
-        if not replan.repays(moved_bytes, INFINITE, self.rule):
+        if not replan.repays(moved_bytes, link, self.rule):
             _log.info("%s, but cuts %s do not repay the %d bytes that would move", replan.why, new.cuts, moved_bytes)
             trigger.refuse(replan.cuts)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
@@ -241,10 +242,11 @@ class CompiledPlans:
         self._warmup = {key: replace(warmup, plan=compiled.plan) for key, warmup in self._warmup.items()}
 
     def compile_everywhere(self) -> None:
-        """Compiles all that training needs on every device, so that any layer can run on any; nothing runs."""
+        """Compiles all that training needs on every device of this process, so that any layer can run on any."""
         every = [self.current, *self._warmup.values()]
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
+        own = [device for device in self.settings.devices if _jax.is_own(device)]
         programs = [piece_program(piece) for piece in self.current.optimizer.init]
         programs += [program for compiled in every for program in compiled.executables.values()]
-        self._store.compile([(program, device) for program in programs for device in self.settings.devices])
+        self._store.compile([(program, device) for program in programs for device in own])

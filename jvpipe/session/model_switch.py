@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jvpipe.runtime.failures import StageError
+from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
+from jvpipe.session.agreement import agreed_parts, agreed_rows
 from jvpipe.session.session import Session
 
 Tree = Any
@@ -32,12 +33,18 @@ def switch_model(session: Session, state: State, loss_fn: Callable[..., Any], pa
     session.check_state(state)
     known, present = session.known_models, session.compiled_plans
     compiled_plans = known.compiled_for(present, loss_fn, params, model_state)
+    if (hosts := session.settings.hosts) is not None:
+        hosts.agree("new models", agreed_parts(compiled_plans.current, session.settings))
     switch = known.plan_switch(present, compiled_plans, params, model_state, session.limits)
+    if hosts is not None:  # nothing crosses before all are ready
+        hosts.agree("the rows of new models", agreed_rows(compiled_plans.current))
     session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
     state = session.drain(state)
     state.check(len(session.compiled.persistent))
     try:
         state = replace(state, arrays=switch.run(state.arrays, session.ledger))
+    except HostLost:
+        raise
     except StageError as error:
         error.state = replace(state, arrays=tuple(error.table))
         error.add_note("The model before is whole: go on with the `state` of this error, or save it.")

@@ -21,7 +21,7 @@ LIMIT_S = 150
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 STREAM = "one-hot,pipedream,keep,even,{},1.2"  # all layers move while it flows
-ADAPTED = "adapt,mlp,1f1b"
+ADAPTED, MODELS = "adapt,mlp,1f1b", "models"
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 
@@ -66,10 +66,10 @@ def runs(count: int, *cases: str, script: str = "worker") -> list[list[dict]]:
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
     by_one, by_two = ([case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))] for who in "12")
-    (one,) = runs(1, SKIPS, NORMS, *by_one, ADAPTED)  # these save on their way, a stream in flight
-    skips, norms, tied, stream, adapted = one
+    (one,) = runs(1, SKIPS, NORMS, *by_one, ADAPTED, MODELS)  # these save on their way, a stream in flight
+    skips, norms, tied, stream, adapted, models = one
     *two, moved = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two, ADAPTED), strict=True)  # saved, and restored then
-    three = zip(*runs(3, NORMS, *by_two), strict=True)
+    *three, switched = zip(*runs(3, NORMS, *by_two, MODELS), strict=True)
     expected = (skips, *(tied, stream) * 3, norms, tied, stream)
     for whole, told in zip(expected, (*two, *three), strict=True):
         for seen in told:
@@ -90,6 +90,11 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         assert seen["losses"] == adapted["losses"]
         assert seen["moves"] == ["step 16: [1, 2, 2], stage 0 takes 2.5 times what was planned"]
     assert moved[0]["parameters"] == adapted["parameters"]
+    for seen in switched:
+        assert (seen["losses"], seen["moves"]) == (models["losses"], models["moves"])
+    assert switched[0]["parameters"] == models["parameters"]
+    assert {at: n for seen in switched for at, n in seen["live"].items()} == models["live"]
+    assert sum(seen["parked"] for seen in switched) == models["parked"] > 0
     for saved in zip(by_one, by_two, strict=True):
         (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in saved)
         assert digest(arrays) == digest(others)

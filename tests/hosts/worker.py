@@ -17,11 +17,13 @@ from jvpipe.runtime.monitor import Measured
 from jvpipe.session import adapt
 from jvpipe.session.trigger import Seen
 from tests.bits import MICRO, batches_of, digest
+from tests.runtime import test_model_change as models
 from tests.zoo import CASES, Case
 
 STAGES = 3
 LOCAL = optax.adamw(1e-2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), LOCAL)
+MODELS = (models.A, ("d", "x", "c", "y"), ("x", "d", "b"))  # what stays or comes back is wanted elsewhere
 
 
 def pipeline(m: Case, schedule: str, stages: int | jvpipe.Plan = STAGES, **options: Any) -> jvpipe.Pipeline:
@@ -101,6 +103,31 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
     return {"losses": losses, "parameters": None if params is None else digest(params), "moves": moves}
 
 
+def switched() -> dict[str, Any]:
+    """The same of a run in which other models take over: layers move, leave, come back and are new."""
+    (first, *others), batches = MODELS, models.batches()
+    pipe = jvpipe.Pipeline(models.loss_of(first), models.OPTIMIZER, STAGES, MICRO, planner="even")
+    state = pipe.init(models.params_of(first), next(batches), None)
+    losses, parameters = [], []
+    for names in (None, *others):
+        if names == others[-1]:
+            pipe.precompile(models.loss_of(names), models.params_of(names))
+        if names:
+            state = pipe.update_model(state, models.loss_of(names), models.params_of(names))
+        for now, metrics in pipe.run(state, batches, 1):
+            state = now
+            losses.append(float(metrics["loss"]).hex())
+        params = pipe.params(state)
+        parameters.append(None if params is None else digest(params))
+    return {
+        "losses": losses,
+        "parameters": parameters,
+        "moves": [str(change) for change in pipe.session.model_history],
+        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
+        "parked": pipe.ledger.host_bytes,
+    }
+
+
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
@@ -129,12 +156,16 @@ def begun(process: int, count: int, port: int) -> None:
         )
 
 
+KINDS = {"adapt": adapted, "models": switched}
+
+
 def main() -> None:
     process, count, port = map(int, sys.argv[1:4])
     begun(process, count, port)
     for case in sys.argv[4:]:
         what, *options = case.split(",")
-        print(json.dumps(adapted(*options) if what == "adapt" else trained(what, *options)), flush=True)
+        told = KINDS[what](*options) if what in KINDS else trained(what, *options)
+        print(json.dumps(told), flush=True)
     if count > 1:
         jax.distributed.shutdown()
 

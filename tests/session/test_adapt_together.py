@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import jvpipe
+from jvpipe.cost.hardware import INFINITE
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.session.adapt_together import ROUND_STEPS, AdapterOfAll
 from tests.runtime.test_hosts import Store
@@ -16,7 +17,7 @@ from tests.zoo import CASES
 def adapting(**options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe, state = started(CASES["mlp"](), HOME, **options)
     session = pipe.session
-    hosts = Hosts(0, 1, Store())
+    hosts = Hosts(0, 1, Store(), link=INFINITE)
     session.adapter = AdapterOfAll(session.compiled_plans, session.migrations.queue, session.limits, hosts)
     pipe.adapt()
     return pipe, state
