@@ -156,7 +156,7 @@ class Pipeline:
         holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
         reasons = cut_reasons(planned.problem, planned.decision) if planned and holds else ()
         graph, layer_s = session.graph, session.compiled_plans.layer_s
-        return explain(graph, compiled.plan, compiled.peaks, layer_s, session.settings.devices, reasons)
+        return explain(graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 
     # A run
 

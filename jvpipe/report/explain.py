@@ -14,7 +14,7 @@ from jvpipe.planners import PLANNERS
 def explain(
     graph: LayerGraph,
     plan: Plan,
-    peaks: Sequence[Peak],
+    peaks: Sequence[Peak | None],
     layer_s: Sequence[float] | None,
     devices: Sequence[Any],
     reasons: Sequence[str] = (),
@@ -32,11 +32,8 @@ def explain(
         lines.append(
             f"\nstage {s} on {devices[d]}: layers {stage.layers[0]} to {stage.layers[-1]}, "
             f"{format_bytes(held)} of parameters, {work / 1e9:.3f} GFLOP forward{seconds}; "
-            f"peak {format_bytes(peaks[d].bytes)}"
+            f"{_peak(peaks[d])}"
         )
-        if peaks[d].row is not None:
-            holders = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peaks[d].holders)
-            lines.append(f"  peak at {peaks[d].row}: {holders}")
         for layer in stage.layers:
             lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}")
     lines += ["", *reasons] if reasons else []
@@ -57,6 +54,18 @@ def _why(planner: str) -> str:
     """Says in a sentence how a planner decides; nothing of a planner that is not registered."""
     reasons = {known.name: known.why for known in PLANNERS} | {"given": "the cuts were given"}
     return reasons.get(planner, "")
+
+
+def _peak(peak: Peak | None) -> str:
+    """What a device holds at most, when, and of what."""
+    if peak is None:
+        return "its peak is known to its process"
+    told = f"peak {format_bytes(peak.bytes)}"
+    if peak.row is None:
+        return told
+    return (
+        told + f"\n  peak at {peak.row}: " + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peak.holders)
+    )
 
 
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:

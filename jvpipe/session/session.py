@@ -11,6 +11,7 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.store import shared_store
@@ -27,7 +28,7 @@ from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
-from jvpipe.session.agreement import agreed_parts, agreed_rows
+from jvpipe.session.agreement import agreed_parts, agreed_rows, told_peaks
 from jvpipe.session.batches import check_fed, feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
@@ -77,6 +78,7 @@ class Session:
         adapting = self.compiled_plans, self.migrations.queue, self.limits
         self.adapter = AdapterOfAll(*adapting, settings.hosts) if settings.hosts else Adapter(*adapting)
         self.model_history: list[ModelChange] = []
+        self._told_peaks: tuple[Plan | None, Sequence[Peak]] = None, ()  # of a plan, as all processes told them
 
     # Looking
 
@@ -99,6 +101,16 @@ class Session:
     def planned(self) -> Planned | None:
         """The numbers that the first plan was decided on; None if it was given."""
         return self.compiled_plans.planned
+
+    @property
+    def peaks(self) -> list[Peak | None]:
+        """The most bytes on each device in a step under the present plan; None of another process's, if it is not told."""
+        compiled, (plan, told) = self.compiled, self._told_peaks
+        own = zip(self.settings.devices, compiled.peaks, strict=False)
+        return [
+            peak if _jax.is_own(device) else told[i] if plan == compiled.plan else None
+            for i, (device, peak) in enumerate(own)
+        ]
 
     @property
     def history(self) -> list[PlanChange]:
@@ -251,6 +263,7 @@ class Session:
             limits.check(making, self.settings.devices, "while its arrays are made")
 
         hosts.together("limits", check) if hosts else check()
+        self._told_peaks = compiled.plan, told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
         self.known_models.parked.clear()
         self.migrations.begin_run()
         self.model_history = []

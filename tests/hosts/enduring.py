@@ -4,6 +4,7 @@ It is fed what it needs alone, under the smallest limit that its planner names; 
 """
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -78,7 +79,15 @@ def main() -> None:
         ahead = max(ahead, len(waiting))
     pipe.wait(state)
     held = {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)}
-    told = {"limit": limit, "needs": needs, "refused": refused, "losses": losses, "levels": levels}
+    explained = re.findall(r"; (peak .*)", pipe.explain())
+    told = {
+        "limit": limit,
+        "explained": explained,
+        "needs": needs,
+        "refused": refused,
+        "losses": losses,
+        "levels": levels,
+    }
     print(json.dumps(told | {"peaks": held, "ahead": ahead}), flush=True)
     if count > 1:
         jax.distributed.shutdown()

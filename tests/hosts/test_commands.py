@@ -242,3 +242,20 @@ def test_a_port_that_is_taken_is_named(page: Path, tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"error: --coordinator 127.0.0.1:{port} cannot be opened by process 0: ")
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_data_that_differ_are_told_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
+    """The text is given from where each process stands, and they stand apart."""
+    run, command = tmp_path / "new" / "run", [sys.executable, "-m", "jvpipe.train"]
+    flags = [*arguments(Path("page.txt"), run), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    for i in range(2):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "page.txt").write_text(page.read_text() + "\n\nThe end." * i)
+    command += [*flags, "--process-id"]
+    with started([*command, "0"], tmp_path / "0") as first, started([*command, "1"], tmp_path / "1") as second:
+        told = [process.communicate(timeout=100)[1].splitlines()[-1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert all(
+        line.startswith("error: the data of the processes differ between processes: their digest") for line in told
+    )
+    assert not (tmp_path / "new").exists()
