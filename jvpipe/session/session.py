@@ -104,7 +104,7 @@ class Session:
 
     @property
     def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step under the present plan; None of another process's, if it is not told."""
+        """The most bytes on each device in a step of the present plan; None where another process has not told them."""
         compiled, (plan, told) = self.compiled, self._told_peaks
         own = zip(self.settings.devices, compiled.peaks, strict=False)
         return [
