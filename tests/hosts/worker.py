@@ -105,14 +105,14 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
 
 def switched() -> dict[str, Any]:
     """The same of a run in which other models take over: layers move, leave, come back and are new."""
-    (first, *others), batches = MODELS, models.batches()
+    first, batches = MODELS[0], models.batches()
     pipe = jvpipe.Pipeline(models.loss_of(first), models.OPTIMIZER, STAGES, MICRO, planner="even")
     state = pipe.init(models.params_of(first), next(batches), None)
     losses, parameters = [], []
-    for names in (None, *others):
-        if names == others[-1]:
+    for names in MODELS:
+        if names == MODELS[-1]:
             pipe.precompile(models.loss_of(names), models.params_of(names))
-        if names:
+        if names != first:
             state = pipe.update_model(state, models.loss_of(names), models.params_of(names))
         for now, metrics in pipe.run(state, batches, 1):
             state = now
