@@ -115,18 +115,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limits", type=int, default=200)
     parser.add_argument("--planner", default="jvpipe")
-    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
     given = parser.parse_args()
-    bad, asked, refused = 0, 0, 0
-    for number, name in enumerate(given.models):
+    asked, refused, bad = 0, 0, 0
+    for name in given.models:
+        number = MODELS.index(name)
         stages, schedule = SETTINGS[number % len(SETTINGS)]
-        question = Question(CASES[name](), stages, schedule, given.planner, random.Random(number))
+        question, before = (
+            Question(CASES[name](), stages, schedule, given.planner, random.Random(number)),
+            (refused, bad),
+        )
         for limit in asked_limits(question, given.limits // len(given.models)):
             wrong = question.wrong(limit)
             asked, bad, refused = asked + 1, bad + bool(wrong), refused + (limit < min(question.smallest))
             if wrong:
                 print(f"{name}, {stages} stages, {schedule}: {wrong}", flush=True)
-        print(f"{name}, {stages} stages, {schedule}: smallest limit {sorted(question.smallest)}", flush=True)
+        (smallest, *others) = sorted(question.smallest)
+        told = f"{smallest:,}" if not others else f"{smallest:,} and others"
+        print(f"| {name} | {stages}, {schedule} | {told} | {refused - before[0]} | {bad - before[1]} |", flush=True)
     print(f"{asked} limits, {refused} of them refused, {bad} answered wrongly")
 
 
