@@ -1,5 +1,6 @@
 """Layers move while training runs: no value changes, every byte is counted, what fails leaves the state whole."""
 
+import base64
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +16,13 @@ import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.binding import Bound, Instruction
 from jvpipe.runtime.failures import StageError
-from jvpipe.runtime.migrate import Migration, prepare_migration
+from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.migrate import Migration, moved_between_steps, prepare_migration
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
 from tests.end_to_end.test_ledger import held
+from tests.runtime.test_hosts import Store
 from tests.zoo import CASES, Case
 
 MICRO, STEPS = 4, 4
@@ -241,6 +244,35 @@ def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
     assert (
         ways == {"inside": {"state", "checkpoint"}, "between": {"state", "error"}, "by host": {"state", "error"}}[how]
     )
+
+
+class Answering(Store):
+    """Another process, which says what this one says, but that it fails at the copies as long as it `fails`."""
+
+    fails = True
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        if self.fails and key.endswith("copies of layers that move/1"):
+            return base64.b85encode(b"0\tRuntimeError: no link").decode()
+        return super().blocking_key_value_get(f"{key[:-1]}0", timeout_ms)
+
+
+def test_a_copy_that_fails_in_another_process_leaves_this_one_whole_too() -> None:
+    m, there = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
+    pipe, state = started(m, jvpipe.Plan.from_cuts([2, 2]))
+    session, store = pipe.session, Answering()
+    new = replace(session.compiled_plans.with_plan(there), hosts=Hosts(0, 2, store))
+    migration = prepare_migration(session.compiled, new, (0, 0), "", Limits())
+    live = list(pipe.ledger.live)
+    with pytest.raises(StageError, match="process 1 says: RuntimeError: no link"):
+        moved_between_steps(migration, state, session.controller)
+    assert not any(x.is_deleted() for x in state.arrays)
+    assert pipe.ledger.live == live
+    store.fails = False
+    arrays = moved_between_steps(migration, state, session.controller)
+    assert all(x.is_deleted() for x in state.arrays)
+    assert sum(pipe.ledger.live) == sum(x.nbytes for x in arrays)
+    assert [x.devices() for x in arrays] == [{new.devices[buffer.place]} for buffer in new.persistent]
 
 
 def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:
