@@ -22,7 +22,7 @@ import jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
-from jvpipe.ir.rows import Row
+from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
 
 _PASSES = tuple(kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER)
@@ -207,7 +207,8 @@ class Monitor:
     def _named(self, row: Row, lowered: Lowered) -> str:
         """The device of a row, or the link that it takes."""
         if row.kind is Kind.MOVE:
-            return f"{self._names[row.place]} to {self._names[lowered.buffers[row.writes[0]].memory]}"
+            source = f"process {row.run.process}" if isinstance(row.run, AskRun) else self._names[row.place]
+            return f"{source} to {self._names[lowered.buffers[row.writes[0]].memory]}"
         return self._names[self._place(row, lowered)]
 
     def _watch(self, place: int, queue: "SimpleQueue[Item]") -> None:

@@ -7,9 +7,12 @@ import jax
 import pytest
 
 import jvpipe
+from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
-from jvpipe.runtime.monitor import Measured
+from jvpipe.ir.values import NONE, Value, ValueKind
+from jvpipe.runtime.monitor import Measured, Monitor
 from tests.end_to_end.test_exactness import batch_of
 from tests.runtime.test_migrate import MICRO, started
 from tests.zoo import CASES
@@ -87,6 +90,19 @@ def test_the_copies_between_two_steps_are_told_with_the_second() -> None:
     assert copied_bytes(pipe, [(1, 0)]) == [pipe.session.history[0].moved_bytes]
     state, _ = pipe.step(state, batch_of(m, MICRO))
     assert copied_bytes(pipe, [(1, 0)]) == [0]
+
+
+def test_what_comes_from_another_process_is_told_with_its_link() -> None:
+    row = Row(Kind.MOVE, 0, NONE, NONE, NONE, (), (0,), (), AskRun(0, process=2))
+    moved = Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 8)
+    monitor = Monitor(jax.devices()[:1])
+    monitor.begin(Lowered((row,), (moved,), 0, (0,), ()))
+    monitor.dispatched(0, row, None)
+    monitor.arrived(0)
+    record = monitor.close()
+    assert record
+    (span,) = monitor.read(record).spans
+    assert (span.device, span.args["bytes"]) == (f"process 2 to {jax.devices()[0]}", 8)
 
 
 def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
