@@ -58,8 +58,8 @@ class Hosts:
     """The process that this is among all that run a pipeline: `process` of `count`.
 
     `store` is what they tell one another through; every process asks the same things in the same order. `address` is
-    that of this host for the others; by default that over which it reaches the first process. `names` are
-    those of the hosts, by process, once they are connected.
+    that of this host for the others; by default that over which it reaches the first process. `names` are those of the
+    hosts, by process, once they are connected; `link` is that between two of them, once it is measured.
     """
 
     process: int
