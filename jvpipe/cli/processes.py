@@ -181,8 +181,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == TRY_AGAIN:  # the others see it by themselves; with the first process they would be ended by JAX
-        time.sleep(0 if hosts.process else _FAREWELL_S)
+    if code == TRY_AGAIN:  # the others see it by themselves; with the first process JAX would end them
+        time.sleep(_FAREWELL_S if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()
