@@ -40,10 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         code = 2
-    except BaseException:
+    except BaseException as error:
         if hosts.count == 1:
             raise
-        traceback.print_exc()
+        if gone := hosts.gone(wait_s=1.0):  # whatever failed, that is why
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"error: {gone}, go on from the last checkpoint: {reason}", file=sys.stderr)
+            code = TRY_AGAIN
+        else:
+            traceback.print_exc()
     return code if hosts.count == 1 else leave(hosts, code)
 
 
