@@ -59,6 +59,7 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
                     save(job, state, step, advanced[2])
                 if last:
                     break
+            signum = log.tell(None, before=False)  # it may have come during the last step, or while that was saved
         except ValueError:  # the loss is no number: its step belongs into the log
             log.tell(done, before=False, hosts=ALONE)
             raise
