@@ -8,7 +8,6 @@ one again. Once it is done, its losses and parameters are compared with those of
 import argparse
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.faults.runs import LIMIT_S, Run, page
+from experiments.hosts.run import free_port
 
 STEPS = 24
 OPTIONS = ("--stages", "3", "--steps", str(STEPS), "--checkpoint-every", "2")
@@ -42,11 +42,8 @@ class Death(NamedTuple):
 
 def disturbed(run: Run, count: int, rng: random.Random) -> Death | None:
     """Runs over so many processes until one is killed; None if the run was done before."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     victim = rng.randrange(count)
-    meet = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--host-timeout", "60")
+    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count), "--host-timeout", "60")
     with ExitStack() as stack:
         processes = [stack.enter_context(run.start(*meet, "--process-id", str(i))) for i in range(count)]
         for process in processes:

@@ -18,12 +18,16 @@ LIMIT_S = 300
 CORES = os.cpu_count() or 1
 
 
-def measured(count: int, *arguments: str) -> Any:
-    """What processes measure together; each of several has one core, one alone has them all."""
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
+        return probe.getsockname()[1]
+
+
+def measured(count: int, *arguments: str) -> Any:
+    """What processes measure together; each of several has one core, one alone has them all."""
+    port, started = free_port(), []
     for i in range(count):
         core = ["taskset", "--cpu-list", str(i % CORES)] if count > 1 else []
         command = [*core, sys.executable, "-m", "experiments.hosts.measure", str(i), str(count), str(port), *arguments]

@@ -157,11 +157,11 @@ class Watch:
 
     def _look(self) -> None:
         while not self._stopped.wait(_LOOK_S):
-            if gone := self._hosts.gone():
+            if lost := self._hosts.lost():
                 # without the first process JAX ends all others at once
-                if "process 0 " not in gone and self._stopped.wait(_GRACE_S):
+                if 0 not in lost and self._stopped.wait(_GRACE_S):
                     return
-                self._end(f"{gone}, go on from the last checkpoint")
+                self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
             silent_s = time.monotonic() - self._at_s
             if silent_s > self._hosts.timeout_s:
                 awaited = self._hosts.awaited()

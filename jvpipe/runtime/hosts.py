@@ -120,6 +120,10 @@ class Hosts:
         """A process in words: its number, and its host if that is known."""
         return f"process {process}" + (f" (host {self.names[process]})" if self.names else "")
 
+    def lost(self) -> list[int]:
+        """The processes that are gone, once they are connected; asking does not wait."""
+        return self.transport.lost() if self.transport else []
+
     def gone(self, wait_s: float = 0.0) -> str:
         """Says which processes are gone, and nothing if none is.
 
@@ -127,7 +131,7 @@ class Hosts:
             wait_s: how long to wait for that to be seen.
         """
         until_s = time.monotonic() + wait_s
-        while not (lost := self.transport.lost() if self.transport else []) and time.monotonic() < until_s:
+        while not (lost := self.lost()) and time.monotonic() < until_s:
             time.sleep(0.01)
         are = "is" if len(lost) == 1 else "are"
         return f"{' and '.join(map(self.named, lost))} {are} gone" if lost else ""

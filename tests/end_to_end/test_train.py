@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
+from experiments.faults.runs import page
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.commands import LIMIT_S, environment, finished, running
@@ -21,13 +22,7 @@ from tests.commands import LIMIT_S, environment, finished, running
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of prose to train on."""
-    path = tmp_path_factory.mktemp("data") / "page.txt"
-    sentences = [f"The {a} {b} sees the {c} near the old stone bridge." for a in WORDS for b in WORDS for c in WORDS]
-    path.write_text("\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5)))
-    return path
-
-
-WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
+    return page(tmp_path_factory.mktemp("data") / "page.txt")
 
 
 def arguments(text: Path, run: Path, *more: str) -> list[str]:

@@ -13,21 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from experiments.faults.runs import page as prose
+from experiments.hosts.run import free_port
 from tests.commands import Command, environment, finished, running
 from tests.hosts.test_processes import ROOT
 
 STEPS = 300
-WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
 TRY_AGAIN = 75
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prose to train on."""
-    path = tmp_path_factory.mktemp("data") / "page.txt"
-    sentences = [f"The {a} {b} sees the {c} near the old stone bridge." for a in WORDS for b in WORDS for c in WORDS]
-    path.write_text("\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5)))
-    return path
+    return prose(tmp_path_factory.mktemp("data") / "page.txt")
 
 
 def arguments(page: Path, run: Path, *more: str) -> list[str]:
@@ -55,12 +53,6 @@ def started(command: Sequence[str], folder: Path) -> Iterator["subprocess.Popen[
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def last_lines(commands: Sequence[Command]) -> list[tuple[int, str]]:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.hosts.run import free_port
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 
@@ -26,9 +26,7 @@ MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrive
 
 
 def started(script: str, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
     return [
