@@ -9,6 +9,8 @@ class Kind(StrEnum):
 
     F = "F"  # forward
     B = "B"  # backward
+    I = "I"  # noqa: E741 - the papers' letter: the half of a backward that gives the cotangents of inputs
+    W = "W"  # the other half: it adds the gradients of weights
     R = "R"  # recompute a forward for a backward
     U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
@@ -89,6 +91,18 @@ KINDS: dict[Kind, KindInfo] = {
         ("backward", "#f2a65a"),
         weight=2.0,
         in_flight=-1,
+        back=True,
+        accumulates=True,
+        busy=True,
+        scheduled=True,
+    ),
+    Kind.I: KindInfo(
+        Runs.LAYER, ("backward, inputs", "#f2a65a"), weight=1.0, in_flight=-1, back=True, busy=True, scheduled=True
+    ),
+    Kind.W: KindInfo(
+        Runs.LAYER,
+        ("backward, weights", "#f7cf9c"),
+        weight=1.0,
         back=True,
         accumulates=True,
         busy=True,

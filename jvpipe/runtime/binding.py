@@ -142,6 +142,8 @@ def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any
         case (
             Kind.F
             | Kind.B
+            | Kind.I
+            | Kind.W
             | Kind.R
             | Kind.E
             | Kind.U

@@ -246,6 +246,8 @@ class CompiledPlan:
                 return forward_program(programs[_operand(row, LayerRun).layout][layer], recompute=row.kind is Kind.R)
             case Kind.B:
                 return self.backward_program(programs[_operand(row, LayerRun).layout][layer])
+            case Kind.I | Kind.W:
+                raise AssertionError(f"{row}: no program is made for a part of a backward")
             case Kind.E:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))

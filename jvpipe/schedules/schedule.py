@@ -22,9 +22,10 @@ def one_version(stage: int, stages: int) -> int:
 class Schedule:
     """A family of task lists.
 
-    `lists` makes them for a number of stages and micro-batches: of a step if the schedule is `synchronous`, of a
-    whole stream with its warm-up and drain if it is not. `versions` are the versions of its parameters that a stage
-    (counted from 0) holds.
+    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if the schedule is
+    `synchronous`, of a whole stream with its warm-up and drain if it is not. A device runs as many stages as there are
+    `chunks`; they lie on the devices in a loop (0, 1, 2, 0, 1, 2), with `vee` there and back (0, 1, 2, 2, 1, 0).
+    `versions` are the versions of its parameters that a stage (counted from 0) holds.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a step). A forward reads
     the version that `rule` says. A backward reads the same if the schedule stashes it, else its stage's newest:
@@ -35,6 +36,8 @@ class Schedule:
 
     name: str
     lists: Callable[[int, int], TaskLists]
+    chunks: int = 1
+    vee: bool = False
     synchronous: bool = True
     versions: Callable[[int, int], int] = one_version
     update_every: int = 0
@@ -50,6 +53,16 @@ class Schedule:
         """Lists what distinguishes it from other schedules, as JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if not callable(value)}
+
+    def device_of(self, stage: int, devices: int) -> int:
+        """The device of a stage, of so many.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> [find_schedule("1f1b").device_of(stage, 3) for stage in range(3)]
+        [0, 1, 2]
+        """
+        turn, place = divmod(stage, devices)
+        return devices - 1 - place if self.vee and turn % 2 else place
 
     def in_flight(self, stages: int, microbatches: int) -> tuple[int, ...]:
         """The most micro-batches between their forward and their backward, on each stage; counted from the lists.

@@ -39,7 +39,7 @@ PICKED = {
     "simulate": {"F", "B", "U"},
 }
 """By room, the kinds that code there compares with: what it says of one of these holds for no other."""
-MENTIONED = re.compile(rf"\b({'|'.join(sorted(ENUMS))})\.|[\"']({'|'.join(Kind)}|I|W)[\"']")
+MENTIONED = re.compile(rf"\b({'|'.join(sorted(ENUMS))})\.|[\"']({'|'.join(Kind)}|X)[\"']")
 """Files without any of these have nothing to look at, and are not parsed."""
 
 
@@ -106,7 +106,7 @@ def test_elsewhere_kinds_are_only_picked_out_one_by_one() -> None:
 
 
 def test_no_letters_of_kinds_are_compared() -> None:
-    letters = set(map(str, Kind)) | {"I", "W"}
+    letters = set(map(str, Kind))
     for file, node in choices():
         if isinstance(node, ast.Compare) and not file.match("ir/sizes.py"):  # B is for bytes there
             words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
@@ -115,8 +115,8 @@ def test_no_letters_of_kinds_are_compared() -> None:
 
 def unknown(enum: type[Any]) -> Any:
     """A member of an enum as if one had been added to it, and nothing said of it anywhere."""
-    member = str.__new__(enum, "W")
-    member._name_ = member._value_ = "W"
+    member = str.__new__(enum, "X")
+    member._name_ = member._value_ = "X"
     return member
 
 
@@ -163,11 +163,11 @@ def recorded(*uses: Use) -> VersionLedger:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kind_that_was_added_and_nothing_else_is_refused(place: str) -> None:
-    with pytest.raises((AssertionError, KeyError, ValueError), match="W"):
+    with pytest.raises((AssertionError, KeyError, ValueError), match="X"):
         PLACES[place]()
 
 
 def test_who_shows_kinds_or_counts_buffers_needs_to_know_nothing_of_them() -> None:
-    assert str(A_ROW) == "0W0[layer 0]"
-    assert chrome_trace([Span("a", "0W0", 0.0, 1.0, NEW)])["traceEvents"][-1]["cat"] == "W"
+    assert str(A_ROW) == "0X0[layer 0]"
+    assert chrome_trace([Span("a", "0X0", 0.0, 1.0, NEW)])["traceEvents"][-1]["cat"] == "X"
     assert live([A_ROW], STEP.buffers, 0, (), ()).rows[0].frees == (0,)
