@@ -2,14 +2,19 @@
 
 from jvpipe.ir.names import did_you_mean
 from jvpipe.schedules.gpipe import GPIPE
+from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.pipedream import PipeDream
 from jvpipe.schedules.pipemare import PipeMare
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.two_bw import TwoBW
+from jvpipe.schedules.vee import VSchedule
 from jvpipe.schedules.xpipe import XPipe
 
-_USUAL = (GPIPE, ONE_F_ONE_B, PipeDream(), PipeDream(vertical_sync=True), TwoBW(), PipeMare(), XPipe())
+_USUAL = (
+    *(GPIPE, ONE_F_ONE_B, Interleaved(), ZBH1(), VSchedule(), VSchedule(memory="half")),
+    *(PipeDream(), PipeDream(vertical_sync=True), TwoBW(), PipeMare(), XPipe()),
+)
 SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 

@@ -6,8 +6,14 @@
     stage 1     F0 F1    B0 F2 B1 F3 B2    B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-min(S - s, M) micro-batches are in flight on stage s.
+min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), sends
+are hidden: a micro-batch takes, in the long run, the most over stages a < b of ((b - a + 1) (F + B) + 2 c (b - a)) /
+(K[a] - K[b] + 1), where c is the seconds of a send and K[s] are in flight.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -31,4 +37,40 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
     return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
 
 
-ONE_F_ONE_B = Schedule(name="1f1b", lists=one_f_one_b)
+@dataclass(frozen=True)
+class EagerLists:
+    """The lists of `OneFOneB`: so many micro-batches in flight per device, or 2 (S - d) - 1.
+
+    >>> from jvpipe.ir.task import text
+    >>> text(EagerLists()(2, 4)[0]), text(EagerLists((2, 1))(2, 4)[0])
+    ('0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3', '0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3')
+    """
+
+    most: tuple[int, ...] | None = None
+
+    def __call__(self, devices: int, microbatches: int) -> TaskLists:
+        """Makes a list per device."""
+        most = [2 * (devices - d) - 1 for d in range(devices)] if self.most is None else self.most
+        if len(most) != devices:
+            raise ValueError(f"most={most} names {len(most)} devices, there are {devices}: give a number for each")
+        return tuple(_stage(d, min(k, microbatches), microbatches) for d, k in enumerate(most))
+
+
+class OneFOneB(Schedule):
+    """1F1B with more in flight than it needs, to hide sends: `eager`, or a number per device.
+
+    >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
+    ('1f1b-eager', '1f1b-most-3-2-1')
+    """
+
+    def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
+        if eager and most is not None:
+            raise ValueError(f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others")
+        if most is not None and (min(most, default=0) < 1 or any(a < b for a, b in pairwise(most))):
+            raise ValueError(f"most={list(most)} must fall from device to device, to 1 or more: a device would wait")
+        name = "1f1b" + "-eager" * eager + (f"-most-{'-'.join(map(str, most))}" if most is not None else "")
+        lists = EagerLists(None if most is None else tuple(most)) if eager or most is not None else one_f_one_b
+        super().__init__(name=name, lists=lists)
+
+
+ONE_F_ONE_B = OneFOneB()

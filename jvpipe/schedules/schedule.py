@@ -1,13 +1,18 @@
 """A schedule: the order of tasks on each stage, and what that order costs in memory."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Literal
+
+import numpy as np
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.halves import merged
+
+_log = logging.getLogger("jvpipe")
 
 Rule = Literal["newest", "first stage", "one behind"]
 """Which version a forward reads: its stage's newest, that which the first stage read, or the one before its batch's."""
@@ -52,6 +57,8 @@ class Schedule:
     def options(self) -> dict[str, Any]:
         """Lists what distinguishes it from other schedules, as JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if is_dataclass(self.lists) and not isinstance(self.lists, type):
+            values |= {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self.lists).items()}
         return {name: value for name, value in values.items() if not callable(value)}
 
     def device_of(self, stage: int, devices: int) -> int:
@@ -64,14 +71,42 @@ class Schedule:
         turn, place = divmod(stage, devices)
         return devices - 1 - place if self.vee and turn % 2 else place
 
-    def in_flight(self, stages: int, microbatches: int) -> tuple[int, ...]:
+    def stages_on(self, devices: int) -> int:
+        """The number of stages on so many devices."""
+        return self.chunks * devices
+
+    def tasks(self, devices: int, microbatches: int) -> TaskLists:
+        """The lists as they are run: halves of a backward that follow each other are one.
+
+        >>> from jvpipe.ir.task import text
+        >>> from jvpipe.schedules import find_schedule
+        >>> text(find_schedule("zb-h1").tasks(2, 2)[1])
+        '1F0 1I0 1F1 1I1 1W0 1W1'
+        """
+        return merged(self.lists(devices, microbatches))
+
+    def held(self, devices: int, microbatches: int) -> tuple[tuple["Holding", ...], ...]:
+        """The most that each device holds at once: vectors, none of which is nowhere more than another; from the lists.
+
+        A device's bytes are the most, over its vectors, of the sum over its chunks of k A + w H: k micro-batches that
+        a forward has left A bytes of, w of which the second half of the backward still needs H.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> find_schedule("zb-h1").held(2, 8)
+        ((((2, 0),),), (((1, 1),), ((0, 2),)))
+        >>> find_schedule("interleaved").held(2, 4)[1]  # three of the first chunk, or two and one of the second
+        (((2, 0), (1, 0)), ((3, 0), (0, 0)))
+        """
+        return _held(self, devices, microbatches)
+
+    def in_flight(self, devices: int, microbatches: int) -> tuple[int, ...]:
         """The most micro-batches between their forward and their backward, on each stage; counted from the lists.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("1f1b").in_flight(3, 8), find_schedule("gpipe").in_flight(3, 8)
         ((3, 2, 1), (8, 8, 8))
         """
-        return _in_flight(self.lists, stages, microbatches if self.synchronous else max(microbatches, 2 * stages))
+        return _in_flight(self, devices, microbatches)
 
     def period(self, microbatches: int) -> int:
         """Micro-batches per update, of those of a step."""
@@ -100,22 +135,49 @@ class Schedule:
             for tasks in self.lists(stages, microbatches * steps)
         )
 
-    def check(self, stages: int, microbatches: int) -> None:
-        """Raises ValueError if so few micro-batches do not do."""
-        every = self.period(microbatches)
+    def check(self, devices: int, microbatches: int) -> None:
+        """Raises ValueError if so few micro-batches do not do; warns if they leave devices idle for long."""
         if self.synchronous:
+            if microbatches < devices:
+                _log.warning("%s", _idle(self, devices, microbatches))
             return
+        split = any(task.kind == Kind.W for tasks in self.lists(devices, microbatches) for task in tasks)
+        if split or self.chunks > 1:
+            what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
+            raise ValueError(
+                f"{self.name} has {what} and updates before the step ends: updates would come between them. Use whole "
+                f"backwards and one chunk, or a synchronous schedule, such as 'zb-h1' or 'interleaved'"
+            )
+        every = self.period(microbatches)
         if microbatches % every:
             raise ValueError(
                 f"update_every={every} must divide the {microbatches} micro-batches of a step: use microbatches="
                 f"{-(-microbatches // every) * every}"
             )
-        if self.rule == "one behind" and microbatches < stages:
+        if self.rule == "one behind" and microbatches < devices:
             given = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
             raise ValueError(
-                f"{self.name} on {stages} stages needs at least {stages} micro-batches, {given}: with fewer, a "
-                f"micro-batch would still be in flight two updates later. Use microbatches={stages}"
+                f"{self.name} on {devices} stages needs at least {devices} micro-batches, {given}: with fewer, a "
+                f"micro-batch would still be in flight two updates later. Use microbatches={devices}"
             )
+
+    def check_layers(self, devices: int, layers: int) -> None:
+        """Raises ValueError if so few layers do not give every chunk of every device one."""
+        if self.chunks == 1 or self.stages_on(devices) <= layers:
+            return
+        most, stages = layers // devices, f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
+        if self.vee:
+            cure = "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which have one"
+        elif most > 1:
+            cure = f"{most} chunks per device would do: use chunks={most}"
+        else:
+            cure = "one chunk per device would do: use '1f1b' or 'zb-h1'" if most else "use fewer devices"
+        raise ValueError(f"{self.name} needs {stages}, the model has {layers} layers: {cure}")
+
+
+Holding = tuple[tuple[int, int], ...]
+"""Per chunk of a device: micro-batches whose forward has been and whose backward's first half has not; those between
+the halves."""
 
 
 def at_least(least: int, **options: int) -> None:
@@ -134,6 +196,41 @@ def _updates(task: Task, every: int) -> bool:
     return KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0
 
 
+def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
+    """The message for fewer micro-batches than devices; the share is that of equal stages and whole backwards."""
+    step = devices + (microbatches - 1) / schedule.chunks  # in units of a device's work on one micro-batch
+    share = 1 - microbatches / step
+    return (
+        f"{microbatches} micro-batches leave {devices} devices idle for about {share:.0%} of a step under "
+        f"{schedule.name}: use microbatches={devices} or more"
+    )
+
+
 @lru_cache(maxsize=256)
-def _in_flight(lists: Callable[[int, int], TaskLists], stages: int, microbatches: int) -> tuple[int, ...]:
-    return tuple(max(accumulate(KINDS[task.kind].in_flight for task in tasks)) for tasks in lists(stages, microbatches))
+def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
+    count = microbatches if schedule.synchronous else max(microbatches, 2 * devices)  # nothing later holds more
+    return tuple(_most(tasks, schedule.chunks, devices) for tasks in schedule.tasks(devices, count))
+
+
+def _most(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
+    """Of what a device holds whenever it is about to hold less of something, all that is not within another."""
+    now = [[0, 0] for _ in range(chunks)]
+    seen: dict[Holding, None] = {}
+    for stage, kind, _ in tasks:
+        chunk = now[stage // devices]
+        if kind != Kind.F:
+            seen[tuple((k, w) for k, w in now)] = None
+        chunk[0] += KINDS[kind].in_flight
+        chunk[1] += (kind == Kind.I) - (kind == Kind.W)
+    every = np.array(list(seen)).reshape(len(seen), -1)
+    within = (every[:, None] <= every[None]).all(2).sum(1) > 1
+    return tuple(vector for vector, inner in zip(seen, within, strict=True) if not inner)
+
+
+@lru_cache(maxsize=256)
+def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int, ...]:
+    held = schedule.held(devices, microbatches)
+    return tuple(
+        max(vector[stage // devices][0] for vector in held[schedule.device_of(stage, devices)])
+        for stage in range(schedule.stages_on(devices))
+    )

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.schedules.one_f_one_b import one_f_one_b
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB, one_f_one_b
 from tests.schedules.drawing import parse, started
 
 TWO = """
@@ -48,3 +48,17 @@ def test_keeps_as_many_in_flight_as_stages_follow(stages: int, microbatches: int
         assert in_flight == 0
         for kind in (Kind.F, Kind.B):
             assert [task.microbatch for task in tasks if task.kind == kind] == list(range(microbatches))
+
+
+def test_eager_holds_twice_as_many_but_one() -> None:
+    assert OneFOneB(eager=True).in_flight(3, 8) == (5, 3, 1)
+    assert OneFOneB(most=[4, 2, 1]).in_flight(3, 8) == (4, 2, 1)
+    assert OneFOneB(most=[3, 2, 1]).lists(3, 5) == OneFOneB().lists(3, 5) == ONE_F_ONE_B.lists(3, 5)
+    assert OneFOneB(most=[4, 2, 1]) == OneFOneB(most=(4, 2, 1)) != OneFOneB(eager=True)
+
+
+def test_numbers_in_flight_that_would_stop_the_pipeline_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"most=\[1, 2\] must fall from device to device, to 1 or more"):
+        OneFOneB(most=[1, 2])
+    with pytest.raises(ValueError, match=r"most=\(2, 1\) names 2 devices, there are 3"):
+        OneFOneB(most=[2, 1]).lists(3, 3)

@@ -1,0 +1,122 @@
+"""Two chunks per device in a vee, backwards in two halves (zb-v, v-half, v-min: Controllable Memory, NeurIPS 2024).
+
+The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second chunk follows its
+first at once, and loss and embedding share device 0.
+
+    F<m>, I<m>, W<m>: forward and the halves of the backward of micro-batch m; small letters: of the device's second
+    chunk. zb-v, S = 3, M = 5:
+
+    device 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4
+    device 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4
+    device 2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 w4 W3 W4
+
+    v-half, S = 3, M = 4:
+
+    device 0  F0 F1          f0 i0 w0 F2    f1 i1 w1 I0 W0 F3 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2          I3 W3
+    device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
+    device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
+
+zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and v-min ("least") at most
+S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch; only its order counts.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.schedule import Schedule
+
+Memory = Literal["full", "half", "least"]
+NAMES: Mapping[Memory, str] = {"full": "zb-v", "half": "v-half", "least": "v-min"}
+PERIOD_SLOTS = 6
+"""What a micro-batch takes of a device: F, I and W of two chunks."""
+
+
+@dataclass(frozen=True)
+class VeeLists:
+    """The lists of `VSchedule`.
+
+    >>> from jvpipe.ir.task import text
+    >>> text(VeeLists("half")(2, 1)[0])
+    '0F0 3F0 3I0 3W0 0I0 0W0'
+    """
+
+    memory: Memory = "full"
+
+    def __call__(self, devices: int, microbatches: int) -> TaskLists:
+        """Makes a list per device."""
+        match self.memory:
+            case "full":
+                lists = (_full(d, devices, max(microbatches, 2 * devices - 1)) for d in range(devices))
+            case "half" | "least":
+                lists = (_repeated(_slots(self.memory, d, devices), microbatches) for d in range(devices))
+            case _:
+                assert_never(self.memory)
+        return tuple(
+            tuple(
+                Task(2 * devices - 1 - d if letter.islower() else d, Kind(letter.upper()), m)
+                for letter, m in work
+                if m < microbatches
+            )
+            for d, work in enumerate(lists)
+        )
+
+
+def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Yields the phases of zb-v on device d; small letters are the second chunk."""
+    done = dict.fromkeys("FfIiWw", 0)
+
+    def run(letters: str, times: int = 1) -> Iterator[tuple[str, int]]:
+        for letter in letters * times:
+            yield letter, done[letter]
+            done[letter] += 1
+
+    yield from run("F", 2 * (devices - d) - 1)
+    yield from run("fF", d)
+    yield from run("fiw", devices - d)
+    while done["f"] < microbatches:
+        yield from run("F" * (done["F"] < microbatches) + "IWfiw")
+    yield from run("Ii", d)
+    yield from run("IW", devices - d)
+    yield from run("w", microbatches - done["w"])
+    yield from run("W", microbatches - done["W"])
+
+
+def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
+    """Returns the slot of each task of the first micro-batch on device d."""
+    S = devices
+    if memory == "half":
+        gap = 0 if S % 2 else 3
+        return {"F": 2 * d, "f": 3 * S - 2 - d, "i": 3 * S - 1 + gap + 2 * d, "I": 6 * S - 2 + gap - d}
+    gap = 0 if S % 3 else 2
+    return {"F": d, "f": 2 * S - 1 - d, "i": 2 * S + gap + d, "I": 4 * S - 1 + gap - d}
+
+
+def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
+    """Yields each micro-batch's tasks, six slots after those of the one before; W and w fill the slots between."""
+    at = {slot + PERIOD_SLOTS * m: (letter, m) for letter, slot in slots.items() for m in range(microbatches)}
+    late: deque[tuple[str, int]] = deque()
+    for slot in range(max(at) + 1):
+        if slot in at:
+            letter, m = at[slot]
+            yield letter, m
+            late += [("w" if letter == "i" else "W", m)] if letter in "iI" else []
+        elif late:
+            yield late.popleft()
+    yield from late
+
+
+class VSchedule(Schedule):
+    """Two chunks per device, there and back; `memory` says of how much: that of 1F1B, half of it, or a third.
+
+    >>> VSchedule().name, VSchedule(memory="half").device_of(5, 3), VSchedule(memory="half").device_of(3, 3)
+    ('zb-v', 0, 2)
+    """
+
+    def __init__(self, *, memory: Memory = "full") -> None:
+        if memory not in NAMES:
+            raise ValueError(f"memory must be one of {', '.join(NAMES)}, not {memory!r}")
+        super().__init__(name=NAMES[memory], lists=VeeLists(memory), chunks=2, vee=True)
