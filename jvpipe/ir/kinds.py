@@ -55,16 +55,18 @@ class KindInfo:
     """The line of a kind in the table.
 
     `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same layer, where an
-    order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards.
-    `back`: of those that read weights, if they read them as a backward does. `accumulates`: adds to sums of gradients.
-    `busy`: work that a device is there for, which bubbles are measured by. `link`: of copies. `scheduled`: stands in a
-    schedule's lists. `watched`: a copy whose end is worth knowing.
+    order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards;
+    `between`: how many more are between the halves of their backward. `back`: of those that read weights, if they read
+    them as a backward does. `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which
+    bubbles are measured by. `link`: of copies. `scheduled`: stands in a schedule's lists. `watched`: a copy whose end
+    is worth knowing.
     """
 
     runs: Runs
     look: tuple[str, str]
     weight: float = 0.0
     in_flight: int = 0
+    between: int = 0
     back: bool | None = None
     accumulates: bool = False
     busy: bool = False
@@ -97,12 +99,20 @@ KINDS: dict[Kind, KindInfo] = {
         scheduled=True,
     ),
     Kind.I: KindInfo(
-        Runs.LAYER, ("backward, inputs", "#f2a65a"), weight=1.0, in_flight=-1, back=True, busy=True, scheduled=True
+        Runs.LAYER,
+        ("backward, inputs", "#f2a65a"),
+        weight=1.0,
+        in_flight=-1,
+        between=1,
+        back=True,
+        busy=True,
+        scheduled=True,
     ),
     Kind.W: KindInfo(
         Runs.LAYER,
         ("backward, weights", "#f7cf9c"),
         weight=1.0,
+        between=-1,
         back=True,
         accumulates=True,
         busy=True,

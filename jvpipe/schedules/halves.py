@@ -1,24 +1,30 @@
 """Backwards in two halves: I gives the cotangents that the stage before waits for, W adds the gradients later."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 
 
 def merged(lists: TaskLists) -> TaskLists:
-    """Puts halves that follow each other together again: a W right behind its own I, on its device, is one whole B.
+    """Puts halves together again where nothing is won: on the first stage, a W right behind its own I is one whole B.
+
+    Nobody waits for the cotangents of the first stage. Those of every other leave earlier if W comes after I, even at
+    once: under zb-v with S = 4, M = 8 whole backwards in their place take 28.5 units instead of 25.5.
 
     >>> from jvpipe.ir.task import text
-    >>> both = [Task(0, Kind.I, 0), Task(0, Kind.W, 0)]
-    >>> text(merged(((*both, Task(0, Kind.I, 1), Task(1, Kind.W, 1)),))[0])
-    '0B0 0I1 1W1'
+    >>> lists = tuple(tuple(map(Task.parse, line.split())) for line in ("0I0 0W0 0I1 3W0 0W1", "1I0 1W0"))
+    >>> list(map(text, merged(lists)))
+    ['0B0 0I1 3W0 0W1', '1I0 1W0']
     """
     return tuple(tuple(_merged(tasks)) for tasks in lists)
 
 
-def _merged(tasks: Sequence[Task]) -> list[Task]:
-    together = {task for task, after in pairwise(tasks) if task.kind == Kind.I and after == task._replace(kind=Kind.W)}
-    inside = {task._replace(kind=Kind.W) for task in together}
-    return [task._replace(kind=Kind.B) if task in together else task for task in tasks if task not in inside]
+def _merged(tasks: Sequence[Task]) -> Iterator[Task]:
+    whole = {m for (s, kind, m), after in pairwise(tasks) if (s, kind) == (0, Kind.I) and after == (0, Kind.W, m)}
+    for task in tasks:
+        if task.stage or not KINDS[task.kind].between or task.microbatch not in whole:
+            yield task
+        elif task.kind == Kind.I:
+            yield task._replace(kind=Kind.B)

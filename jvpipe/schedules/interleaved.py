@@ -58,11 +58,12 @@ class InterleavedLists:
         warm = (self.chunks - 1) * len(rounds[0]) + (2 * hops if self.chunks > 1 and not self.split else hops)
         warm = min(warm, len(forwards))
         work = [(Kind.F, one) for one in forwards[:warm]]
+        split = self.split and (late > 0 or self.late is None)
         for i, one in enumerate(backwards):
             work += [(Kind.F, one) for one in forwards[warm + i : warm + i + 1]]
-            work.append((Kind.I if self.split else Kind.B, one))
-            work += [(Kind.W, backwards[i - late])] if self.split and i >= late else []
-        work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]] if self.split else []
+            work.append((Kind.I if split else Kind.B, one))
+            work += [(Kind.W, backwards[i - late])] if split and i >= late else []
+        work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]] if split else []
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
 

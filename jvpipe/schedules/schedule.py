@@ -76,7 +76,7 @@ class Schedule:
         return self.chunks * devices
 
     def tasks(self, devices: int, microbatches: int) -> TaskLists:
-        """The lists as they are run: halves of a backward that follow each other are one.
+        """The lists as they are run: see `merged`.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -141,7 +141,7 @@ class Schedule:
             if microbatches < devices:
                 _log.warning("%s", _idle(self, devices, microbatches))
             return
-        split = any(task.kind == Kind.W for tasks in self.lists(devices, microbatches) for task in tasks)
+        split = any(KINDS[task.kind].between for tasks in self.lists(devices, microbatches) for task in tasks)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
             raise ValueError(
@@ -218,10 +218,10 @@ def _most(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ..
     seen: dict[Holding, None] = {}
     for stage, kind, _ in tasks:
         chunk = now[stage // devices]
-        if kind != Kind.F:
+        if KINDS[kind].in_flight <= 0:
             seen[tuple((k, w) for k, w in now)] = None
         chunk[0] += KINDS[kind].in_flight
-        chunk[1] += (kind == Kind.I) - (kind == Kind.W)
+        chunk[1] += KINDS[kind].between
     every = np.array(list(seen)).reshape(len(seen), -1)
     within = (every[:, None] <= every[None]).all(2).sum(1) > 1
     return tuple(vector for vector, inner in zip(seen, within, strict=True) if not inner)

@@ -69,6 +69,9 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
     """Yields the phases of zb-v on device d; small letters are the second chunk."""
     done = dict.fromkeys("FfIiWw", 0)
 
+    def left(letter: str) -> int:
+        return microbatches - done[letter]
+
     def run(letters: str, times: int = 1) -> Iterator[tuple[str, int]]:
         for letter in letters * times:
             yield letter, done[letter]
@@ -77,12 +80,12 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
     yield from run("F", 2 * (devices - d) - 1)
     yield from run("fF", d)
     yield from run("fiw", devices - d)
-    while done["f"] < microbatches:
-        yield from run("F" * (done["F"] < microbatches) + "IWfiw")
+    while left("f"):
+        yield from run("F" * min(1, left("F")) + "IWfiw")
     yield from run("Ii", d)
     yield from run("IW", devices - d)
-    yield from run("w", microbatches - done["w"])
-    yield from run("W", microbatches - done["W"])
+    yield from run("w", left("w"))
+    yield from run("W", left("W"))
 
 
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
@@ -95,6 +98,9 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
     return {"F": d, "f": 2 * S - 1 - d, "i": 2 * S + gap + d, "I": 4 * S - 1 + gap - d}
 
 
+_LATER = {"i": "w", "I": "W"}
+
+
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
     """Yields each micro-batch's tasks, six slots after those of the one before; W and w fill the slots between."""
     at = {slot + PERIOD_SLOTS * m: (letter, m) for letter, slot in slots.items() for m in range(microbatches)}
@@ -103,7 +109,7 @@ def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str
         if slot in at:
             letter, m = at[slot]
             yield letter, m
-            late += [("w" if letter == "i" else "W", m)] if letter in "iI" else []
+            late += [(later, m) for later in _LATER.get(letter, "")]
         elif late:
             yield late.popleft()
     yield from late

@@ -149,10 +149,10 @@ def _curves(
 
 
 def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link: bool = False) -> Timeline:
-    """Simulates task lists of F and B at the level of stages (see `stage_work`), as planners count.
+    """Simulates task lists of F, B, I and W at the level of stages (see `stage_work`), as planners count.
 
     Args:
-        lists: per stage, its tasks in order.
+        lists: per device, its tasks in order.
         stages: what each stage asks for.
         shared_link: sends take the links to the host, which swapped bytes take too.
 
@@ -164,8 +164,9 @@ def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link
     >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) 3, and (4 - 1) / (8 + 4 - 1)
     (33.0, 0.2727)
     """
-    if len(lists) != len(stages):
-        raise ValueError(f"{len(lists)} task lists need as many stages, {len(stages)} are given")
+    named = max([len(lists), *(task.stage + 1 for tasks in lists for task in tasks)])
+    if named != len(stages):
+        raise ValueError(f"{named} stages are in the task lists, {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
     swaps = any(stage.swapped_bytes for stage in stages)
     work = stage_work(lists, Features.of(parts_s, shared=shared_link, swaps=swaps))
@@ -179,7 +180,7 @@ def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link
         ends_s=ends_s,
         occupies=work.work.occupies,
         resources=work.resources,
-        devices=len(stages),
+        devices=len(lists),
         curves=curves,
         peak_bytes=tuple(curve.most_bytes for curve in curves),
     )
@@ -188,25 +189,31 @@ def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link
 def _stage_curves(
     work: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
 ) -> tuple[Curve, ...]:
-    """Kept bytes count from F to B, swapped ones too, but while they are on the host alone."""
-    here: list[list[tuple[float, int]]] = [[] for _ in stages]
+    """Kept bytes count from F to B, swapped ones too, but while they are on the host alone; handed ones from I to W."""
+    devices = range(1 + max(work.places))
+    here: list[list[tuple[float, int]]] = [[] for _ in devices]
     host: list[tuple[float, int]] = []
     for (s, kind, _), start_s, end_s in zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
-        kept, swapped = stages[s].kept_bytes, stages[s].swapped_bytes
+        load, mine = stages[s], here[work.places[s]]
         match kind:
             case Kind.F:
-                here[s].append((start_s, kept + swapped))
+                mine.append((start_s, load.kept_bytes + load.swapped_bytes))
             case Kind.B:
-                here[s].append((end_s, -kept - swapped))
+                mine.append((end_s, -load.kept_bytes - load.swapped_bytes))
+            case Kind.I:
+                mine.append((end_s, load.handed_bytes - load.kept_bytes - load.swapped_bytes))
+            case Kind.W:
+                mine.append((end_s, -load.handed_bytes))
             case Kind.OUT:
-                here[s].append((end_s, -swapped))
-                host.append((start_s, swapped))
+                mine.append((end_s, -load.swapped_bytes))
+                host.append((start_s, load.swapped_bytes))
             case Kind.IN:
-                here[s].append((start_s, swapped))
-                host.append((end_s, -swapped))
+                mine.append((start_s, load.swapped_bytes))
+                host.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN:
                 pass  # what they take while they run is static
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
-    places = (Curve.of(f"stage {s}", "device", here[s], load.static_bytes) for s, load in enumerate(stages))
+    static = [sum(load.static_bytes for s, load in enumerate(stages) if work.places[s] == d) for d in devices]
+    places = (Curve.of(work.resources[d], "device", here[d], static[d]) for d in devices)
     return (*places, Curve.of("host", "host", host))

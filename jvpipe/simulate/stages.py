@@ -1,14 +1,17 @@
 """Task lists at the level of stages as work for the simulator: what planners count with.
 
     F, B            forward and backward of a stage; R, recomputing, straight before B
-    SEND, RETURN    of activations to the next stage, of cotangents to the previous one
+    I, W            the halves of a backward that is not whole: what is said of B below is said of I
+    SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
 
-Two micro-batches' swapped bytes at most are on the device: an F waits for the OUT of the F before the last one, an IN
-until the B before its own begins and the F before that B is out. What a B needs that follows its own F stays.
+A list is that of a device, and its tasks name their stages. Two micro-batches' swapped bytes at most are on the device:
+an F waits for the OUT of the F before the last one, an IN until the B before its own begins and the F before that B is
+out. What a B needs that follows its own F stays.
 
-A stage's link to its host carries OUT and IN, and, where the host is between the devices, the stage's sends too, all
-one at a time; else neighbours have a link for each direction. R waits for the cotangents, as B does.
+A device's link to its host carries OUT and IN, and, where the host is between the devices, its sends too, all one at a
+time; else devices that stages follow each other on have a link for each direction. R waits for the cotangents, as B
+does.
 
 Against `jvpipe.simulate.rows`, which has the rows that a controller dispatches (tests/simulate/test_two_levels.py holds
 the two together): bytes are the same, and seconds too, but that
@@ -19,20 +22,24 @@ Over random loads the rows took up to 1.25 times as long with swaps, and no less
 whose copies take no time and that plus all its copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.engine import Work
 
-PARTS = (Kind.F, Kind.R, Kind.B, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN)
+PARTS = (Kind.F, Kind.R, Kind.B, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The seconds and bytes of one stage per micro-batch; `static_bytes` are there all the time."""
+    """The seconds and bytes of one stage per micro-batch; `static_bytes` are there all the time.
+
+    Halves of a backward take `input_s` and `weight_s`, and hold `handed_bytes` between them.
+    """
 
     forward_s: float
     backward_s: float
@@ -44,6 +51,9 @@ class StageLoad:
     static_bytes: int = 0
     kept_bytes: int = 0
     swapped_bytes: int = 0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    handed_bytes: int = 0
 
     @property
     def parts_s(self) -> tuple[float, ...]:
@@ -56,6 +66,8 @@ class StageLoad:
             self.in_s,
             self.send_s,
             self.return_s,
+            self.input_s,
+            self.weight_s,
         )
 
 
@@ -77,7 +89,7 @@ class Features:
             shared: whether sends take the links to the host.
             swaps: whether something is swapped even if that takes no time.
         """
-        _, recomputes, _, out, back, sent, returned = (any(column) for column in zip(*parts_s, strict=True))
+        _, recomputes, _, out, back, sent, returned, _, _ = (any(column) for column in zip(*parts_s, strict=True))
         sends = sent or returned
         return Features(recomputes, swaps or out or back, sends, shared and sends)
 
@@ -86,14 +98,19 @@ class Features:
 class StageWork:
     """Task lists as `Work`.
 
-    Task i of the work is named by `codes[i]` = (7 stage + part) M + micro-batch; M is `microbatches`. Seconds stand in
+    Task i of the work is named by `codes[i]` = (9 stage + part) M + micro-batch; M is `microbatches`. Seconds stand in
     one list, stage after stage, `PARTS` of each: those of task i are at `slots[i]`.
     """
 
     work: Work
     codes: tuple[int, ...]
-    stages: int
+    places: tuple[int, ...]  # the device of each stage
     microbatches: int
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, on any number of devices."""
+        return len(self.places)
 
     @cached_property
     def slots(self) -> list[int]:
@@ -114,9 +131,10 @@ class StageWork:
     @property
     def resources(self) -> tuple[str, ...]:
         """The names of the resources: devices, their links to the host, to the next stage, to the previous one."""
-        count = range(self.stages)
-        links = (f"stage {s} to {s + step}" for step in (1, -1) for s in count)
-        return (*(f"stage {s}" for s in count), *(f"stage {s} host" for s in count), *links)
+        devices = range(1 + max(self.places))
+        what = "stage" if self.stages == len(devices) else "device"
+        links = (f"{what} {d} to {d + step}" for step in (1, -1) for d in devices)
+        return (*(f"{what} {d}" for d in devices), *(f"{what} {d} host" for d in devices), *links)
 
     def seconds(self, stages: Sequence[Sequence[float]]) -> list[float]:
         """Each task's seconds from the stages', which are in the order of `PARTS`."""
@@ -135,11 +153,14 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     >>> text(stage_work(one_f_one_b(2, 1), Features(recompute=False, swaps=False)).tasks)
     '0F0 0SEND0 0B0 1F0 1B0 1RETURN0'
     """
-    S = len(lists)
     M = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
+    found = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+    places = tuple(found.get(s, min(s, len(lists) - 1)) for s in range(max([len(lists), *(s + 1 for s in found)])))
+    halves = frozenset((s, m) for tasks in lists for s, kind, m in tasks if KINDS[kind].between > 0)
+    around = [_Around.of(s, places, features, M) for s in range(len(places))]
     waits: dict[int, tuple[int, ...]] = {}
-    for s, tasks in enumerate(lists):
-        for code, needs in _stage(s, tasks, features, M, final=s == S - 1):
+    for tasks in lists:
+        for code, needs in _device(tasks, features, around, halves):
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs
@@ -149,11 +170,11 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     except KeyError:
         code, need = next((c, n) for c, needs in waits.items() for n in needs if n not in ids)
         raise cannot_progress({_task(code, M): [f"{_task(need, M)}, which is in no list"]}) from None
-    codes = tuple(waits)
-    occupied = [_occupied(s, part, S, shared=features.shared) for s in range(S) for part in PARTS]
-    in_order = [r for r in range(4 * S) if not S <= r < 2 * S]  # links to the host serve by readiness
+    codes, D = tuple(waits), len(lists)
+    occupied = [_occupied(s, part, places, D, shared=features.shared) for s in range(len(places)) for part in PARTS]
+    in_order = [r for r in range(4 * D) if not D <= r < 2 * D]  # links to the host serve by readiness
     work = Work(numbered, [occupied[code // M] for code in codes], in_order, lambda i: str(_task(codes[i], M)))
-    return StageWork(work, codes, S, M)
+    return StageWork(work, codes, places, M)
 
 
 def _task(code: int, M: int) -> Task:
@@ -161,54 +182,94 @@ def _task(code: int, M: int) -> Task:
     return Task(slot // len(PARTS), PARTS[slot % len(PARTS)], m)
 
 
-def _occupied(s: int, part: Kind, S: int, *, shared: bool) -> tuple[int, ...]:
+def _occupied(s: int, part: Kind, places: Sequence[int], D: int, *, shared: bool) -> tuple[int, ...]:
     """The resources of a part of a stage, numbered as `StageWork.resources` names them."""
+    d = places[s]
     match part:
         case Kind.OUT | Kind.IN:
-            return (S + s,)
+            return (D + d,)
         case Kind.SEND:
-            return (S + s, S + s + 1) if shared else (2 * S + s,)
+            return _link(d, places[(s + 1) % len(places)], D, shared=shared)
         case Kind.RETURN:
-            return (S + s, S + s - 1) if shared else (3 * S + s,)
-        case Kind.F | Kind.R | Kind.B:
-            return (s,)
+            return _link(d, places[s - 1], D, shared=shared)
+        case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
+            return (d,)
         case _:
             raise AssertionError(f"{part} is no part of a stage's work")
 
 
-def _stage(
-    s: int, tasks: Sequence[Task], on: Features, M: int, *, final: bool
+def _link(d: int, to: int, D: int, *, shared: bool) -> tuple[int, ...]:
+    """The link between devices: up to the next, down to the previous one; a loop of three or more closes itself."""
+    down = to == d - 1 or (d == 0 and to == D - 1 > 1)
+    return (D + d, D + to) if shared else ((3 if down else 2) * D + d,)
+
+
+class _Around(NamedTuple):
+    """Codes of a stage's parts for micro-batch 0, and of what its F and B wait for; whether it sends anything."""
+
+    parts: tuple[int, ...]
+    source: int | None
+    answer: int | None
+    half_answer: int | None
+    sends: bool
+    returns: bool
+
+    @staticmethod
+    def of(s: int, places: Sequence[int], on: Features, M: int) -> "_Around":
+        stage = len(PARTS) * M  # from a task to the same of the next stage
+        F, _, B, _, _, SEND, RETURN, I, _ = parts = tuple(range(s * stage, (s + 1) * stage, M))  # noqa: E741
+        first, last = s == 0, s == len(places) - 1
+        returns, sends = (
+            on.sends and not end and places[s] != places[(s + step) % len(places)]
+            for end, step in ((first, -1), (last, 1))
+        )
+        return _Around(
+            parts=parts,
+            source=None if first else (SEND if returns else F) - stage,
+            answer=None if last else (RETURN if sends else B) + stage,
+            half_answer=None if last else (RETURN if sends else I) + stage,
+            sends=sends,
+            returns=returns,
+        )
+
+
+def _device(
+    tasks: Sequence[Task], on: Features, around: Sequence[_Around], halves: Collection[tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields what a stage does, in order, and what each waits for, as codes; the engine keeps the device's order."""
-    stage = len(PARTS) * M  # from a task to the same of the next stage
-    F, R, B, OUT, IN, SEND, RETURN = range(s * stage, (s + 1) * stage, M)  # micro-batch 0 of each part
-    source, answer = (SEND - stage, RETURN + stage) if on.sends else (F - stage, B + stage)
+    """Yields what a device does, in order, and what each waits for, as codes; the engine keeps the device's order."""
     last: tuple[int, ...] = ()  # the task before on the device
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
     tasks = [task for task in tasks if task.kind != Kind.U]  # updates take no time at this level
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
-        _, kind, m = task
-        if kind == Kind.F:
-            yield F + m, (*([source + m] if s else []), *outs[-2:-1])
-            last = (F + m,)
-            if on.swaps and following != (s, Kind.B, m):
-                outs.append(OUT + m)
-                yield OUT + m, last
-            if on.sends and not final:
-                yield SEND + m, last
-        elif kind == Kind.B:
-            needs = (F + m,) if final else (F + m, answer + m)
-            if on.swaps and last != (F + m,):
-                yield IN + m, (OUT + m, *(outs[-2:-1] if begun is None else begun))
-                needs = (*needs, IN + m)
-            begun = (*last, *needs, *outs[-1:])
-            if on.recompute:
-                yield R + m, needs
-                needs = (R + m,)
-            yield B + m, needs
-            last = (B + m,)
-            if on.sends and s:
-                yield RETURN + m, last
-        else:
-            raise ValueError(f"task {task}: lists at the level of stages hold F and B")
+        s, kind, m = task
+        parts, source, answer, half_answer, sends, returns = around[s]
+        F, R, _, OUT, IN, SEND, RETURN, I, W = parts  # noqa: E741
+        match kind:
+            case Kind.F:
+                yield F + m, (*([] if source is None else [source + m]), *outs[-2:-1])
+                last = (F + m,)
+                if on.swaps and not (following and KINDS[following.kind].in_flight < 0 and following[::2] == task[::2]):
+                    outs.append(OUT + m)
+                    yield OUT + m, last
+                if sends:
+                    yield SEND + m, last
+            case Kind.B | Kind.I:
+                after = half_answer if (s + 1, m) in halves else answer
+                needs = (F + m,) if after is None else (F + m, after + m)
+                if on.swaps and last != (F + m,):
+                    yield IN + m, (OUT + m, *(outs[-2:-1] if begun is None else begun))
+                    needs = (*needs, IN + m)
+                begun = (*last, *needs, *outs[-1:])
+                if on.recompute:
+                    yield R + m, needs
+                    needs = (R + m,)
+                last = (parts[PARTS.index(kind)] + m,)
+                yield last[0], needs
+                if returns:
+                    yield RETURN + m, last
+            case Kind.W:
+                last = (W + m,)
+                yield W + m, (I + m,)
+            case _:
+                raise ValueError(f"task {task}: lists at the level of stages hold F, B, I and W")

@@ -36,7 +36,8 @@ ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate
 PICKED = {
     "lowering": {"F", "B", "U", "MOVE", "FREE"},
     "runtime": {"F", "B", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
-    "simulate": {"F", "B", "U"},
+    "schedules": {"I", "W"},
+    "simulate": {"U"},
 }
 """By room, the kinds that code there compares with: what it says of one of these holds for no other."""
 MENTIONED = re.compile(rf"\b({'|'.join(sorted(ENUMS))})\.|[\"']({'|'.join(Kind)}|X)[\"']")

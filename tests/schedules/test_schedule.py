@@ -30,7 +30,7 @@ def test_what_devices_hold_jointly_is_the_peak_of_its_lists(name: str, microbatc
         held = schedule.held(4, microbatches)
         most = [max(sum(k + between * w for k, w in vector) for vector in vectors) for vectors in held]
         within = [peak * schedule.chunks for peak in clock.peaks(between)]
-        # a backward that is whole holds nothing between its halves, of which a list knows nothing
+        # on the first stage backwards are run whole, and hold nothing between
         assert most == within or (between > 1 and all(m <= w for m, w in zip(most, within, strict=True)))
 
 

@@ -51,7 +51,7 @@ def least_steps_s(problem: Problem, stages: Sequence[Load]) -> Runs:
     loads = np.zeros((len(nothing), len(stages), len(PARTS)))
     for s, (stage, after) in enumerate(zip(stages, [*stages[1:], None], strict=True)):
         sent_s = after.comm_s / 2 if after else nothing
-        parts = stage.forward_s, nothing, stage.backward_s, nothing, nothing, sent_s, stage.comm_s / 2
+        parts = stage.forward_s, nothing, stage.backward_s, nothing, nothing, sent_s, stage.comm_s / 2, nothing, nothing
         loads[:, s] = np.stack(parts, 1)
     impossible = np.isinf(loads.max(axis=(1, 2)))
     least_s = unqueued_steps_s(problem, np.where(impossible[:, None, None], 0.0, loads))
