@@ -30,12 +30,31 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitCost:
+    """A backward in two halves: their seconds, and the bytes that are there between them.
+
+    `handed_bytes` are made by the first half for the second one; `kept_bytes` are what the second half still reads of
+    what the forward left, and the cotangent that came in.
+    """
+
+    input_s: float
+    weight_s: float
+    handed_bytes: int = 0
+    kept_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """All that is there between the halves."""
+        return self.handed_bytes + self.kept_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """A layer's seconds and bytes; `options[0]` keeps everything that may be kept.
 
     `input_bytes` are inputs that this layer's backward reads and no other's; they are held per micro-batch in flight.
     `parameter_bytes` are those of one version. `temporary_bytes` is what the forward or the backward needs for itself
-    while it runs, gradients of inputs and outputs included.
+    while it runs, gradients of inputs and outputs included. Where there is no `split` the backward runs whole.
     """
 
     name: str
@@ -47,6 +66,7 @@ class LayerCost:
     optimizer_bytes: int = 0
     input_bytes: int = 0
     temporary_bytes: int = 0
+    split: SplitCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +114,15 @@ class Costs:
     def shared_at(self, i: int, j: int) -> Iterable[Shared]:
         """The shared bytes that layers [i, j) hold, each once."""
         return {id(shared): shared for at in self._shared_at[i:j] for shared in at}.values()
+
+    def gives_cotangent(self, layer: int) -> bool:
+        """Whether a layer before this one waits for what its backward gives."""
+        return any(edge.differentiable and layer in edge.readers for edge in self.edges_at(layer, layer + 1))
+
+    def made_bytes(self, layer: int) -> int:
+        """The bytes of differentiable values that a layer makes for others: those of the cotangents that come back."""
+        edges = self.edges_at(layer, layer + 1)
+        return sum(edge.bytes for edge in edges if edge.differentiable and edge.producer == layer)
 
     @cached_property
     def _edges_at(self) -> list[list[Edge]]:

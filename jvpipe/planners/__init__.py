@@ -1,11 +1,14 @@
 """Where layers go, and each tensor's fate: one file per strategy, and their registry."""
 
+from dataclasses import replace
+
 from jvpipe.ir.names import did_you_mean
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.planner import FateRule, Planner
+from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.planners.published.registry import PUBLISHED
 
-PLANNERS: tuple[Planner, ...] = (
+_PLAIN = (
     *PUBLISHED,
     Planner(
         "jvpipe",
@@ -14,6 +17,7 @@ PLANNERS: tuple[Planner, ...] = (
         FateRule.CHOOSES,
     ),
 )
+PLANNERS: tuple[Planner, ...] = tuple(replace(planner, decide=on_devices(planner.decide)) for planner in _PLAIN)
 
 
 def find_planner(name: str) -> Planner:

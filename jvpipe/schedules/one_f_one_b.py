@@ -73,4 +73,4 @@ class OneFOneB(Schedule):
         super().__init__(name=name, lists=lists)
 
 
-ONE_F_ONE_B = OneFOneB()
+ONE_F_ONE_B = Schedule(name="1f1b", lists=one_f_one_b)

@@ -108,6 +108,10 @@ class Schedule:
         """
         return _in_flight(self, devices, microbatches)
 
+    def splits(self, devices: int, microbatches: int) -> bool:
+        """Tells whether there are backwards in two halves."""
+        return _splits(self, devices, microbatches)
+
     def period(self, microbatches: int) -> int:
         """Micro-batches per update, of those of a step."""
         return self.update_every or microbatches
@@ -141,7 +145,7 @@ class Schedule:
             if microbatches < devices:
                 _log.warning("%s", _idle(self, devices, microbatches))
             return
-        split = any(KINDS[task.kind].between for tasks in self.lists(devices, microbatches) for task in tasks)
+        split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
             raise ValueError(
@@ -234,3 +238,8 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
         max(vector[stage // devices][0] for vector in held[schedule.device_of(stage, devices)])
         for stage in range(schedule.stages_on(devices))
     )
+
+
+@lru_cache(maxsize=256)
+def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
+    return any(w for vectors in schedule.held(devices, microbatches) for vector in vectors for _, w in vector)

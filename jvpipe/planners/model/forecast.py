@@ -71,8 +71,23 @@ def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages p
 def bubble_fraction(problem: Problem, stages: Sequence[StageCost]) -> float:
     """The idle share of the devices in a simulated step."""
     step_s = simulated_step_s(problem, stages)
-    busy_s = problem.microbatches * sum(c.compute_s for c in stages)
-    return 1.0 - busy_s / (len(stages) * step_s) if step_s else 0.0
+    lists = problem.schedule.tasks(problem.devices, problem.microbatches)
+    busy_s = sum(_busy_s(stages[task.stage], task.kind) for tasks in lists for task in tasks)
+    return 1.0 - busy_s / (problem.devices * step_s) if step_s else 0.0
+
+
+def _busy_s(stage: StageCost, kind: Kind) -> float:
+    match kind:
+        case Kind.F:
+            return stage.forward_s
+        case Kind.B:
+            return stage.recompute_s + stage.backward_s
+        case Kind.I:
+            return stage.recompute_s + stage.input_s
+        case Kind.W:
+            return stage.weight_s
+        case _:
+            raise AssertionError(f"{kind} is in no list at the level of stages")
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:
@@ -86,9 +101,13 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     for s, (load, (i, j)) in enumerate(zip(_loads(stages), pairwise(decision.bounds), strict=True)):
         held = stage_bytes(problem, s, i, j, decision.choices)
         static = held.static + held.beyond
-        loads.append(replace(load, static_bytes=static, kept_bytes=held.kept, swapped_bytes=held.swapped))
+        loads.append(
+            replace(
+                load, static_bytes=static, kept_bytes=held.kept, swapped_bytes=held.swapped, handed_bytes=held.handed
+            )
+        )
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
-    lists = problem.schedule.lists(len(stages), count)
+    lists = problem.schedule.tasks(problem.devices, count)
     return simulate_lists(lists, loads, shared_link=problem.peer_uses_host)
 
 
@@ -101,7 +120,7 @@ def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) 
 def _stream(schedule: Schedule, stages: int, microbatches: int, features: Features) -> StageWork:
     """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks at."""
     count = microbatches if schedule.synchronous else sum(stream_window(stages, microbatches)) + stages + 1
-    return stage_work(schedule.lists(stages, count), features)
+    return stage_work(schedule.tasks(stages // schedule.chunks, count), features)
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
@@ -141,6 +160,8 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
             in_s=c.swap_s / 2,
             send_s=sent_s,
             return_s=c.comm_s / 2,
+            input_s=c.input_s,
+            weight_s=c.weight_s,
         )
         for c, sent_s in zip(stages, send_s, strict=True)
     ]

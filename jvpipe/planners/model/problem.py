@@ -17,7 +17,7 @@ RECOMPUTE_CHAIN = -2
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be spread over `stages` devices.
+    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has chunks.
 
     `host`, `peer` are the links of a device to its host and to the next stage's device; `peer_uses_host` says that
     they are one. Limits are per device, and for all devices of a host together; None is no limit.
@@ -35,11 +35,37 @@ class Problem:
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
-        layers = len(self.costs.layers)
+        layers, chunks = len(self.costs.layers), self.schedule.chunks
+        if self.stages % chunks:
+            raise ValueError(
+                f"{self.stages} stages: {self.schedule.name} has {chunks} per device, so that there must be a multiple "
+                f"of {chunks}"
+            )
+        self.schedule.check_layers(self.devices, layers)
         if not 1 <= self.stages <= layers:
             raise ValueError(f"{self.stages} stages: there can be 1 to {layers}, as many as the model has layers")
         if self.microbatches < 1:
             raise ValueError(f"{self.microbatches} micro-batches: there must be at least one")
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.stages // self.schedule.chunks
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches between their forward and their backward, on each stage."""
+        return self.schedule.in_flight(self.devices, self.microbatches)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards run in two halves."""
+        return self.schedule.splits(self.devices, self.microbatches)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        return tuple(self.schedule.device_of(s, self.devices) for s in range(self.stages))
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ class Segments:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.n = len(problem.costs.layers)
-        self.in_flight = problem.schedule.in_flight(problem.stages, problem.microbatches)
-        self.versions = tuple(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
+        self.in_flight = problem.in_flight
+        self.versions = tuple(problem.schedule.versions(s, problem.devices) for s in range(problem.stages))
         layers = problem.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)

@@ -7,6 +7,10 @@ Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v vers
     beyond     max over layers l of (what l needs while it runs - what the layers after l keep and swap)
     peak       static + on device + beyond
 
+On a device of several stages, or whose backwards run in two halves, micro-batches in flight count as the schedule's
+vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between the halves. Such a device's peak is
+the sum of what is static, the most over vectors, and the most beyond (`device_bytes`).
+
 One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
 l runs, nothing of the layers after it is there. Of swapped bytes two micro-batches are on the device at most: that of
 the one at work, and that of the one that is on its way. An early value is of a micro-batch that the stage which makes
@@ -20,7 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
 
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
@@ -119,6 +123,7 @@ class StageBytes(Generic[Bytes]):
     kept: Bytes  # per micro-batch in flight, as are swapped
     swapped: Bytes
     beyond: Bytes
+    handed: Bytes | int = 0  # between the halves of a backward
 
     @property
     def peak(self) -> Bytes:
@@ -154,15 +159,39 @@ def stage_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
     for layer, more in zip(reversed(left), reversed(shared), strict=True):
         beyond = max(beyond, layer.working - later)
         later += layer.left + more
+    handed, more = _between_halves(problem.costs, i, left, shared) if problem.splits else (0, 0)
+    beyond = max(beyond, more)
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-    versions = problem.schedule.versions(s, problem.stages)
+    versions = problem.schedule.versions(s, problem.devices)
     return StageBytes(
-        in_flight=problem.schedule.in_flight(problem.stages, problem.microbatches)[s],
+        in_flight=problem.in_flight[s],
         static=parameter_state_bytes(versions, parameters, state) + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
         beyond=beyond,
+        handed=handed,
     )
+
+
+def _between_halves(costs: Costs, i: int, left: Sequence[LayerBytes], shared: Sequence[int]) -> tuple[int, int]:
+    """Counts what layers from i on hold between I and W, and the most beyond while I goes through them.
+
+    Meanwhile the layers behind hold what W will read: the most is over what there is before or after all of I.
+    """
+    most = later = handed = 0
+    for at in reversed(range(len(left))):
+        most = max(most, left[at].working + handed - later)
+        later += left[at].left + shared[at]
+        handed += handed_bytes(costs, i + at, left[at])
+    return handed, most - max(0, handed - later)
+
+
+def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
+    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone."""
+    if not costs.gives_cotangent(layer):
+        return left.left + costs.made_bytes(layer)
+    split = costs.layers[layer].split
+    return split.held_bytes if split else 0
 
 
 def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
@@ -174,7 +203,7 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
         i: its first layer.
         j: the layer after its last.
     """
-    k, total = problem.schedule.in_flight(problem.stages, problem.microbatches), 0
+    k, total = problem.in_flight, 0
     for edge in problem.costs.edges_at(i, j):
         here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
         if here and edge.producer < i:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from jvpipe.cost.costs import Costs
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_bytes import stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, stage_bytes
+from jvpipe.schedules.schedule import Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class StageCost:
     peak_bytes: int
     host_bytes: int
     in_flight: int
+    input_s: float = 0.0  # of the halves of a backward that is not whole
+    weight_s: float = 0.0
+    held: StageBytes[int] | None = None
 
     @property
     def compute_s(self) -> float:
@@ -65,6 +70,7 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     chosen = zip(layers, choices[i:j], strict=True)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
+    halves = [halves_s(problem.costs, layer) for layer in range(i, j)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held.swapped)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
@@ -76,7 +82,39 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         peak_bytes=int(held.peak),
         host_bytes=int(held.host),
         in_flight=held.in_flight,
+        input_s=sum((input_s for input_s, _ in halves), 0.0),
+        weight_s=sum((weight_s for _, weight_s in halves), 0.0),
+        held=held,
     )
+
+
+def halves_s(costs: Costs, layer: int) -> tuple[float, float]:
+    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a cotangent in W."""
+    cost = costs.layers[layer]
+    if not costs.gives_cotangent(layer):
+        return 0.0, cost.backward_s
+    return (cost.split.input_s, cost.split.weight_s) if cost.split else (cost.backward_s, 0.0)
+
+
+def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
+    """Counts the most that each device holds at once, all its stages together."""
+    schedule = problem.schedule
+    if schedule.chunks == 1 and not problem.splits:
+        return tuple(stage.peak_bytes for stage in stages)
+    mine: list[list[StageBytes[int]]] = [[] for _ in range(problem.devices)]
+    for place, stage in zip(problem.places, stages, strict=True):
+        assert stage.held is not None
+        mine[place].append(stage.held)
+    every = schedule.held(problem.devices, problem.microbatches)
+    return tuple(_joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
+
+
+def _joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
+    most = max(
+        sum(on_device_bytes(k, x.kept, x.swapped) + w * x.handed for x, (k, w) in zip(held, vector, strict=True))
+        for vector in vectors
+    )
+    return int(sum(x.static for x in held) + most + max(x.beyond for x in held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +128,35 @@ class Evaluation:
     stages: tuple[StageCost, ...]
     step_s: float
     bottleneck_s: float
+    device_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes on any device."""
-        return max(stage.peak_bytes for stage in self.stages)
+        return max(self.device_bytes)
 
 
 def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """What a decision takes, by the stated surrogate."""
     check(problem, decision)
     stages = tuple(stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(decision.bounds)))
-    return Evaluation(stages, surrogate(problem, stages), max(max(c.seconds, c.comm_s) for c in stages))
+    return Evaluation(stages, surrogate(problem, stages), slowest_s(problem, stages), device_bytes(problem, stages))
+
+
+def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+    """How far apart micro-batches are: on the slowest device, or on the slowest link."""
+    if problem.schedule.chunks == 1:
+        return max(max(c.seconds, c.comm_s) for c in stages)
+    busy_s = [0.0] * problem.devices
+    for place, c in zip(problem.places, stages, strict=True):
+        busy_s[place] += c.seconds
+    return max(*busy_s, *(c.comm_s for c in stages))
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Seconds per step as planners count them; the simulator counts exactly."""
     m = problem.microbatches
-    slowest = max(max(c.seconds, c.comm_s) for c in stages)
+    slowest, chunks = slowest_s(problem, stages), problem.schedule.chunks
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)
@@ -117,7 +166,7 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
         links = [c.comm_s / 2 for c in stages]
         most = max(*forward, *links) + max(*backward, *links)
         return sum(forward) + sum(backward) + transfers + (m - 1) * most
-    return sum(c.seconds for c in stages) + transfers + (m - 1) * slowest
+    return sum(c.seconds for c in stages) / chunks + transfers + (m - 1 / chunks) * slowest
 
 
 def check(problem: Problem, decision: Decision) -> None:
