@@ -72,7 +72,7 @@ def test_gradients_equal_plain_jax(name: str) -> None:
     grad = plain_gradient(m)
     for stages, micro in ((1, 1), (2, 3)):
         loss, gradients, new_state = plain_gradients(m, grad, micro)
-        pipe, state = start(m, stages, micro, "1f1b", optax.sgd(1.0))
+        pipe, state = start(m, stages, micro, "1f1b", optax.sgd(1.0), together=True)
         layers = len(pipe.session.graph.layers)
         before = jax.tree.leaves(pipe.params(state))
         state, metrics = pipe.step(state, batch_of(m, micro))

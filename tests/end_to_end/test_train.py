@@ -7,16 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
 from experiments.faults.runs import page
+from jvpipe import models
+from jvpipe.cli import train as train_command
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
-from tests.commands import LIMIT_S, environment, finished, running
+from tests.commands import finished, running
+from tests.forks import LIMIT_S, environment, forked
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +130,13 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, 
     run, export = tmp_path / "elsewhere", tmp_path / "params.safetensors"
     shutil.copytree(whole, run)
     assert parse(["--run-dir", str(run), "--resume"]).export is None  # though the run had one
-    again = [sys.executable, "-m", "jvpipe.train", "--run-dir", str(run), "--resume", "--export", str(export)]
-    full = ["sh", "-c", 'ulimit -S -f 40; exec "$@"', "sh", *again]  # as on a disk that is nearly full
-    done = fresh(*full)
+    again = ("--run-dir", str(run), "--resume", "--export", str(export))
+    done = finished(*again, largest_file_bytes=20_000)  # as on a disk that is nearly full
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write {export}: ")
     assert f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    done = finished("--run-dir", str(run), "--resume", "--export", str(export))
+    done = finished(*again)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert f"data: {text}, as the run in {run} had it" in done.stdout
@@ -207,18 +214,18 @@ def test_a_stream_under_a_given_plan_is_resumed_under_it(text: Path, whole: Path
     assert len(losses(run)) == 2
 
 
-DIVERGES = """
-import dataclasses, sys
-import jax.numpy as jnp, optax
-from jvpipe import models
-from jvpipe.cli import train
-load = models.load
-def diverging(*args, **options):
-    rates = lambda n: jnp.where(n < 3, -1e-3, jnp.nan)
-    return dataclasses.replace(load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates))
-models.load = diverging
-sys.exit(train.main(sys.argv[1:]))
-"""
+def diverging(arguments: Sequence[str]) -> int:
+    """The command line, with an optimizer whose third update is none."""
+    load = models.load
+
+    def rates(n: Any) -> Any:
+        return jnp.where(n < 3, -1e-3, jnp.nan)
+
+    def loaded(*args: Any, **options: Any) -> models.Workload:
+        return replace(load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates))
+
+    models.load = loaded
+    return train_command.main(list(arguments))
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tmp_path: Path) -> None:
@@ -231,7 +238,8 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
         ),
     ):
         options = arguments(text, run, "--steps", "9", "--stages", "1", *more)
-        done = fresh(sys.executable, "-c", DIVERGES, *options)
+        with forked(diverging, *options) as command:
+            done = command.ended()
         assert done.returncode == 2
         assert re.match(told, done.stderr)
         assert len(done.stderr.splitlines()) == 1

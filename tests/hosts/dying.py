@@ -1,4 +1,4 @@
-"""A process of a run that trains on and on: python tests/hosts/dying.py PROCESS COUNT PORT; one of them is killed.
+"""A process of a run that trains on and on, given PROCESS COUNT PORT; one of them is killed.
 
 With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers. With
 `saving`, a folder and a process, that one kills itself in its second save: the first one before it renames the draft,
@@ -8,6 +8,7 @@ another when it has written its part.
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,14 +54,14 @@ def dies_in_a_save(process: int) -> None:
     sys.addaudithook(hook)
 
 
-def main() -> None:
-    process, count, port = map(int, sys.argv[1:4])
+def main(arguments: Sequence[str]) -> None:
+    process, count, port = map(int, arguments[:3])
     begun(process, count, port)
     hosts = present_hosts()
     assert hosts is not None
     hosts.connect()
     hosts.transport = transport = Deadly(hosts.connected)
-    doing, *options = sys.argv[4:] or ["training"]
+    doing, *options = arguments[3:] or ["training"]
     m = CASES["pre-norm" if doing == "training" else "mlp"]()
     pipe = pipeline(m, "1f1b", planner="even")
     batch = batches_of(m)[0]
@@ -81,7 +82,3 @@ def main() -> None:
     except jvpipe.HostLost as lost:
         print(f"lost: {lost}", flush=True)
         os._exit(75)
-
-
-if __name__ == "__main__":
-    main()

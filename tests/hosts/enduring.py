@@ -1,12 +1,12 @@
-"""One process that is looked at from within: python tests/hosts/enduring.py PROCESS COUNT PORT prints one line.
+"""One process that is looked at from within, given PROCESS COUNT PORT: prints one line.
 
 It is fed what it needs alone, under the smallest limit that its planner names; then one process is late at every step.
 """
 
 import json
 import re
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def smallest_limit() -> int:
     raise AssertionError("a byte is not enough")
 
 
-def main() -> None:
-    process, count, port = map(int, sys.argv[1:])
+def main(arguments: Sequence[str]) -> None:
+    process, count, port = map(int, arguments)
     begun(process, count, port)
     limit = smallest_limit()
     pipe, params, batch = pipeline(memory_limit=limit)
@@ -91,7 +91,3 @@ def main() -> None:
     print(json.dumps(told | {"peaks": held, "ahead": ahead}), flush=True)
     if count > 1:
         jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main()

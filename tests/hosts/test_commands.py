@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,11 +14,11 @@ import pytest
 
 from experiments.faults.runs import page as prose
 from experiments.hosts.run import free_port
-from tests.commands import Command, environment, finished, running
-from tests.hosts.test_processes import ROOT
+from tests.commands import finished, running
+from tests.forks import Fork
+from tests.hosts.test_processes import TRY_AGAIN
 
 STEPS = 300
-TRY_AGAIN = 75
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def arguments(page: Path, run: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator[list[Command]]:
+def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator[list[Fork]]:
     """The same command in several processes; none outlives the block."""
     coordinator = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
@@ -43,19 +42,7 @@ def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator
         yield [stack.enter_context(running(*given, *place, *meet)) for place in places]
 
 
-@contextmanager
-def started(command: Sequence[str], folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that stands in a folder, and does not outlive the block."""
-    env = environment() | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=env, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def last_lines(commands: Sequence[Command]) -> list[tuple[int, str]]:
+def last_lines(commands: Sequence[Fork]) -> list[tuple[int, str]]:
     """Exit code and last line of each process, once all have ended."""
     ends = [command.ended() for command in commands]
     return [(end.returncode, (end.stderr.splitlines() or [""])[-1]) for end in ends]
@@ -175,26 +162,29 @@ def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Pat
     flags = [*arguments(page, Path("run")), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     for i in range(2):
         (tmp_path / str(i)).mkdir()
-    command = [sys.executable, "-m", "jvpipe.train", *flags, "--process-id"]
-    with started([*command, "0"], tmp_path / "0") as first, started([*command, "1"], tmp_path / "1") as second:
-        errors = [process.communicate(timeout=100)[1] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert all("the folder of a run must lie on a file system that all processes see" in told for told in errors)
+    with (
+        running(*flags, "--process-id", "0", stands=tmp_path / "0") as first,
+        running(*flags, "--process-id", "1", stands=tmp_path / "1") as second,
+    ):
+        told = last_lines([first, second])
+    assert [code for code, _ in told] == [2, 2]
+    assert all("the folder of a run must lie on a file system that all processes see" in line for _, line in told)
     assert not list(tmp_path.glob("*/run"))
 
 
 def test_an_error_in_one_is_told_by_it_and_ends_the_others(page: Path, tmp_path: Path) -> None:
     """The second process may write next to nothing, as on a disk that is full."""
     meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
-    given = arguments(page, tmp_path / "run", "--stages", "2", *meet)
-    command = [sys.executable, "-m", "jvpipe.train", *given, "--host-timeout", "60", "--process-id"]
-    limited = ["sh", "-c", 'ulimit -S -f 40; exec "$@"', "sh"]
-    with started([*command, "0"], ROOT) as first, started([*limited, *command, "1"], ROOT) as second:
-        told = [process.communicate(timeout=100)[1].splitlines()[-1] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert told[0].startswith("error: process 1 (host "), told
-    assert "File too large" in told[0]
-    assert told[1].startswith("error: "), told
+    given = arguments(page, tmp_path / "run", "--stages", "2", "--host-timeout", "60", *meet)
+    with (
+        running(*given, "--process-id", "0") as first,
+        running(*given, "--process-id", "1", largest_file_bytes=20_000) as second,
+    ):
+        (code, told), (other_code, other) = last_lines([first, second])
+    assert (code, other_code) == (2, 2)
+    assert told.startswith("error: process 1 (host "), told
+    assert "File too large" in told
+    assert other.startswith("error: "), other
     assert not list((tmp_path / "run" / "checkpoints").glob("*/generation-0?????"))
 
 
@@ -238,16 +228,16 @@ def test_a_port_that_is_taken_is_named(page: Path, tmp_path: Path) -> None:
 
 def test_data_that_differ_are_told_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
     """The text is given from where each process stands, and they stand apart."""
-    run, command = tmp_path / "new" / "run", [sys.executable, "-m", "jvpipe.train"]
+    run = tmp_path / "new" / "run"
     flags = [*arguments(Path("page.txt"), run), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     for i in range(2):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "page.txt").write_text(page.read_text() + "\n\nThe end." * i)
-    command += [*flags, "--process-id"]
-    with started([*command, "0"], tmp_path / "0") as first, started([*command, "1"], tmp_path / "1") as second:
-        told = [process.communicate(timeout=100)[1].splitlines()[-1] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert all(
-        line.startswith("error: the data of the processes differ between processes: their digest") for line in told
-    )
+    with (
+        running(*flags, "--process-id", "0", stands=tmp_path / "0") as first,
+        running(*flags, "--process-id", "1", stands=tmp_path / "1") as second,
+    ):
+        told = last_lines([first, second])
+    differ = "error: the data of the processes differ between processes: their digest"
+    assert all(code == 2 and line.startswith(differ) for code, line in told), told
     assert not (tmp_path / "new").exists()

@@ -1,13 +1,11 @@
 """Several processes train to the bits of one, hold the bytes of one, and tell when one of them dies."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,10 @@ import pytest
 from experiments.hosts.run import free_port
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
+from tests.forks import Fork, Main, forked
+from tests.hosts import dying, enduring, worker
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 150
+TRY_AGAIN = 75
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 STREAM = "one-hot,pipedream,keep,even,{},1.2"  # all layers move while it flows
@@ -25,41 +24,21 @@ ADAPTED, MODELS = "adapt,mlp,1f1b", "models"
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
 
 
-def started(script: str, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    port = free_port()
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
-    return [
-        subprocess.Popen(
-            [sys.executable, f"tests/hosts/{script}.py", str(i), str(count), str(port), *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
+@contextmanager
+def started(main: Main, count: int, *arguments: str) -> Iterator[list[Fork]]:
+    """A script's processes, which meet; none outlives the block."""
+    port = str(free_port())
+    with ExitStack() as stack:
+        yield [stack.enter_context(forked(main, str(i), str(count), port, *arguments)) for i in range(count)]
 
 
-def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
-    """What each wrote, once all have ended; none outlives the test."""
-    until_s = time.monotonic() + LIMIT_S
-    try:
-        return [process.communicate(timeout=max(1, until_s - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def runs(count: int, *cases: str, script: str = "worker") -> list[list[dict]]:
+def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
     """What each process saw of each case."""
-    told = []
-    processes = started(script, count, *cases)
-    for process, (out, errors) in zip(processes, ended(processes), strict=True):
-        assert process.returncode == 0, errors[-3000:]
-        told.append([json.loads(line) for line in out.splitlines()])
-    return told
+    with started(main, count, *cases) as processes:
+        ends = [process.ended() for process in processes]
+    for end in ends:
+        assert end.returncode == 0, end.stderr[-3000:]
+    return [[json.loads(line) for line in end.stdout.splitlines()] for end in ends]
 
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
@@ -103,7 +82,7 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
 
 
 def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> None:
-    (one,), two = runs(1, script="enduring"), runs(2, script="enduring")
+    (one,), two = runs(1, main=enduring.main), runs(2, main=enduring.main)
     (alone,), (first,), (second,) = one, *two
     assert alone["needs"] == ["x", "y"]
     assert first["explained"] == second["explained"] == alone["explained"], "the peaks of all devices are told"
@@ -120,31 +99,29 @@ def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_afte
 
 
 def test_who_lives_on_names_the_process_that_was_killed() -> None:
-    alive, dies = processes = started("dying", 2)
-    try:
-        assert dies.stdout
-        assert dies.stdout.readline() == "trains\n"
+    with started(dying.main, 2) as (alive, dies):
+        dies.wait_for(lambda: dies.has_said("trains"))
         time.sleep(0.2)
-        dies.send_signal(signal.SIGKILL)
-    finally:
-        (out, _), _ = ended(processes)
-    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint: step \d+[:,] .*failed", out)
-    assert alive.returncode == 75
+        dies.send(signal.SIGKILL)
+        end = alive.ended()
+    told = r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint: step \d+[:,] .*failed"
+    assert re.search(told, end.stdout), end.stderr[-3000:]
+    assert end.returncode == TRY_AGAIN
 
 
 def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved() -> None:
-    processes = started("dying", 2, "moving")
-    (out, errors), _ = ended(processes)
-    assert [process.returncode for process in processes] == [75, -signal.SIGKILL], errors[-3000:]
-    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", out)
-    assert "RECEIPT" in out, "it waited for what it had offered"
+    with started(dying.main, 2, "moving") as processes:
+        ends = [process.ended() for process in processes]
+    assert [end.returncode for end in ends] == [TRY_AGAIN, -signal.SIGKILL], ends[0].stderr[-3000:]
+    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", ends[0].stdout)
+    assert "RECEIPT" in ends[0].stdout, "it waited for what it had offered"
 
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(dies: int, tmp_path: Path) -> None:
-    processes = started("dying", 2, "saving", str(tmp_path), str(dies))
-    told = ended(processes)
-    assert processes[dies].returncode == -signal.SIGKILL, told[dies][1][-3000:]
-    assert processes[1 - dies].returncode in (75, -signal.SIGABRT), "JAX ends who loses the first process"
-    assert dies == 0 or "lost: process 1" in told[0][0]
+    with started(dying.main, 2, "saving", str(tmp_path), str(dies)) as processes:
+        ends = [process.ended() for process in processes]
+    assert ends[dies].returncode == -signal.SIGKILL, ends[dies].stderr[-3000:]
+    assert ends[1 - dies].returncode in (TRY_AGAIN, -signal.SIGABRT), "JAX ends who loses the first process"
+    assert dies == 0 or "lost: process 1" in ends[0].stdout
     assert load_checkpoint(tmp_path)[1]["step"] == 1

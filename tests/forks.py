@@ -1,0 +1,99 @@
+"""Functions in processes of their own, forked from one that has imported much: that takes longer than a tiny run."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+LIMIT_S = 240
+IMPORTED = ("jvpipe.cli.train", "jvpipe.models.bert", "grain", "tokenizers", "tests.hosts.worker")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(list(IMPORTED))
+Main = Callable[[Sequence[str]], int | None]
+
+
+def environment() -> dict[str, str]:
+    """Whoever runs in it makes its devices itself."""
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return os.environ | {"XLA_FLAGS": " ".join(flags)}
+
+
+def _run(
+    main: Main,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    told: tuple[Path, Path],
+    stands: Path | None,
+    largest_file_bytes: int | None,
+) -> None:
+    os.environ.update(environment)
+    for path, descriptor in zip(told, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    if stands:
+        os.chdir(stands)
+    if largest_file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, resource.RLIM_INFINITY))
+    sys.exit(main(arguments))
+
+
+class Fork:
+    """A function at work on arguments such as a command line has, and what it says."""
+
+    def __init__(
+        self, main: Main, arguments: Sequence[str], folder: Path, stands: Path | None, largest_file_bytes: int | None
+    ) -> None:
+        self.arguments, self._told = arguments, (folder / "out", folder / "err")
+        given = (main, arguments, environment(), self._told, stands, largest_file_bytes)
+        self._process = FORKS.Process(target=_run, args=given)
+        self._process.start()
+
+    def wait_for(self, done: Callable[[], object]) -> None:
+        """Until something is done; the process must not end before."""
+        until = time.monotonic() + LIMIT_S
+        while not done():
+            assert self._process.exitcode is None, self._told[1].read_text()[-3000:]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    def has_said(self, text: str) -> bool:
+        """Whether it has."""
+        return self._told[0].exists() and text in self._told[0].read_text()
+
+    def send(self, signum: signal.Signals) -> None:
+        """A signal."""
+        assert self._process.pid
+        os.kill(self._process.pid, signum)
+
+    def ended(self) -> CompletedProcess[str]:
+        """Once it has ended: its exit code and what it said."""
+        self._process.join(LIMIT_S)
+        assert self._process.exitcode is not None, "it did not end"
+        return CompletedProcess(self.arguments, self._process.exitcode, *(path.read_text() for path in self._told))
+
+    def kill(self) -> None:
+        """Ends it at once, if it has not ended."""
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def forked(
+    main: Main, *arguments: str, stands: Path | None = None, largest_file_bytes: int | None = None
+) -> Iterator[Fork]:
+    """A function in a process that does not outlive the block; it stands in a folder, and its disk may be nearly full.
+
+    The function returns the exit code, or None.
+    """
+    with TemporaryDirectory() as folder:
+        fork = Fork(main, arguments, Path(folder), stands, largest_file_bytes)
+        try:
+            yield fork
+        finally:
+            fork.kill()
