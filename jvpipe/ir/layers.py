@@ -47,6 +47,18 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitSignature:
+    """The interface of a backward in two halves: `input` yields cotangents alone, `weight` gradients alone.
+
+    `handed` is what the first leaves the second, beside what the forward left. The second adds to no partial sums.
+    """
+
+    handed: tuple[Array, ...]
+    input: Signature
+    weight: Signature
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A value that crosses from the layer that makes it straight to each layer that reads it."""
 

@@ -10,6 +10,7 @@ from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -55,6 +56,28 @@ def backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
     return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
+
+
+def input_program(programs: LayerPrograms) -> Program:
+    """The half of a layer's backward that yields cotangents; it adds into the partial sums that it is given."""
+    halves = _halves(programs)
+    signature = halves.signature.input
+    first = len(signature.sources) + len(signature.cotangents)
+    donated = range(first, first + len(signature.partial))
+    return Program.of(halves.input, donated, marked=True, key=("I", programs.key))
+
+
+def weight_program(programs: LayerPrograms) -> Program:
+    """The half of a layer's backward that yields gradients; it adds into the accumulators that it is given."""
+    halves = _halves(programs)
+    count = len(halves.weight.in_avals)
+    donated = range(count - len(halves.signature.weight.gradients), count)
+    return Program.of(halves.weight, donated, marked=True, key=("W", programs.key))
+
+
+def _halves(programs: LayerPrograms) -> Halves:
+    assert programs.halves is not None, "a backward that does not split"
+    return programs.halves
 
 
 def single_backward_program(programs: LayerPrograms) -> Program:

@@ -6,7 +6,7 @@ computes it is therefore computed by a function of its own, compiled alike where
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,29 +38,38 @@ class Call:
         avals = (_jax.aval(v) for v in self.inputs)
         return jaxprs.flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
+    def equation(self) -> JaxprEqn:
+        """The call as an equation between its inputs and outputs."""
+        avals = self._closed.in_avals
+        (eqn,) = jax.make_jaxpr(lambda *values: _jax.outlined(self._closed, values))(*avals).jaxpr.eqns
+        return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
+
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
         """The values of the outputs, computed from values in `env` through which no gradient flows."""
         return dict(zip(self.outputs, _jax.outlined(self._closed, jaxprs.read(self.inputs, env)), strict=True))
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """The calls of a layer by the position of the equation whose results they make; the last makes its outputs.
+    """The calls of a layer by the position of the equation whose results they make; the last makes its outputs."""
+    outputs = [v for v in jaxprs.variables(body.outputs) if v not in body.candidates and v not in body.inputs]
+    return calls(body.eqns, body.candidates, dict.fromkeys(outputs))
+
+
+def calls(body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collection[Var]) -> dict[int, Call]:
+    """Calls by the position of the equation whose results they make: one per candidate, and a last one for outputs.
 
     A value that several calls need is made by one of its own, unless it only moves what is there.
     """
-    outputs = {v for v in jaxprs.variables(body.outputs) if v not in body.candidates and v not in body.inputs}
     callers: defaultdict[Var, set[int]] = defaultdict(set)  # which calls need a value
-    callers |= {v: {len(body.eqns)} for v in outputs}
-    made: dict[int, Sequence[Var]] = {
-        len(body.eqns): [v for v in dict.fromkeys(jaxprs.variables(body.outputs)) if v in outputs]
-    }
+    callers |= {v: {len(body)} for v in outputs}
+    made: dict[int, Sequence[Var]] = {len(body): list(outputs)}
     eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)
-    for position, eqn in reversed(list(enumerate(body.eqns))):
+    for position, eqn in reversed(list(enumerate(body))):
         if eqn.effects:  # is run once, outside
             continue
         asking = set().union(*(callers[v] for v in eqn.outvars))
-        if not body.candidates.keys().isdisjoint(eqn.outvars):
-            wanted = [v for v in eqn.outvars if v in body.candidates or callers[v]]
+        if any(v in candidates for v in eqn.outvars):
+            wanted = [v for v in eqn.outvars if v in candidates or callers[v]]
         elif len(asking) > 1 and not is_move(eqn):
             wanted = [v for v in eqn.outvars if callers[v]]
         else:
