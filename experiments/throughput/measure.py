@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from experiments.throughput import model
+from experiments.throughput import data, model
 
 
 def seconds(step: Callable[[], None], warm: int = 2, runs: int = 6) -> float:
@@ -27,14 +27,14 @@ def seconds(step: Callable[[], None], warm: int = 2, runs: int = 6) -> float:
 
 def jit_per_micro_batch() -> dict[str, Any]:
     """jit(value_and_grad) per micro-batch, gradients added by another jit."""
-    params, batch = jax.device_put(model.transformer_params()), model.transformer_batch()
+    params, batch = jax.device_put(data.transformer_params()), data.transformer_batch()
     grad = jax.jit(jax.value_and_grad(model.transformer_loss))
     add = jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     def step() -> None:
         sums = None
-        for m in range(model.MICRO_BATCHES):
-            at = slice(m * model.MICRO_BATCH, (m + 1) * model.MICRO_BATCH)
+        for m in range(data.MICRO_BATCHES):
+            at = slice(m * data.MICRO_BATCH, (m + 1) * data.MICRO_BATCH)
             _, g = grad(params, jax.tree.map(lambda x, at=at: x[at], batch), None)
             sums = g if sums is None else add(sums, g)
         jax.block_until_ready(sums)
@@ -44,11 +44,11 @@ def jit_per_micro_batch() -> dict[str, Any]:
 
 def one_scan() -> dict[str, Any]:
     """One jit with a scan over the micro-batches."""
-    params, batch = jax.device_put(model.transformer_params()), model.transformer_batch()
+    params, batch = jax.device_put(data.transformer_params()), data.transformer_batch()
 
     @jax.jit
     def run(params: Any, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(model.MICRO_BATCHES, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: x.reshape(data.MICRO_BATCHES, -1, *x.shape[1:]), batch)
 
         def body(sums: Any, part: Any) -> tuple[Any, jax.Array]:
             loss, g = jax.value_and_grad(model.transformer_loss)(params, part, None)
@@ -67,10 +67,10 @@ def pipeline(schedule: str, stages: int) -> dict[str, Any]:
 
     start = time.perf_counter()
     pipe = jvpipe.Pipeline(
-        model.transformer_loss, optax.sgd(0.1), stages=stages, microbatches=model.MICRO_BATCHES, schedule=schedule
+        model.transformer_loss, optax.sgd(0.1), stages=stages, microbatches=data.MICRO_BATCHES, schedule=schedule
     )
-    batch = model.transformer_batch()
-    state = pipe.init(model.transformer_params(), batch, None)
+    batch = data.transformer_batch()
+    state = pipe.init(data.transformer_params(), batch, None)
 
     step = stepper(pipe, state, batch)
     step()

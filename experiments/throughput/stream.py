@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import optax  # noqa: E402
 
 import jvpipe  # noqa: E402
-from experiments.throughput import model  # noqa: E402
+from experiments.throughput import data, model  # noqa: E402
 from jvpipe.ir.span import Span  # noqa: E402
 from jvpipe.report.timeline import COMPUTE  # noqa: E402
 
@@ -37,12 +37,12 @@ def started(schedule: str, plan: int | jvpipe.Plan) -> tuple[jvpipe.Pipeline, An
         model.transformer_loss,
         optax.sgd(0.1),
         plan,
-        model.MICRO_BATCHES,
+        data.MICRO_BATCHES,
         schedule,
         planner="torchgpipe",
         devices=jax.devices()[:count] * (2 // count),
     )
-    return pipe, pipe.init(model.transformer_params(), model.transformer_batch(), None)
+    return pipe, pipe.init(data.transformer_params(), data.transformer_batch(), None)
 
 
 def both(*, apart: bool) -> Started:
@@ -57,7 +57,7 @@ def both(*, apart: bool) -> Started:
 
 def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
     """Runs on; the state, seconds per micro-batch after some warm steps, and the busy share of the devices."""
-    batch, spans, began_s, losses = model.transformer_batch(), [], 0.0, []
+    batch, spans, began_s, losses = data.transformer_batch(), [], 0.0, []
     pipe.session.monitor()
     for n, found in enumerate(pipe.run(state, [batch] * (WARM + STEPS + 1))):
         state = found[0]
@@ -72,7 +72,7 @@ def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
             break
     taken_s = time.perf_counter() - began_s
     jax.block_until_ready(state.arrays)
-    return state, taken_s / (STEPS * model.MICRO_BATCHES), busy_share(spans)
+    return state, taken_s / (STEPS * data.MICRO_BATCHES), busy_share(spans)
 
 
 def busy_share(spans: list[Span]) -> float:
@@ -87,7 +87,7 @@ def busy_share(spans: list[Span]) -> float:
 
 def work(turns: int = 4) -> None:
     """Prints what the programs of each kind and stage take of a micro-batch, in ms."""
-    pipes, batch = both(apart=False), model.transformer_batch()
+    pipes, batch = both(apart=False), data.transformer_batch()
     tasks: dict[str, dict[Any, list[float]]] = {name: defaultdict(list) for name in pipes}
     for turn in range(turns + WARM):
         for name, (pipe, state) in pipes.items():
@@ -104,7 +104,7 @@ def work(turns: int = 4) -> None:
     print(f"| schedule | {' | '.join(kinds)} | all |\n|---{'|---' * len(kinds)}|---|")
     for name, found in tasks.items():
         quartile = [sorted(found[kind])[len(found[kind]) // 4] * 1e3 for kind in kinds]
-        often = [len(found[kind]) / turns / model.MICRO_BATCHES for kind in kinds]
+        often = [len(found[kind]) / turns / data.MICRO_BATCHES for kind in kinds]
         spent = [seconds * times for seconds, times in zip(quartile, often, strict=True)]
         print(f"| {name} | {' | '.join(f'{x:.1f}' for x in spent)} | {sum(spent):.1f} |", flush=True)
 
