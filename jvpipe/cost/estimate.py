@@ -1,10 +1,12 @@
 """The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
 
+from functools import partial
+
 from jvpipe.cost import roofline
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
-from jvpipe.cost.model import Work, costs_of, own_inputs
+from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -19,6 +21,7 @@ def estimate(
     microbatches: int = 1,
     *,
     fates: bool = True,
+    split: bool = False,
     store: ProgramStore | None = None,
 ) -> Costs:
     """The costs of a model on a device of a cluster, by the roofline; layers alike are looked at once.
@@ -29,6 +32,7 @@ def estimate(
         optimizer: counts its state.
         microbatches: in a step.
         fates: whether layers have options other than keeping everything.
+        split: whether backwards in halves are looked at too.
         store: where programs are kept.
 
     >>> import jax, jax.numpy as jnp
@@ -54,7 +58,14 @@ def estimate(
     if fates:
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
-    return costs_of(traced.graph, signatures, [works[id(p)] for p in everything], options, optimizer, microbatches)
+    splits = split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device)) if split else None
+    found = [works[id(p)] for p in everything]
+    return costs_of(traced.graph, signatures, found, options, optimizer, microbatches, splits)
+
+
+def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
+    assert programs.halves is not None
+    return roofline.seconds(programs.halves.input, device), roofline.seconds(programs.halves.weight, device)
 
 
 def _work(programs: LayerPrograms, device: Accelerator) -> Work:

@@ -2,9 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,10 +17,19 @@ from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
-from jvpipe.cost.model import Work, costs_of, own_inputs
+from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.recompute import Recompute
-from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.model import (
+    Share,
+    backward_program,
+    forward_program,
+    input_program,
+    kept_names,
+    layer_programs,
+    weight_program,
+)
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
@@ -79,6 +88,7 @@ def measured_costs(
     microbatches: int = 1,
     *,
     fates: bool = True,
+    split: bool = False,
     known: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
@@ -94,6 +104,7 @@ def measured_costs(
         fates: whether layers have options other than keeping everything. Then their backwards are also measured with
             half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
             many bytes each option needs more is what its backward needs as compiled.
+        split: whether the halves of backwards are measured too.
         known: what programs took that were measured before; those measured now are added.
         room_bytes: that the device has for a program; what needs more is estimated by the roofline, at the pace of what
             was measured.
@@ -103,10 +114,12 @@ def measured_costs(
     kept = {share: layer_programs(store, traced, share) for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
-    programs = [*forwards, *chain.from_iterable(backwards.values())]
-    runs = measure_programs(store, programs, device, known, room_bytes, archive)
-    jaxprs = [p.forward for p in kept["all"]] + [p.backward for share in shares for p in kept[share]]
-    runs = runs | _estimated(store, device, runs, {p.key: (p, j) for p, j in zip(programs, jaxprs, strict=True)})
+    made = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
+    for share in shares:
+        made += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
+    made += _halves(kept["all"]) if split else ()
+    runs = measure_programs(store, [program for program, _ in made], device, known, room_bytes, archive)
+    runs = runs | _estimated(store, device, runs, {program.key: (program, jaxpr) for program, jaxpr in made})
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
@@ -121,7 +134,20 @@ def measured_costs(
             measured.append(_calibration(recompute, by_share))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
         options = with_compiled_bytes(traced, options, [id(p) for p in kept["nothing"]], store, device)
-    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches)
+    splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
+    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
+    """Yields both halves of every backward that has them."""
+    for made in programs:
+        if made.halves is not None:
+            yield input_program(made), made.halves.input
+            yield weight_program(made), made.halves.weight
+
+
+def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
+    return runs[input_program(programs).key].seconds, runs[weight_program(programs).key].seconds
 
 
 def _estimated(

@@ -5,12 +5,13 @@ A value is held if a backward reads it: from its making until then, per micro-ba
 are alive while a few layers run, and count among the temporaries of these.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.values import ValueKind
+from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 
@@ -39,6 +40,7 @@ def costs_of(
     options: Sequence[Sequence[Option]] | None = None,
     optimizer: OptimizerCut | None = None,
     microbatches: int = 1,
+    splits: Sequence[SplitCost | None] | None = None,
 ) -> Costs:
     """The costs of a model.
 
@@ -49,6 +51,7 @@ def costs_of(
         options: of each layer, the first of which keeps everything; by default there is no other.
         optimizer: its state and what its update needs; None: neither is counted.
         microbatches: in a step; their losses and aux values are held until its end.
+        splits: of each layer; None: nobody asked.
     """
     model = _Model(graph, signatures)
     layers = []
@@ -70,10 +73,38 @@ def costs_of(
                     work.update_temporary_bytes + _update_bytes(graph, layer.id, optimizer),
                     _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0,
                 ),
+                split=None if splits is None else splits[layer.id],
             )
         )
     edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)
     return Costs(tuple(layers), edges, tuple(model.shared()), ids=tuple(layer.id for layer in graph.layers))
+
+
+def split_costs(
+    graph: LayerGraph, programs: Sequence[LayerPrograms], seconds: Callable[[LayerPrograms], tuple[float, float]]
+) -> list[SplitCost | None]:
+    """The costs of each layer's backward in halves; None for those that have none. Layers alike are asked for once.
+
+    Args:
+        graph: the layers.
+        programs: of each layer, with all candidates kept.
+        seconds: those of the two halves of some programs.
+    """
+    distinct = {id(made): made for made in programs if made.halves is not None}
+    took = {key: seconds(made) for key, made in distinct.items()}
+    pairs = zip(graph.layers, programs, strict=True)
+    return [_split_cost(graph, layer, made, *took[id(made)]) if id(made) in took else None for layer, made in pairs]
+
+
+def _split_cost(graph: LayerGraph, layer: Layer, programs: LayerPrograms, input_s: float, weight_s: float) -> SplitCost:
+    assert programs.halves is not None
+    split = programs.halves.signature
+    values = {"input": layer.reads, "output": layer.writes}
+    read = [values[kind][i] for kind, i in split.weight.sources if kind != "residual"]
+    read += [layer.writes[i] for i in split.weight.cotangents]  # each as large as what it is of
+    kept = sum(graph.tensors[ref.index].array.bytes for ref in read if ref.kind == ValueKind.TENSOR)
+    kept += sum(split.weight.residuals[i].bytes for kind, i in split.weight.sources if kind == "residual")
+    return SplitCost(input_s, weight_s, sum(a.bytes for a in split.handed), kept)
 
 
 def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[int]]:

@@ -85,3 +85,16 @@ def test_without_fates_everything_is_kept() -> None:
         assert len(a.options) == 1
         assert a.options[0] == b.options[0]
     assert replace(full, layers=()) == replace(bare, layers=())
+
+
+def test_halves_of_backwards_are_looked_at_if_somebody_asks() -> None:
+    """In the model every layer but the first gives a cotangent; products run in one of the halves."""
+    whole, halved = (estimate(traced("pre-norm"), A100, fates=False, split=split) for split in (False, True))
+    assert {layer.split for layer in whole.layers} == {None}
+    first, *others = halved.layers
+    assert first.split is None
+    for layer in others:
+        assert layer.split is not None
+        assert min(layer.split.input_s, layer.split.weight_s) > 0
+        assert layer.backward_s * 0.9 < layer.split.input_s + layer.split.weight_s < layer.backward_s * 1.7
+    assert [replace(layer, split=None) for layer in halved.layers] == list(whole.layers)

@@ -9,6 +9,7 @@ from jvpipe.cost.presets import PRESETS
 from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
 from jvpipe.programs.store import ProgramStore, shared_store
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
+from tests.zoo import B, D
 
 
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +74,23 @@ def test_bytes_beside_those_given_are_the_compilers() -> None:
 
     more = [max(b - a, 0) for a, b in zip(needed("all"), needed("nothing"), strict=True)]
     assert [layer.options[-1].extra_bytes for layer in measured.layers] == more
+
+
+def test_halves_of_backwards_are_measured_if_somebody_asks() -> None:
+    """What W still reads: of tanh(x @ w + b) the cotangent, x, and the product, all of one size; nothing is handed."""
+    model, store, device = traced("mlp"), ProgramStore(), jax.devices()[0]
+    known = {}
+    whole = measured_costs(model, device, store, fates=False, known=known)
+    asked = len(known)
+    halved = measured_costs(model, device, store, fates=False, split=True, known=known)
+    alike = len({id(made) for made in layer_programs(store, model) if made.halves})
+    assert len(known) == asked + 2 * alike
+    assert all(layer.split is None for layer in whole.layers)
+    assert halved.layers[0].split is None
+    for layer in halved.layers[1:-1]:
+        assert layer.split is not None
+        assert min(layer.split.input_s, layer.split.weight_s) > 0
+        assert (layer.split.handed_bytes, layer.split.kept_bytes) == (0, 3 * 4 * B * D)
 
 
 def test_half_of_the_candidates_is_every_other_one() -> None:
