@@ -19,6 +19,7 @@ from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.schedules import Schedule
+from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session import checkpoints
 from jvpipe.session.arguments import (
     check_arrays,
@@ -63,7 +64,8 @@ class Pipeline:
         fates: of tensors by name, such as `{"*/attention/*": "swap"}`: "keep", "swap" or "recompute".
         checkpoint: torchgpipe's modes, which micro-batches are computed again from their stage's input: "always",
             "except_last" or "never".
-        devices: one per stage, by default the first of `jax.devices()`; name one twice to share it.
+        devices: one per stage, by default the first of `jax.devices()`; name one twice to share it. Where the schedule
+            runs several stages per device, `stages` and `devices` count the devices that the pipeline passes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -114,8 +116,8 @@ class Pipeline:
         find_planner(checked_name("planner", planner, "jvpipe"))
         microbatches = whole_number("microbatches", microbatches)
         stages = stages.under(schedule.name) if isinstance(stages, Plan) else whole_number("stages", stages)
-        schedule.check(stages if isinstance(stages, int) else len(stages.stages), microbatches)
-        used, places = place_stages(stages, devices)
+        schedule.check(stages if isinstance(stages, int) else pipeline_length(stages, schedule), microbatches)
+        used, places = place_stages(stages, devices, schedule)
         hosts = present_hosts()
         self.session = Session(
             Settings(

@@ -38,7 +38,8 @@ def set_noise(noise: float, outliers: float, seed: int = 0) -> None:
     _library().set_noise(noise, outliers, seed)
 
 
-def _sleep(x: jax.Array, seconds: float) -> jax.Array:
+def sleep(x: jax.Array, seconds: float) -> jax.Array:
+    """A copy of `x` that takes so long."""
     _library()
     return jax.ffi.ffi_call("nap", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, seconds=np.float64(seconds))
 
@@ -46,15 +47,15 @@ def _sleep(x: jax.Array, seconds: float) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def nap(x: jax.Array, forward_s: float, backward_s: float) -> jax.Array:
     """`x`; its forward and its backward sleep."""
-    return _sleep(x, forward_s)
+    return sleep(x, forward_s)
 
 
 def _forward(x: jax.Array, forward_s: float, backward_s: float) -> tuple[jax.Array, None]:
-    return _sleep(x, forward_s), None
+    return sleep(x, forward_s), None
 
 
 def _backward(forward_s: float, backward_s: float, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (_sleep(g, backward_s),)
+    return (sleep(g, backward_s),)
 
 
 nap.defvjp(_forward, _backward)

@@ -24,6 +24,7 @@ from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_option
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.agreement import versions
 
 
@@ -104,8 +105,9 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
             plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
         if plan is None:
             return options, before, None, False
-        schedule = plan.schedule or options.schedule
-        return replace(options, stages=len(plan.stages), schedule=schedule), before, plan, given is not None
+        schedule = find_schedule(plan.schedule or options.schedule)
+        as_planned = replace(options, stages=pipeline_length(plan, schedule), schedule=schedule.name)
+        return as_planned, before, plan, given is not None
 
     options, before, plan, given = hosts.together("run", kept)
     devices = plan.device_count if plan else options.stages

@@ -6,6 +6,8 @@ from typing import Any
 
 from jvpipe.cli import sealed
 from jvpipe.ir.plan import Plan
+from jvpipe.schedules import find_schedule
+from jvpipe.schedules.planned import pipeline_length
 
 DECIDES = ("stages", "microbatches", "schedule", "planner", "memory_limit", "host_memory_limit", "checkpoint", "plan")
 """The options that a plan follows from: a run that is resumed with others is planned anew."""
@@ -25,7 +27,8 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     if path is None or path == before.get("plan"):
         return None
     plan = Plan.load(path)
-    for name, own in (("stages", len(plan.stages)), ("schedule", plan.schedule)):
+    schedule = find_schedule(plan.schedule or options["schedule"])
+    for name, own in (("stages", pipeline_length(plan, schedule)), ("schedule", plan.schedule)):
         if options[name] not in (own, before[name]):
             raise ValueError(f"--{name} {options[name]} contradicts --plan {path}: there it is {own}")
     return plan
@@ -43,4 +46,6 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
         return None
     sealed.read(path)  # whether it is what the run wrote
     plan = Plan.load(path)
-    return plan if (len(plan.stages), plan.schedule) == (options["stages"], options["schedule"]) else None
+    schedule = find_schedule(options["schedule"])
+    same = plan.schedule == schedule.name and pipeline_length(plan, schedule) == options["stages"]
+    return plan if same else None

@@ -39,7 +39,9 @@ class Plan:
     """Stages in the order of the forward; `schedule` and `planner` say what it was made for (None: any) and by.
 
     With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
-    places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves.
+    places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves. `tasks`
+    are those of each device in order, as text (none: as the schedule's rule has them); where they split backwards,
+    those of the layers in `unsplit` stay whole.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -50,6 +52,8 @@ class Plan:
     planner: str = "given"
     keep_last: bool = False
     splits: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()
+    unsplit: tuple[int, ...] = ()
 
     @staticmethod
     def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
@@ -84,8 +88,8 @@ class Plan:
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """The same placement for another schedule."""
-        return replace(self, schedule=schedule)
+        """The same placement for another schedule; the order of tasks is for one alone."""
+        return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
         """The plan for a pipeline of this schedule; ValueError if it was made for another.
@@ -134,7 +138,8 @@ class Plan:
         )
         splits = tuple(map(int, data.get("splits", ())))
         schedule = None if data["schedule"] is None else str(data["schedule"])
-        return Plan(stages, schedule, str(data["planner"]), bool(data.get("keep_last", False)), splits)
+        tasks, unsplit = tuple(map(str, data.get("tasks", ()))), tuple(map(int, data.get("unsplit", ())))
+        return Plan(stages, schedule, str(data["planner"]), bool(data.get("keep_last", False)), splits, tasks, unsplit)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

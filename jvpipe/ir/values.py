@@ -22,6 +22,7 @@ class ValueKind(StrEnum):
     TENSOR = "tensor"  # index: edge between layers; micro-batch
     COTANGENT = "cotangent"  # index: edge; micro-batch: the sum so far, last reader first
     RESIDUAL = "residual"  # index: of those that the layer's forward leaves; layer; micro-batch
+    HANDED = "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
     GRADIENT = "gradient"  # index: leaf; layer: the reader whose sum it is; version: the update that takes it
     LOSS = "loss"  # index: 0 the total, 1 the weight; micro-batch
     AUX = "aux"  # index: leaf; micro-batch
@@ -44,6 +45,7 @@ class Owner(StrEnum):
     OPTIMIZER = "optimizer"
     STATE = "state"
     CONSTANT = "constant"
+    HANDED = "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
     GRADIENT = "gradient"
     RESIDUAL = "residual"
     EDGE = "edge"
@@ -58,8 +60,9 @@ class ValueInfo:
 
     `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
     from the host when it is read. `follows`: belongs to a layer, so that it has arrived elsewhere before it ends where
-    the layer was. `told`: other layers tell it an update, which gets a copy. `remembered`: what updates did, kept in a
-    stream from one to the next.
+    the layer was. `passed_on`: grows from reader to reader, so that it is no longer where it was sent from. `told`:
+    other layers tell it an update, which gets a copy. `remembered`: what updates did, kept in a stream from one to the
+    next.
     """
 
     owner: Owner
@@ -67,6 +70,7 @@ class ValueInfo:
     alone: bool = False
     fed: bool = False
     follows: bool = False
+    passed_on: bool = False
     told: bool = False
     remembered: bool = False
 
@@ -79,8 +83,9 @@ VALUES: dict[ValueKind, ValueInfo] = {
     ValueKind.BATCH: ValueInfo(Owner.BATCH, fed=True),
     ValueKind.SEED: ValueInfo(Owner.BATCH, fed=True),
     ValueKind.TENSOR: ValueInfo(Owner.EDGE),
-    ValueKind.COTANGENT: ValueInfo(Owner.EDGE),
+    ValueKind.COTANGENT: ValueInfo(Owner.EDGE, passed_on=True),
     ValueKind.RESIDUAL: ValueInfo(Owner.RESIDUAL),
+    ValueKind.HANDED: ValueInfo(Owner.RESIDUAL),
     ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True, told=True),
     ValueKind.LOSS: ValueInfo(Owner.METRIC),
     ValueKind.AUX: ValueInfo(Owner.METRIC),

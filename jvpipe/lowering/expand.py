@@ -2,9 +2,12 @@
 
     1F2    F(layer 3) F(layer 4)                            what a layer reads and writes follows from the graph,
     1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)   what it leaves and recomputes from the layout's fates,
-                                                            which weights it reads from the rule of the schedule
+    1I2    R(layer 3) I(layer 4) B(layer 3)                 which weights it reads from the rule of the schedule
+    1W2    ZERO(layer 4) W(layer 4)
 
-A layer whose stage drops what it makes is recomputed (R) before the first backward that reads it.
+A layer whose stage drops what it makes is recomputed (R) before the first backward that reads it. In a split backward a
+layer that has no halves runs whole: with the first half of its stage if others wait for its cotangents, else with the
+second.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +15,7 @@ from typing import Protocol, assert_never, runtime_checkable
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import Layer, LayerGraph, Ref, Source
+from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Signature, Source
 from jvpipe.ir.rows import LayerRun, Run, ZeroRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -185,40 +188,91 @@ class Expander:
         yield self.operation(Kind.E, layer.id, m, reads, writes, None, delivers)
 
     def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields a layer's backward, after recomputing what it needs.
-
-        Its cotangents go to the next earlier reader, last to the producer.
+        """Yields a layer's whole backward, after recomputing what it needs.
 
         Args:
             layer: that runs.
             m: the micro-batch.
             layout: of the micro-batch.
         """
-        signature, tensors = layout.signatures[layer.id], self.graph.tensors
-        for kind, i in signature.sources:
-            if kind == "input":
+        yield from self._backward(Kind.B, layer, m, layout, layout.signatures[layer.id])
+
+    def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """Yields what a layer does for the cotangents of its inputs, in a backward that is split.
+
+        Args:
+            layer: that runs.
+            m: the micro-batch.
+            layout: of the micro-batch.
+        """
+        halves = layout.halves.get(layer.id)
+        if halves is not None:
+            yield from self._backward(Kind.I, layer, m, layout, halves.input, leaves=halves.handed)
+        elif layout.signatures[layer.id].returned:
+            yield from self.backward(layer, m, layout)
+
+    def weight_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+        """Yields what is left of a layer's backward after that: it adds its gradients.
+
+        Args:
+            layer: that runs.
+            m: the micro-batch.
+            layout: of the micro-batch.
+        """
+        halves = layout.halves.get(layer.id)
+        if halves is not None:
+            yield from self._backward(Kind.W, layer, m, layout, halves.weight, takes=halves.handed)
+        elif not layout.signatures[layer.id].returned:
+            yield from self.backward(layer, m, layout)
+
+    def _backward(
+        self,
+        kind: Kind,
+        layer: Layer,
+        m: int,
+        layout: MicrobatchLayout,
+        signature: Signature,
+        takes: Sequence[Array] = (),
+        leaves: Sequence[Array] = (),
+    ) -> Iterator[Operation]:
+        """Yields a backward or a half of it. Cotangents go to the next earlier reader, last to the producer.
+
+        Args:
+            kind: B, I or W.
+            layer: that runs.
+            m: the micro-batch.
+            layout: of the micro-batch.
+            signature: what it reads and yields.
+            takes: what the other half has handed it.
+            leaves: what it hands to the other half.
+        """
+        tensors = self.graph.tensors
+        for source, i in signature.sources:
+            if source == "input":
                 yield from self._ensure(layer, layer.reads[i], m, layout)
         if layer.id in layout.fates.recomputed:
             yield from self._recompute(layer, m, layout)
         sums = [self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
         if self.weights.accumulates and sums and sums[0] not in self.made:
             yield self._zeros(layer, m)
-        inputs = [layer.reads[i] for kind, i in signature.sources if kind == "input"]
+        inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         wanted = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
         yield from self.weights.shifts(layer, m, wanted, back=True)
         reads = [self._source(layer, source, m) for source in signature.sources]
         reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
         reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
+        reads += [value for value, *_ in self._handed(layer, m, takes)]
         reads += sums if self.weights.accumulates else []
         writes = [Write(value, self.graph.parameters[value.index].array.bytes) for value in sums]
         returned = [layer.reads[i] for i in signature.returned]
         writes += [Write(self._cotangent(ref, m), tensors[ref.index].array.bytes) for ref in returned]
+        writes += self._handed(layer, m, leaves)
         delivers = []
         for ref in returned:
             earlier = [r for r in tensors[ref.index].readers if r < layer.id]
             following = earlier[-1] if earlier else tensors[ref.index].producer
             delivers.append(Delivery(self._cotangent(ref, m), (following,)))
-        yield self.operation(Kind.B, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
+        yield self.operation(kind, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
 
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
         """Once every micro-batch of a step has its loss and aux: their sums; `weight` is what those of weights is.
@@ -248,6 +302,9 @@ class Expander:
     def _residuals(self, layer: Layer, m: int, layout: MicrobatchLayout, copy: Copy) -> list[Write]:
         residuals = layout.signatures[layer.id].residuals
         return [Write(Value(ValueKind.RESIDUAL, i, layer.id, m), a.bytes, copy) for i, a in enumerate(residuals)]
+
+    def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
+        return [Write(Value(ValueKind.HANDED, i, layer.id, m), a.bytes) for i, a in enumerate(arrays)]
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
         graph = self.graph

@@ -1,25 +1,29 @@
 """The layout of a micro-batch: its plan, the fates of what it leaves, and the programs that were made for these."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import assert_never
 
 from jvpipe.ir.fates import Fates
-from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, SplitSignature
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.ir.values import Value, ValueKind
 
 
 @dataclass(frozen=True)
 class MicrobatchLayout:
-    """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart."""
+    """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
+
+    `halves` are those of the layers whose backwards can be split; there are none where nothing is.
+    """
 
     number: int
     graph: LayerGraph
     plan: Plan
     fates: Fates
     signatures: Sequence[Signature]
+    halves: Mapping[int, SplitSignature] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0) -> "MicrobatchLayout":
@@ -58,7 +62,7 @@ class MicrobatchLayout:
 
     def swapped(self, stage: int, m: int) -> list[Value]:
         """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
-        reads.
+        reads. An edge that another stage of its device makes or reads stays.
         """
         layers = self.layers(stage)
         values = [
@@ -68,8 +72,15 @@ class MicrobatchLayout:
             if array.name in self.fates.swapped[layer.id]
         ]
         wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
-        edges = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP)
+        swapped = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP)
+        edges = (t for t in swapped if self._stages_at(stage, t) == {stage})
         return values + [Value(ValueKind.TENSOR, t, microbatch=m) for t in edges if Ref(ValueKind.TENSOR, t) in wanted]
+
+    def _stages_at(self, stage: int, t: int) -> set[int]:
+        """The stages on the device of a stage that make or read an edge."""
+        tensor, stages = self.graph.tensors[t], self.plan.stages
+        touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
+        return {s for s in touching if stages[s].devices == stages[stage].devices}
 
 
 def _edges_read(layer: Layer, signature: Signature) -> Iterator[Ref]:

@@ -1,4 +1,4 @@
-"""One order of dispatch for the lists of all stages: each as early as what it waits for allows."""
+"""One order of dispatch for the lists of all devices: each task as early as what it waits for allows."""
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -93,9 +93,18 @@ class _Neighbours:
 
 
 class Waits:
-    """The tasks that tasks wait for, for values and model state. `plans` are those of each micro-batch."""
+    """The tasks that tasks wait for, for values and model state.
 
-    def __init__(self, graph: LayerGraph, plans: Sequence[Plan]) -> None:
+    Args:
+        graph: the layers.
+        plans: those of each micro-batch.
+        split: the stages and micro-batches whose backward is split: I gives what others wait for.
+    """
+
+    def __init__(
+        self, graph: LayerGraph, plans: Sequence[Plan], split: Collection[tuple[int, int]] = frozenset()
+    ) -> None:
+        self._split = split
         known = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [known[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
@@ -113,9 +122,11 @@ class Waits:
                 if m:
                     there = {self.at[m - 1].stage[w] for layer, w in self._carried if here.stage[layer] == s}
                     yield from (Task(w, Kind.F, m - 1) for w in there if w != s)
-            case Kind.B:
+            case Kind.B | Kind.I:
                 yield Task(s, Kind.F, m)
-                yield from (Task(p, Kind.B, m) for p in here.after[s])
+                yield from (Task(p, Kind.I if (p, m) in self._split else Kind.B, m) for p in here.after[s])
+            case Kind.W:
+                yield Task(s, Kind.I, m)
             case Kind.U:
                 return  # it follows its stage's backward in the list
             case _:

@@ -156,6 +156,8 @@ class Placer:
         if (value, target) not in self.current:
             b = self.current[value, source]
             self.row(Kind.SEND, source, layer, m, [b], [self.buffer(value, target, self.buffers[b].bytes)])
+            if VALUES[value.kind].passed_on:
+                self.rename(b, Spot(value, source, Copy.STALE))
         return self.current[value, target]
 
     def bring(self, value: Value, target: int, layer: int, m: int = NONE) -> int:

@@ -36,7 +36,7 @@ def lower_step(
     Args:
         graph: the layers.
         layouts: of each micro-batch; the last one's plan is that of the step's end.
-        lists: the tasks of each stage.
+        lists: the tasks of each device.
         optimizer: the update.
     """
     micro, plans = len(layouts), [layout.plan for layout in layouts]
@@ -44,7 +44,8 @@ def lower_step(
     placer = Placer(graph, plans[0], optimizer)
     left: dict[Task, tuple[int, list[int]]] = {}
     ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
-    for task in order(Waits(graph, plans), lists, waits_too=lambda task: sums_from(plans, task)):
+    split = {(task.stage, task.microbatch) for tasks in lists for task in tasks if task.kind is Kind.I}
+    for task in order(Waits(graph, plans, split), lists, waits_too=lambda task: sums_from(plans, task)):
         m, layout = task.microbatch, layouts[task.microbatch]
         if m in ahead:
             placer.begin()
@@ -147,15 +148,23 @@ def swapped_by(placer: Placer, layout: MicrobatchLayout, task: Task) -> tuple[in
 
 
 def _expanded(expander: Expander, task: Task, layout: MicrobatchLayout, batch: range) -> Iterable[Operation]:
-    layers = layout.layers(task.stage)
-    if task.kind == Kind.F:
-        for layer in layers:
-            yield from expander.forward(layer, task.microbatch, layout)
-            yield from _losses(expander, layer, batch)
-    else:
-        assert task.kind == Kind.B, f"a synchronous step has no {task}"
-        for layer in reversed(layers):
-            yield from expander.backward(layer, task.microbatch, layout)
+    layers, m = layout.layers(task.stage), task.microbatch
+    match task.kind:
+        case Kind.F:
+            for layer in layers:
+                yield from expander.forward(layer, m, layout)
+                yield from _losses(expander, layer, batch)
+        case Kind.B:
+            for layer in reversed(layers):
+                yield from expander.backward(layer, m, layout)
+        case Kind.I:
+            for layer in reversed(layers):
+                yield from expander.input_half(layer, m, layout)
+        case Kind.W:
+            for layer in reversed(layers):
+                yield from expander.weight_half(layer, m, layout)
+        case _:
+            raise AssertionError(f"a synchronous step has no {task}")
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:

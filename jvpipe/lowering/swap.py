@@ -1,8 +1,8 @@
 """Swapping: values that leave the device between a forward and its backward get their rows.
 
 F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that and frees it (FREE),
-`i<m>` fetches it back (IN). A stage holds at most two micro-batches of swapped values: one that is used and one that is
-on its way.
+`i<m>` fetches it back (IN). Of what its stages swapped of a micro-batch a device holds two at most: one that is used,
+and one that is on its way. What a split backward reads stays until its second half has run.
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
@@ -13,6 +13,7 @@ A micro-batch whose backward follows its forward at once stays.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.kinds import KINDS, Kind
@@ -30,7 +31,7 @@ def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapp
     Args:
         blocks: of tasks in the order of their dispatch.
         buffers: the table.
-        lists: the tasks of each stage; nothing is swapped beyond the end of a list.
+        lists: the tasks of each device; nothing is swapped beyond the end of a list.
         swapped: what a forward leaves that is to be swapped.
 
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -49,51 +50,61 @@ def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapp
             yield [*swaps.before(block.task), *map(swaps.redirected, block.rows), *swaps.after(block.task)]
 
 
+class _Left(NamedTuple):
+    """What the forward of a stage left of a micro-batch."""
+
+    stage: int
+    microbatch: int
+
+
+def _left_by(task: Task) -> _Left:
+    return _Left(task.stage, task.microbatch)
+
+
 class _Swaps:
-    """The swapped values of all stages while their rows are written."""
+    """The swapped values of all stages while their rows are written; devices are numbered as their lists."""
 
     def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
         self._buffers, self._swapped = buffers, swapped
         self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
-        stages = {task.stage for tasks in lists for task in tasks}
-        self._out: dict[tuple[int, int], tuple[int, dict[int, int]]] = {}  # first layer; buffers, their copies
-        self._leaving: dict[int, list[int]] = {s: [] for s in stages}  # micro-batches on their way out
-        self._back: dict[int, set[int]] = {s: set() for s in stages}  # those that came back
-        self._copies: dict[tuple[int, Copy], int] = {}
+        self._device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+        self._out: dict[_Left, tuple[int, dict[int, int]]] = {}  # first layer; buffers, their copies
+        self._leaving: list[list[_Left]] = [[] for _ in lists]  # what is on its way out
+        self._back: list[set[_Left]] = [set() for _ in lists]  # what came back
         self._fetched: dict[int, int] = {}  # a buffer and what has come back of it
 
     def before(self, task: Task) -> Iterator[Row]:
         """Yields the rows before a task: its own values come back, the next one's start to, room is made."""
-        s, kind, m = task
-        if KINDS[kind].back:
-            yield from self._fetch(s, m)
-        following = self._next.get(task)
-        if following is not None and KINDS[following.kind].back and (s, following.microbatch) in self._out:
-            yield from self._fetch(s, following.microbatch)
-        elif kind == Kind.F and self._leaving[s] and self._rests(task):
-            while len(self._leaving[s]) + len(self._back[s]) > 1 and self._leaving[s]:
-                yield from self._free(s)
+        d, following = self._device[task.stage], self._next.get(task)
+        if KINDS[task.kind].back:
+            yield from self._fetch(_left_by(task))
+        if following is not None and KINDS[following.kind].back and _left_by(following) in self._out:
+            yield from self._fetch(_left_by(following))
+        elif task.kind == Kind.F and self._rests(task):
+            while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
+                yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
         """Yields the rows after a task: what a forward left goes out."""
-        s, kind, m = task
-        match kind:
+        match task.kind:
             case Kind.F:
                 if self._rests(task):
-                    yield from self._leave(s, m, *self._swapped(task))
-            case Kind.B:
-                self._back[s].discard(m)
+                    yield from self._leave(_left_by(task), *self._swapped(task))
+            case Kind.B | Kind.W:
+                self._back[self._device[task.stage]].discard(_left_by(task))
+            case Kind.I:
+                pass
             case _:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
-    def _leave(self, s: int, m: int, layer: int, ids: Sequence[int]) -> Iterator[Row]:
+    def _leave(self, left: _Left, layer: int, ids: Sequence[int]) -> Iterator[Row]:
         if not ids:
             return
         copies = {b: self._copy(b, Copy.HOST) for b in ids}
-        self._out[s, m] = layer, copies
-        self._leaving[s].append(m)
+        self._out[left] = layer, copies
+        self._leaving[self._device[left.stage]].append(left)
         for b, host in copies.items():
-            yield self._row(Kind.OUT, s, m, b, [b], [host])
+            yield self._row(Kind.OUT, left, b, [b], [host])
 
     def redirected(self, row: Row) -> Row:
         """A row that reads what has come back, where it reads what went out."""
@@ -104,29 +115,28 @@ class _Swaps:
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""
         following = self._next.get(task)
-        return following is None or not KINDS[following.kind].back or following.microbatch != task.microbatch
+        return following is None or not KINDS[following.kind].back or _left_by(following) != _left_by(task)
 
-    def _free(self, s: int) -> Iterator[Row]:
-        m = self._leaving[s].pop(0)
-        for b, host in self._out[s, m][1].items():
-            yield self._row(Kind.FREE, s, m, b, [b, host], [])
+    def _free(self, d: int) -> Iterator[Row]:
+        left = self._leaving[d].pop(0)
+        for b, host in self._out[left][1].items():
+            yield self._row(Kind.FREE, left, b, [b, host], [])
 
-    def _fetch(self, s: int, m: int) -> Iterator[Row]:
-        if (s, m) not in self._out or m in self._back[s]:
+    def _fetch(self, left: _Left) -> Iterator[Row]:
+        d = self._device[left.stage]
+        if left not in self._out or left in self._back[d]:
             return
-        while self._leaving[s]:
-            yield from self._free(s)
-        self._back[s].add(m)
-        for b, host in self._out[s, m][1].items():
+        while self._leaving[d]:
+            yield from self._free(d)
+        self._back[d].add(left)
+        for b, host in self._out[left][1].items():
             back = self._fetched[b] = self._copy(b, Copy.FETCHED)
-            yield self._row(Kind.IN, s, m, b, [host], [back])
+            yield self._row(Kind.IN, left, b, [host], [back])
 
     def _copy(self, b: int, copy: Copy) -> int:
-        """A copy of a buffer; stages on one device share those of what they both swap."""
-        if (b, copy) not in self._copies:
-            self._copies[b, copy] = len(self._buffers)
-            self._buffers.append(replace(self._buffers[b], copy=copy))
-        return self._copies[b, copy]
+        self._buffers.append(replace(self._buffers[b], copy=copy))
+        return len(self._buffers) - 1
 
-    def _row(self, kind: Kind, s: int, m: int, b: int, reads: Sequence[int], writes: Sequence[int]) -> Row:
-        return Row(kind, self._buffers[b].place, s, self._out[s, m][0], m, tuple(reads), tuple(writes))
+    def _row(self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]) -> Row:
+        place, layer = self._buffers[b].place, self._out[left][0]
+        return Row(kind, place, left.stage, layer, left.microbatch, tuple(reads), tuple(writes))

@@ -11,7 +11,7 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import Signature
+from jvpipe.ir.layers import SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
@@ -27,13 +27,21 @@ from jvpipe.lowering.stream.timeline import PlanSpan
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
-from jvpipe.programs.model import backward_program, forward_program, layer_programs, single_backward_program
+from jvpipe.programs.model import (
+    backward_program,
+    forward_program,
+    input_program,
+    layer_programs,
+    single_backward_program,
+    weight_program,
+)
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.state import piece_program
 from jvpipe.runtime.value_shapes import shape, value_shape
+from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
@@ -60,7 +68,7 @@ class CompiledPlan:
             raise ValueError(
                 f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
             )
-        self.schedule.check(len(self.plan.stages), self.microbatches)
+        self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
         self.executables: dict[tuple[Hashable, Device], Program] = {}  # which programs are used where
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
@@ -71,23 +79,31 @@ class CompiledPlan:
         if self.plan.keep_last:
             self.programs.append(layer_programs(self.store, self.traced))
 
-    @property
-    def _signatures(self) -> list[list[Signature]]:
-        return [[p.signature for p in programs] for programs in self.programs]
-
-    @property
+    @cached_property
     def lists(self) -> TaskLists:
-        """The tasks of each stage in a synchronous step."""
-        return self.schedule.lists(len(self.plan.stages), self.microbatches)
+        """The tasks of each device in a synchronous step."""
+        return lists_of(self.plan, self.schedule, self.microbatches)
+
+    @cached_property
+    def _halves(self) -> list[dict[int, SplitSignature]]:
+        """What the halves of each layer's backward take and give, if backwards are split; like `programs`."""
+        if not self.schedule.synchronous or not any(task.kind is Kind.I for tasks in self.lists for task in tasks):
+            return [{} for _ in self.programs]
+        return [
+            {i: p.halves.signature for i, p in enumerate(programs) if p.halves and i not in self.plan.unsplit}
+            for programs in self.programs
+        ]
 
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """The layout of each micro-batch of a step; `first` numbers its programs."""
-        graph, (signatures, *last) = self.traced.graph, self._signatures
-        layouts = [MicrobatchLayout.of(graph, self.plan, signatures, first)] * self.microbatches
-        if last:
-            kept = Fates.of(graph, self.plan.without_fates())
-            layouts[-1] = MicrobatchLayout(first + 1, graph, self.plan, kept, last[0])
-        return layouts
+        graph = self.traced.graph
+        usual, *last = [
+            MicrobatchLayout(number, graph, self.plan, Fates.of(graph, plan), [p.signature for p in programs], halves)
+            for number, (plan, programs, halves) in enumerate(
+                zip((self.plan, self.plan.without_fates()), self.programs, self._halves, strict=False), first
+            )
+        ]
+        return [*[usual] * (self.microbatches - len(last)), *last]
 
     @cached_property
     def step(self) -> Bound:
@@ -246,8 +262,10 @@ class CompiledPlan:
                 return forward_program(programs[_operand(row, LayerRun).layout][layer], recompute=row.kind is Kind.R)
             case Kind.B:
                 return self.backward_program(programs[_operand(row, LayerRun).layout][layer])
-            case Kind.I | Kind.W:
-                raise AssertionError(f"{row}: no program is made for a part of a backward")
+            case Kind.I:
+                return input_program(programs[_operand(row, LayerRun).layout][layer])
+            case Kind.W:
+                return weight_program(programs[_operand(row, LayerRun).layout][layer])
             case Kind.E:
                 closed = inference(self.traced.bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))

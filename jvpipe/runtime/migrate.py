@@ -22,6 +22,7 @@ import jax
 from jvpipe.ir.buffers import Lowered, Peak
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import TaskLists
 from jvpipe.lowering.splice import spliced
 from jvpipe.lowering.step import divided, lower_move, lower_step
 from jvpipe.runtime.binding import Bound
@@ -32,6 +33,7 @@ from jvpipe.runtime.failures import StageError
 from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
+from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 T = TypeVar("T")
 UNFORESEEN = -1
@@ -233,9 +235,18 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
 def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:
     """A step whose micro-batches run under the old plan, then under the new one."""
     layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
-    lists = spliced(old.lists, new.lists, microbatch)
+    lists = spliced(_plain(old), _plain(new), microbatch)
     lowered = lower_step(new.traced.graph, layouts, lists, new.optimizer)
     return lowered, new.bound(lowered, [*old.programs, *new.programs])
+
+
+def _plain(compiled: CompiledPlan) -> TaskLists:
+    """The tasks of each stage in a step inside which layers move: whole backwards, as the order changes no value."""
+    stages = [{task.stage for task in tasks} for tasks in compiled.lists]
+    whole = all(task.kind in (Kind.F, Kind.B) for tasks in compiled.lists for task in tasks)
+    if whole and stages == [{s} for s in range(len(compiled.plan.stages))]:
+        return compiled.lists
+    return one_f_one_b(len(compiled.plan.stages), compiled.microbatches)
 
 
 def copied_bytes(lowered: Lowered, kind: Kind = Kind.MOVE) -> int:

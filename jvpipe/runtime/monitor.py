@@ -25,7 +25,8 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
 
-_PASSES = tuple(kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER)
+_PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
+_HALVES = {Kind.I, Kind.W}
 _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
@@ -50,7 +51,7 @@ class Measured:
     def layer_s(self, layers: int) -> list[float]:
         """Seconds of each layer for a micro-batch: forward, backward, and what runs again; medians over micro-batches.
 
-        0 for a layer whose forward or backward did not run.
+        0 for a layer whose forward or backward did not run. Of a backward that is split now and then the whole counts.
 
         >>> took_s = {Kind.F: 1.0, Kind.B: 2.0}
         >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in took_s.items()]
@@ -63,7 +64,9 @@ class Measured:
         middle = {key: statistics.median(seconds) for key, seconds in took.items()}
         kinds = [{kind for layer, kind in middle if layer == i} for i in range(layers)]
         ran = [bool(_BEGIN & known) and bool(_END & known) for known in kinds]
-        return [sum(middle.get((i, kind), 0.0) for kind in _PASSES) if ran[i] else 0.0 for i in range(layers)]
+        counted = [_PASSES - _HALVES if Kind.B in known else _PASSES for known in kinds]
+        took_s = [sum(middle.get((i, kind), 0.0) for kind in counted[i]) for i in range(layers)]
+        return [seconds if all_of_it else 0.0 for seconds, all_of_it in zip(took_s, ran, strict=True)]
 
     @property
     def hidden_s(self) -> float:

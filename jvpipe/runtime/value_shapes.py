@@ -54,7 +54,7 @@ def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.Sh
             return traced.loss_shapes[1]
         case ValueKind.UPDATES | ValueKind.MARK:
             return weights.COUNT
-        case ValueKind.SEED | ValueKind.RESIDUAL | ValueKind.METRIC | ValueKind.EXCHANGE:
+        case ValueKind.SEED | ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.METRIC | ValueKind.EXCHANGE:
             return None
         case _:
             assert_never(value.kind)

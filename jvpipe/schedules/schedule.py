@@ -167,8 +167,12 @@ class Schedule:
 
     def check_layers(self, devices: int, layers: int) -> None:
         """Raises ValueError if so few layers do not give every chunk of every device one."""
-        if self.chunks == 1 or self.stages_on(devices) <= layers:
+        if self.stages_on(devices) <= layers:
             return
+        if self.chunks == 1:
+            raise ValueError(
+                f"{devices} stages need as many layers, the model has {layers}: use at most {layers} stages"
+            )
         most, stages = layers // devices, f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
         if self.vee:
             cure = "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which have one"

@@ -136,5 +136,5 @@ def plan_for(replan: Replan, trigger: Trigger, compiled: CompiledPlan) -> Plan:
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     """Seconds of a measured step per micro-batch, by layer and by stage."""
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
-    exposed_s = [measured.exposed.get(place, 0.0) / compiled.microbatches for place in places]
+    exposed_s = [measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place) for place in places]
     return Seen(measured.layer_s(len(compiled.traced.graph.layers)), exposed_s)

@@ -133,10 +133,17 @@ def _called(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+def place_stages(
+    stages: int | Plan, devices: Sequence[Device] | None, schedule: Schedule
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """The distinct devices, and the index of each stage's device among them.
 
     Devices that are given stay, used or not: a later plan may have more stages.
+
+    Args:
+        stages: the devices that the pipeline passes, or a plan.
+        devices: given for these.
+        schedule: says which stages share a device.
     """
     given = checked_devices(devices)
     if devices is None:
@@ -151,7 +158,8 @@ def place_stages(stages: int | Plan, devices: Sequence[Device] | None) -> tuple[
             "or share devices by naming them more than once in devices="
         )
     used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
-    return used, tuple(used.index(d) for d in given[:stages])
+    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
+    return used, tuple(used.index(given[place]) for place in places)
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -12,6 +12,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.model_change import ModelSwitch, Parked, plan_model_switch
 from jvpipe.runtime.tensors import Limits
+from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.trace.leaves import abstract
@@ -76,8 +77,9 @@ class KnownModels:
     def _traced(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
         if isinstance(settings.stages, Plan):  # it was given for the layers of another model
-            stages = settings.stages.stages
-            settings = replace(settings, stages=len(stages), places=tuple(stage.devices[0] for stage in stages))
+            plan = settings.stages
+            places = tuple(stage.devices[0] for stage in plan.stages)
+            settings = replace(settings, stages=pipeline_length(plan, settings.schedule), places=places)
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
             compiled_plans.trace(params, trees.batch, trees.rng, model_state)

@@ -65,17 +65,12 @@ class ModelPlanner:
             return self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)), None
         chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
         splitter = self._splitter()
-        traced = splitter.finest(traced, settings.stages) if chooses else traced
-        layers = len(traced.graph.layers)
-        if settings.stages > layers:
-            raise ValueError(
-                f"{settings.stages} stages need as many layers, the model has {layers}: use at most {layers} stages"
-            )
+        stages = settings.schedule.stages_on(settings.stages)
+        traced = splitter.finest(traced, stages) if chooses else traced
+        settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
         limited = chooses and settings.memory_limit_bytes is not None and not settings.fates  # which name whole layers
         best, rounds = (
-            splitter.within_limit(traced, settings.stages, self._candidate)
-            if limited
-            else (self._candidate(traced), ROUNDS)
+            splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
         )
         if chooses and finer:
             best = splitter.better(best, self._candidate, rounds, limited=limited)
@@ -88,8 +83,8 @@ class ModelPlanner:
         assert isinstance(settings.stages, int)
         request = Request(
             settings.planner,
-            settings.stages,
-            settings.schedule.name,
+            settings.schedule.stages_on(settings.stages),
+            settings.schedule,
             settings.microbatches,
             settings.places,
             settings.memory_limit_bytes,

@@ -22,7 +22,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
-from jvpipe.schedules import find_schedule
+from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
 _ATTEMPTS = 5
@@ -37,7 +37,7 @@ class Request:
 
     planner: str
     stages: int
-    schedule: str
+    schedule: Schedule
     microbatches: int
     places: tuple[int, ...]
     memory_limit_bytes: int | None = None
@@ -111,7 +111,7 @@ def measure(
     return Problem(
         costs,
         request.stages,
-        find_schedule(request.schedule),
+        request.schedule,
         request.microbatches,
         request.memory_limit_bytes,
         request.host_limit_bytes,
@@ -208,4 +208,4 @@ def _within(
 
 def _planned(request: Request, problem: Problem, decision: Decision) -> Planned:
     places: Sequence[int] = request.places
-    return Planned(decision.plan(problem.costs, request.schedule, request.planner, places), problem, decision)
+    return Planned(decision.plan(problem.costs, request.schedule.name, request.planner, places), problem, decision)

@@ -19,7 +19,7 @@ class Settings:
     Args:
         loss_fn: the loss of the first model.
         optimizer: as it was given.
-        stages: their number, or a plan for the first model's layers.
+        stages: the devices that the pipeline passes, or a plan for the first model's layers.
         microbatches: how many a batch is split into.
         schedule: in which order they run.
         planner: the name of what chooses cuts and fates.

@@ -34,8 +34,8 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
-    "lowering": {"F", "B", "U", "MOVE", "FREE"},
-    "runtime": {"F", "B", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
+    "lowering": {"F", "I", "B", "U", "MOVE", "FREE"},
+    "runtime": {"F", "B", "I", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
     "schedules": {"I", "W"},
     "simulate": {"U"},
 }

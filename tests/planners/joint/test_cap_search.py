@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,9 @@ def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inpu
     for i in range(layers):
         f, kept = float(draw.uniform(1, 10)), int(draw.integers(50, 200))
         again = Option(0, extra_s=f * float(draw.uniform(0.3, 1)), extra_bytes=kept)
-        sizes = {name: int(draw.integers(1, 50)) for name in ("parameter_bytes", "gradient_bytes", "temporary_bytes")}
+        sizes: dict[str, Any] = {
+            name: int(draw.integers(1, 50)) for name in ("parameter_bytes", "gradient_bytes", "temporary_bytes")
+        }
         options = (Option(kept), Option(0, swapped_bytes=kept), again)
         drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, **sizes, input_bytes=inputs * int(draw.integers(5, 20))))
     edges = tuple(Edge(i, (i + 1,), int(draw.integers(1, 30))) for i in range(layers - 1))

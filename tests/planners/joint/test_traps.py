@@ -1,6 +1,7 @@
 """The traps of planning: what a planner that looks at too little gets wrong, each on a problem that shows it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ KEEP, SWAP = Option(100), Option(0, swapped_bytes=100)
 AGAIN = Option(0, extra_s=1.0)
 
 
-def one_stage(options: tuple[Option, ...], microbatches: int, limit: int, **more: int) -> Problem:
+def one_stage(options: tuple[Option, ...], microbatches: int, limit: int, **more: Any) -> Problem:
     """A layer on a device, GPipe: so many micro-batches are in flight as there are."""
     layer = LayerCost("layer", 1.0, 2.0, options, **more)
     return Problem(Costs((layer,)), 1, find_schedule("gpipe"), microbatches, limit)

@@ -1,0 +1,74 @@
+"""The task lists of a plan: those that it brings with it, else those that its schedule's rule gives."""
+
+from collections import Counter
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.halves import merged
+from jvpipe.schedules.schedule import Schedule
+
+
+def pipeline_length(plan: Plan, schedule: Schedule) -> int:
+    """The number of task lists of a plan: one per device that the pipeline passes, however many stages this runs.
+
+    Raises:
+        ValueError: its stages are no multiple of the schedule's chunks.
+
+    >>> from jvpipe.schedules import find_schedule
+    >>> pipeline_length(Plan.from_cuts([2, 1, 1]), find_schedule("1f1b"))
+    3
+    """
+    if plan.tasks:
+        return len(plan.tasks)
+    length, rest = divmod(len(plan.stages), schedule.chunks)
+    if rest or not length:
+        raise ValueError(
+            f"{schedule.name} runs {schedule.chunks} stages per device, the plan has {len(plan.stages)} stages: their "
+            f"number must be a multiple of {schedule.chunks}"
+        )
+    return length
+
+
+def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
+    """The tasks of a plan's step, a list per device; W straight after its I is a whole backward.
+
+    Args:
+        plan: whose own tasks come first.
+        schedule: whose rule does otherwise.
+        microbatches: of the step.
+
+    Raises:
+        ValueError: the plan's tasks are those of another step, or the stages of a list lie on several devices.
+    """
+    if plan.tasks:
+        lists = merged(tuple(tuple(map(Task.parse, tasks.split())) for tasks in plan.tasks))
+        _check_complete(lists, len(plan.stages), microbatches)
+    else:
+        lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
+    for tasks in lists:
+        places = {plan.stages[task.stage].devices[0] for task in tasks}
+        if len(places) > 1:
+            stages = sorted({task.stage for task in tasks})
+            raise ValueError(
+                f"under {schedule.name} one device runs stages {stages}, in the plan they are on devices "
+                f"{sorted(places)}: give these stages one device"
+            )
+    return lists
+
+
+def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
+    """Raises ValueError unless every stage has a forward and a whole backward of every micro-batch, in some list."""
+    there = Counter(task for tasks in lists for task in tasks)
+    for task in (Task(s, Kind.F, m) for s in range(stages) for m in range(microbatches)):
+        halves = [there.pop(task._replace(kind=kind), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        if halves not in ([1, 1, 0, 0], [1, 0, 1, 1]):
+            raise ValueError(
+                f"the plan's tasks hold {halves} times F, B, I and W of stage {task.stage}, micro-batch "
+                f"{task.microbatch}: each step of {microbatches} micro-batches on {stages} stages needs F and B, or F, "
+                "I and W, once each. A plan found for other micro-batches needs plan.with_schedule for its cuts alone"
+            )
+    if there:
+        raise ValueError(
+            f"the plan's tasks hold {next(iter(there))}: there are {stages} stages and {microbatches} micro-batches"
+        )
