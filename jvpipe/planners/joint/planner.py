@@ -142,9 +142,13 @@ def _rivals(problem: Problem) -> Iterator[Decision]:
 
     Of very many layers, those that choose fates are asked only where a limit asks for fates.
     """
-    n = len(problem.costs.layers)
-    fates_matter = problem.memory_limit_bytes is not None or n <= RIVAL_CHOICES_LAYERS
-    for rival in PUBLISHED:
-        if n <= rival.rival_layers and (fates_matter or rival.fate_rule is not FateRule.CHOOSES):
-            with suppress(Infeasible):
-                yield rival.decide(problem)
+    n, limit = len(problem.costs.layers), problem.memory_limit_bytes
+    fates_matter = limit is not None or n <= RIVAL_CHOICES_LAYERS
+    rivals = [x for x in PUBLISHED if n <= x.rival_layers and (fates_matter or x.fate_rule is not FateRule.CHOOSES)]
+    if limit is not None and any(x.needs_all_kept for x in rivals) and least_kept_bytes(problem) > limit:
+        rivals = [x for x in rivals if not x.needs_all_kept]
+    for rival in rivals:
+        with suppress(Infeasible):
+            decision = (rival.attempt or rival.decide)(problem)
+            if decision is not None:
+                yield decision

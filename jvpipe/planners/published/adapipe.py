@@ -35,7 +35,7 @@ def adapipe(problem: Problem) -> Decision:
     >>> adapipe(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=12))
     Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0), replicas=())
     """
-    return plan_or_raise(problem, "adapipe", _attempt)
+    return plan_or_raise(problem, "adapipe", attempt)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Suffix:
         return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
 
 
-def _attempt(problem: Problem) -> Decision | None:
+def attempt(problem: Problem) -> Decision | None:
+    """The decision, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)
     n = len(problem.costs.layers)

@@ -2,12 +2,15 @@
 
 from jvpipe.planners.model.planner import FateRule, Planner
 from jvpipe.planners.published.adapipe import adapipe
+from jvpipe.planners.published.adapipe import attempt as adapipe_attempt
 from jvpipe.planners.published.dapple import dapple
+from jvpipe.planners.published.dawnpiper import attempt as dawnpiper_attempt
 from jvpipe.planners.published.dawnpiper import dawnpiper
 from jvpipe.planners.published.even import even
 from jvpipe.planners.published.gpipe import gpipe
 from jvpipe.planners.published.pipedream import pipedream
 from jvpipe.planners.published.torchgpipe import torchgpipe, torchgpipe_size
+from jvpipe.planners.published.vpipe import attempt as vpipe_attempt
 from jvpipe.planners.published.vpipe import vpipe
 
 PUBLISHED: tuple[Planner, ...] = (
@@ -41,12 +44,14 @@ PUBLISHED: tuple[Planner, ...] = (
         pipedream,
         "the slowest stage is as fast as it can be with everything kept",
         rival_layers=512,
+        needs_all_kept=True,
     ),
     Planner(
         "dapple",
         dapple,
         "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
         rival_layers=1_024,
+        needs_all_kept=True,
     ),
     Planner(
         "vpipe",
@@ -54,6 +59,7 @@ PUBLISHED: tuple[Planner, ...] = (
         "swaps, then recomputations, then moves of layers, until nothing improves",
         FateRule.CHOOSES,
         rival_layers=2_000,
+        attempt=vpipe_attempt,
     ),
     Planner(
         "dawnpiper",
@@ -61,6 +67,7 @@ PUBLISHED: tuple[Planner, ...] = (
         "bisected between the compute-balanced and the memory-balanced cut",
         FateRule.CHOOSES,
         rival_layers=2_000,
+        attempt=dawnpiper_attempt,
     ),
     Planner(
         "adapipe",
@@ -68,5 +75,6 @@ PUBLISHED: tuple[Planner, ...] = (
         "cuts and recomputations by dynamic programming",
         FateRule.CHOOSES,
         rival_layers=128,
+        attempt=adapipe_attempt,
     ),
 )
