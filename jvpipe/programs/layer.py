@@ -20,6 +20,7 @@ from jvpipe._jax import ClosedJaxpr, JaxprEqn
 from jvpipe.ir.layers import Ref, Signature, Source
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.outline import outline
+from jvpipe.programs.products import upright
 from jvpipe.programs.split_backward import Halves, halve, settle
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, array_of
@@ -211,7 +212,7 @@ def _trace_backward(
         [_shape(body.inputs[i]) for i in summed],
         [_shape(body.inputs[i]) for i in gradients],
     )
-    closed = settle(jaxprs.silent(flat), len(gradients))
+    closed = settle(upright(jaxprs.silent(flat)), len(gradients))
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
