@@ -14,6 +14,7 @@ from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.values import ValueKind
 from jvpipe.planners import find_planner
 from jvpipe.report.explain import explain
+from jvpipe.report.order_reasons import order_reasons
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
@@ -156,7 +157,10 @@ class Pipeline:
         session, compiled = self.session, self.session.compiled
         planned = session.planned  # of another plan its reasons are none
         holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
-        reasons = cut_reasons(planned.problem, planned.decision) if planned and holds else ()
+        reasons: list[str] = []
+        if planned and holds:
+            reasons = cut_reasons(planned.problem, planned.decision)
+            reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
         graph, layer_s = session.graph, session.compiled_plans.layer_s
         return explain(graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 

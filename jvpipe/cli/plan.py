@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jvpipe import models
 from jvpipe.cli.outputs import writing
-from jvpipe.cli.plan_options import Options, check, check_sums
+from jvpipe.cli.plan_options import Options, check, check_sums, splits
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.files.cluster_file import find_cluster
@@ -77,7 +77,7 @@ def problem_of(options: Options) -> Problem:
     else:
         assert cluster is not None, "a model has costs on some hardware"
         costs, limit = model_costs(options, cluster), limit or cluster.device.memory_bytes
-    problem = Problem(costs, options.stages, schedule, options.microbatches, limit, peer=link)
+    problem = Problem(costs, schedule.stages_on(options.stages), schedule, options.microbatches, limit, peer=link)
     problem = problem if cluster is None else on_cluster(problem, cluster)
     check_sums(problem)
     return problem
@@ -93,8 +93,8 @@ def _check_devices(stages: int, cluster: Cluster) -> None:
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
     """A problem with the links of a cluster; where stages lie on several machines, the slower link joins them."""
-    _check_devices(problem.stages, cluster)
-    within = problem.stages <= cluster.devices_per_machine
+    _check_devices(problem.devices, cluster)
+    within = problem.devices <= cluster.devices_per_machine
     peer: Link = cluster.peer if within else cluster.network
     return replace(
         problem,
@@ -109,7 +109,7 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 def model_costs(options: Options, cluster: Cluster) -> Costs:
     """The estimated costs of a model at its real size; nothing is allocated."""
     traced, cut = traced_model(options)
-    return estimate(traced, cluster, cut(traced), options.microbatches)
+    return estimate(traced, cluster, cut(traced), options.microbatches, split=splits(options))
 
 
 def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], OptimizerCut]]:
@@ -157,7 +157,9 @@ def with_splits(options: Options, problem: Problem, whole: Answer) -> tuple[Prob
 
     def plan(traced: Traced) -> CutCandidate:
         optimizer = cut(traced)
-        finer = replace(problem, costs=estimate(traced, cluster, optimizer, options.microbatches))
+        finer = replace(
+            problem, costs=estimate(traced, cluster, optimizer, options.microbatches, split=splits(options))
+        )
         return CutCandidate(traced, optimizer, _planned(finer, find_planner(whole.planner).decide(finer)))
 
     begin = CutCandidate(traced, cut(traced), _planned(problem, decision))

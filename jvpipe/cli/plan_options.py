@@ -76,6 +76,12 @@ def check(options: Options) -> list[str]:
     return names
 
 
+def splits(options: Options) -> bool:
+    """Whether the schedule runs backwards in two halves, or may come to."""
+    schedule = find_schedule(options.schedule)
+    return schedule.name == "auto" or schedule.splits(options.stages, options.microbatches)
+
+
 def check_sums(problem: Problem) -> None:
     """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
     layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
@@ -90,7 +96,7 @@ def check_sums(problem: Problem) -> None:
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
                 "correct the times of the layers, or what the links carry and how fast"
             )
-    in_flight = max(problem.schedule.in_flight(problem.stages, m))
+    in_flight = max(problem.in_flight)
     versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
     held = sum(
         versions * layer.parameter_bytes

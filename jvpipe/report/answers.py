@@ -57,7 +57,7 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         }
     costs = problem.costs
     ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.decision.plan(costs, problem.schedule.name, answer.planner)
+    plan = answer.decision.plan(costs, problem.schedule.name, answer.planner, problem.places)
     stages = [
         {
             "layers": list(ids[i:j]),

@@ -48,6 +48,12 @@ class Request:
         """True if fates are to be chosen: by a planner that does, under a limit."""
         return self.memory_limit_bytes is not None and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
+    @property
+    def splits(self) -> bool:
+        """True if the schedule runs backwards in two halves, or may come to."""
+        devices = self.stages // self.schedule.chunks
+        return self.schedule.name == "auto" or self.schedule.splits(devices, self.microbatches)
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -105,7 +111,8 @@ def measure(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
         )
     else:
-        options = {"fates": request.chooses, "known": known, "room_bytes": room_bytes, "archive": archive}
+        options = {"fates": request.chooses, "split": request.splits, "known": known}
+        options |= {"room_bytes": room_bytes, "archive": archive}
         costs = measured_costs(traced, first, store, optimizer, request.microbatches, **options)
         links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
     return Problem(
