@@ -3,21 +3,28 @@
 from dataclasses import replace
 
 from jvpipe.ir.names import did_you_mean
+from jvpipe.planners.joint.order_search import under_rule
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.planner import FateRule, Planner
+from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.planners.published.registry import PUBLISHED
 
-_PLAIN = (
-    *PUBLISHED,
+
+def _joint(problem: Problem) -> Decision:
+    plain = problem.schedule.chunks == 1 and not problem.splits
+    return jvpipe(problem) if plain else under_rule(problem)
+
+
+PLANNERS: tuple[Planner, ...] = (
+    *(replace(planner, decide=on_devices(planner.decide)) for planner in PUBLISHED),
     Planner(
         "jvpipe",
-        jvpipe,
+        _joint,
         "cuts and fates that take the least seconds per step within the limit",
         FateRule.CHOOSES,
     ),
 )
-PLANNERS: tuple[Planner, ...] = tuple(replace(planner, decide=on_devices(planner.decide)) for planner in _PLAIN)
 
 
 def find_planner(name: str) -> Planner:

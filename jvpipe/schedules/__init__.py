@@ -1,6 +1,7 @@
 """In which order: one file per family of schedules, the passes that lower them, and their registry."""
 
 from jvpipe.ir.names import did_you_mean
+from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.gpipe import GPIPE
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -12,7 +13,7 @@ from jvpipe.schedules.vee import VSchedule
 from jvpipe.schedules.xpipe import XPipe
 
 _USUAL = (
-    *(GPIPE, ONE_F_ONE_B, Interleaved(), ZBH1(), VSchedule(), VSchedule(memory="half")),
+    *(GPIPE, ONE_F_ONE_B, Interleaved(), ZBH1(), VSchedule(), VSchedule(memory="half"), AUTO),
     *(PipeDream(), PipeDream(vertical_sync=True), TwoBW(), PipeMare(), XPipe()),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _USUAL}

@@ -36,6 +36,7 @@ ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate
 PICKED = {
     "lowering": {"F", "I", "B", "U", "MOVE", "FREE"},
     "runtime": {"F", "B", "I", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
+    "planners": {"F", "B", "I", "W"},
     "schedules": {"I", "W"},
     "simulate": {"U"},
 }

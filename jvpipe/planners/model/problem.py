@@ -41,7 +41,8 @@ class Problem:
                 f"{self.stages} stages: {self.schedule.name} has {chunks} per device, so that there must be a multiple "
                 f"of {chunks}"
             )
-        self.schedule.check_layers(self.devices, layers)
+        if chunks > 1:
+            self.schedule.check_layers(self.devices, layers)
         if not 1 <= self.stages <= layers:
             raise ValueError(f"{self.stages} stages: there can be 1 to {layers}, as many as the model has layers")
         if self.microbatches < 1:

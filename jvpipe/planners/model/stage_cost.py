@@ -106,15 +106,16 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
         assert stage.held is not None
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)
-    return tuple(_joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
+    return tuple(joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
 
 
-def _joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
+def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0) -> int:
+    """Counts the most that the stages of one device hold at once, of a schedule's vectors or a share of them."""
     most = max(
         sum(on_device_bytes(k, x.kept, x.swapped) + w * x.handed for x, (k, w) in zip(held, vector, strict=True))
         for vector in vectors
     )
-    return int(sum(x.static for x in held) + most + max(x.beyond for x in held))
+    return int(sum(x.static for x in held) + share * most + max(x.beyond for x in held))
 
 
 @dataclass(frozen=True, slots=True)

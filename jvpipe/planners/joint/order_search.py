@@ -1,0 +1,327 @@
+"""`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by simulation.
+
+    placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
+    for each    cuts that give devices equal work; fates under the limit, for all that a rule has in flight or a share
+    orders      every rule that then fits, W as late as bytes allow, and list scheduling within the room there is
+    then        bounds of the best move, their orders are climbed from, and the simulator has the last word
+
+Every rule's best plan and those of other planners (`rivals`) are simulated beside: the answer is not slower than one of
+them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Float
+
+from jvpipe.cost.costs import Costs
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.joint.order_climb import climbed
+from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, with_fates
+from jvpipe.planners.joint.order_list import Listing
+from jvpipe.planners.joint.order_loads import Loads, Order, clocked, lists_of, order_of
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.unfolded import on_devices
+from jvpipe.schedules.auto import GivenLists, given, lines_of
+from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.vee import VSchedule
+
+SHARES = (0.7, 0.45)
+"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit."""
+CAPS = (1.5, 2.0)
+"""Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
+PATIENCES = (0.0, 1.0)
+"""Of list scheduling."""
+CLIMBED, NEAR = 3, 1.06
+"""Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest."""
+CLIMBED_TASKS, MOVED_TASKS = 400_000, 300_000
+"""Tasks that are clocked while orders are climbed from, and while bounds move."""
+REFINED_LAYERS = 48
+"""Of models of more layers, 1F1B's plan is the surrogate's."""
+PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
+    (ZBH1(), ONE_F_ONE_B, OneFOneB(eager=True)),
+    (Interleaved(split=True), Interleaved()),
+    (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
+    (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
+)
+"""The rules for each placement; the first one splits backwards."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest plan that was found: its lists, the rule that they come from, seconds, and what no order is below.
+
+    `whole` are layers that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
+    """
+
+    decision: Decision
+    schedule: Schedule
+    family: str
+    step_s: float
+    bound_s: float
+    whole: tuple[int, ...] = ()
+    others: dict[str, float] = field(default_factory=dict)
+
+    def plan(self, costs: Costs, planner: str) -> Plan:
+        """The plan with its lists, and each stage on its device; `planner` is who made it."""
+        lists, stages = self.schedule.lists, len(self.decision.bounds) - 1
+        assert isinstance(lists, GivenLists)
+        places = [self.schedule.device_of(s, len(lists.lines)) for s in range(stages)]
+        ids = costs.ids or tuple(range(len(costs.layers)))
+        plan = self.decision.plan(costs, self.schedule.name, planner, places)
+        return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    problem: Problem
+    decision: Decision
+    loads: Loads
+    order: Order
+    family: str
+    step_s: float
+
+
+def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0) -> Found:
+    """The fastest plan and order that the search finds; always the same one.
+
+    Args:
+        problem: with as many stages as there are devices; its schedule is not looked at.
+        rivals: plans of other planners, with their schedules.
+        seed: of the climbing.
+
+    Raises:
+        Infeasible: no plan was found that keeps the limit.
+
+    >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
+    >>> layer = LayerCost("block", 1.0, 2.0, (Option(8),), split=SplitCost(1.0, 1.0, 4, 4))
+    >>> costs = Costs((layer,) * 8, tuple(Edge(i, (i + 1,), 0) for i in range(7)))
+    >>> found = find_order(Problem(costs, 2, ONE_F_ONE_B, microbatches=4))
+    >>> found.step_s, found.bound_s
+    (49.0, 49.0)
+    """
+    problem, whole = _worth_splitting(problem)
+    found = sorted(_candidates(problem), key=lambda one: one.step_s)
+    others: dict[str, float] = {}
+    for one in found:
+        others.setdefault(one.family, one.step_s)
+    near = [one for one in _unlike(found) if one.step_s <= NEAR * found[0].step_s]
+    moved = (_with_moved_bounds(one, MOVED_TASKS // len(near)) for one in near)
+    best = sorted(moved, key=lambda one: one.step_s)[:CLIMBED]
+    tries = CLIMBED_TASKS // max(1, len(best) * max((sum(map(len, one.order)) for one in best), default=1))
+    best += [_climbed(one, tries, seed) for one in best]
+    crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in found)))
+    answers = [answer for one in [*best, *(_unlike(found) if crowded else ())] if (answer := _simulated(one))]
+    rivals = [*rivals, *_one_f_one_b(problem)]
+    answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
+    if not answers:
+        limit = problem.memory_limit_bytes
+        assert limit is not None, "without a limit everything may be kept"
+        least = _least_bytes(problem)
+        raise Infeasible(
+            f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. Raise the limit, add "
+            f"devices, or use smaller micro-batches",
+            stage=0,
+            excess_bytes=least - limit,
+            smallest_limit_bytes=least,
+        )
+    answer = min(answers, key=lambda one: one.step_s)
+    return replace(answer, whole=whole, others=others)
+
+
+def under_rule(problem: Problem) -> Decision:
+    """Cuts and fates for a rule of several chunks or split backwards: bounds move from balanced ones, by the clock.
+
+    Raises:
+        Infeasible: fates that keep the limit were not found.
+    """
+    cuts = Segments(problem).cuts
+    bounds = balanced(problem, cuts, _layer_s(problem))
+    decision = with_fates(problem, bounds)
+    for one in _ruled(problem, decision) if decision else ():
+        return _with_moved_bounds(one, MOVED_TASKS).decision
+    return on_devices(jvpipe)(problem)
+
+
+def _layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
+    return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
+
+
+def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
+    """The problem with split backwards where halves take not much longer than the whole; the layers where they do."""
+    most = 1 + (problem.devices - 1) / problem.microbatches
+    layers = problem.costs.layers
+    whole = tuple(
+        at
+        for at, layer in enumerate(layers)
+        if layer.split and layer.split.input_s + layer.split.weight_s > most * layer.backward_s
+    )
+    kept = tuple(replace(layer, split=None) if at in whole else layer for at, layer in enumerate(layers))
+    return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
+
+
+def _candidates(problem: Problem) -> Iterator[_Candidate]:
+    """Yields a plan with an order for all placements, rules and ways to make room."""
+    cuts = Segments(problem).cuts
+    for rules in PLACEMENTS:
+        stages = rules[0].stages_on(problem.devices)
+        if stages >= len(cuts) or (problem.devices == 1 and rules[0].chunks > 1):
+            continue
+        placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
+        bounds = balanced(placed[0], cuts, _layer_s(problem))
+        tried: dict[Decision, None] = {}
+        for one in placed:
+            decision = with_fates(one, bounds)
+            if decision is not None:
+                tried[decision] = None
+                yield from _ruled(one, decision)
+        shares = SHARES if problem.memory_limit_bytes is not None else ()
+        tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], bounds, share)))
+        for decision in tried:
+            yield from _listed(placed[0], decision)
+
+
+def _ruled(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
+    """Yields the rule's own order."""
+    loads = _loads(problem, decision)
+    tasks = problem.schedule.tasks(problem.devices, problem.microbatches)
+    yield from _fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
+
+
+def _listed(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
+    """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
+    loads, D = _loads(problem, decision), problem.devices
+    unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
+    limited = problem.memory_limit_bytes is not None
+    for cap in CAPS[:1] if limited else CAPS:
+        caps = loads.room_bytes if limited else [cap * D * one for one in unit]
+        for patience in PATIENCES:
+            order = Listing(loads, caps, patience).order
+            if order is not None:
+                yield from _fitting(problem, decision, loads, order, f"{problem.schedule.name}, listed")
+    if limited and not problem.schedule.vee:
+        late = tuple(_late(problem, loads, d) for d in range(D))
+        rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
+        order = order_of(rule.tasks(D, problem.microbatches))
+        yield from _fitting(problem, decision, loads, order, f"{problem.schedule.name}, late by bytes")
+
+
+def _late(problem: Problem, loads: Loads, d: int) -> int:
+    """By how many backwards W may be late on a device."""
+    for late in range(d, 0, -1):
+        lists = InterleavedLists(problem.schedule.chunks, split=True, late=(late,) * loads.devices)
+        if loads.peak_bytes(order_of(lists(loads.devices, problem.microbatches))[d]) <= loads.room_bytes[d]:
+            return late
+    return 0
+
+
+def _loads(problem: Problem, decision: Decision) -> Loads:
+    return Loads.of(problem, evaluate(problem, decision).stages)
+
+
+def _fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, family: str) -> Iterator[_Candidate]:
+    """Yields the candidate if its order fits; backwards of stages that cannot be split become whole."""
+    halves = {Kind.I: Kind.B}
+    order = [
+        [
+            (kind if loads.splits[s] else halves.get(kind, kind), s, m)
+            for kind, s, m in steps
+            if kind is not Kind.W or loads.splits[s]
+        ]
+        for steps in order
+    ]
+    if loads.fits(order):
+        step_s = clocked(loads, order).step_s
+        if np.isfinite(step_s):
+            yield _Candidate(problem, decision, loads, order, family, step_s)
+
+
+def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
+    """Of each family the best candidate."""
+    best: dict[str, _Candidate] = {}
+    for one in found:
+        best.setdefault(one.family, one)
+    return list(best.values())
+
+
+def _with_moved_bounds(best: _Candidate, tasks: int) -> _Candidate:
+    """The candidate with bounds moved, one place at a time, while that is faster and fits, and so many are clocked."""
+    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1)).cuts
+    tries = tasks // sum(map(len, best.order))
+    if min(best.decision.choices) < -1:
+        return best
+    before = None
+    while before is not best and tries > 0:
+        before = best
+        for bounds in moved_bounds(best.decision.bounds, cuts):
+            if tries <= 0:
+                break
+            if sum(a != b for a, b in zip(bounds, best.decision.bounds, strict=True)) > 1:
+                continue  # the best is another one by now
+            tries -= 1
+            moved = replace(best.decision, bounds=bounds)
+            for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
+                best = min(best, found, key=lambda one: one.step_s)
+    return best
+
+
+def _climbed(one: _Candidate, tries: int, seed: int) -> _Candidate:
+    order = climbed(one.loads, one.order, tries, seed)
+    family = one.family if order == one.order else f"{one.family}, climbed"
+    return replace(one, order=order, family=family, step_s=clocked(one.loads, order).step_s)
+
+
+def _simulated(one: _Candidate) -> Found | None:
+    """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
+    schedule = given(lines_of(lists_of(one.order)))
+    problem = replace(one.problem, schedule=schedule)
+    found = evaluate(problem, one.decision)
+    limit = problem.memory_limit_bytes
+    if limit is not None and found.peak_bytes > limit:
+        return None
+    step_s = simulated_step_s(problem, found.stages)
+    return Found(one.decision, schedule, one.family, step_s, one.loads.bound_s())
+
+
+def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
+    """Yields the plan of 1F1B with the best cuts and fates, swaps among them."""
+    with suppress(Infeasible):
+        yield ONE_F_ONE_B, jvpipe(problem, refine=len(problem.costs.layers) <= REFINED_LAYERS)
+
+
+def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | None:
+    """Another planner's plan with its lists; None if it does not fit."""
+    other = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
+    found, limit = evaluate(other, decision), problem.memory_limit_bytes
+    host = problem.host_limit_bytes
+    if limit is not None and found.peak_bytes > limit:
+        return None
+    if host is not None and sum(stage.host_bytes for stage in found.stages) > host:
+        return None
+    lists = schedule.tasks(problem.devices, problem.microbatches)
+    bound_s = Loads.of(other, found.stages).bound_s()
+    return Found(decision, given(lines_of(lists)), schedule.name, simulated_step_s(other, found.stages), bound_s)
+
+
+def _least_bytes(problem: Problem) -> int:
+    """What the cuts of one chunk take with everything computed again, one micro-batch in flight less at a time."""
+    cuts = Segments(problem).cuts
+    bounds = balanced(problem, cuts, _layer_s(problem))
+    low, high = problem.memory_limit_bytes or 0, 1
+    while with_fates(replace(problem, memory_limit_bytes=high), bounds) is None:
+        high *= 2
+    while high - low > max(1, high // 100):
+        middle = (low + high) // 2
+        tight = replace(problem, memory_limit_bytes=middle)
+        low, high = (low, middle) if with_fates(tight, bounds) is not None else (middle, high)
+    return high

@@ -1,0 +1,56 @@
+"""Lists that a planner has found: "auto" before it is asked (1F1B's), and the schedule of a plan that has its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jvpipe.ir.task import Task, TaskLists, text
+from jvpipe.schedules.one_f_one_b import one_f_one_b
+from jvpipe.schedules.schedule import Schedule
+
+AUTO = Schedule(name="auto", lists=one_f_one_b)
+
+
+@dataclass(frozen=True)
+class GivenLists:
+    """Lists for one number of devices and micro-batches, a line of text per device."""
+
+    lines: tuple[str, ...]
+
+    def __call__(self, devices: int, microbatches: int) -> TaskLists:
+        """Reads the lines."""
+        lists = read_lines(self.lines)
+        count = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
+        if (len(lists), count) != (devices, microbatches):
+            raise ValueError(
+                f"the plan's lists are for {len(lists)} devices and {count} micro-batches, not for {devices} and "
+                f"{microbatches}: plan again"
+            )
+        return lists
+
+
+def given(lines: Sequence[str]) -> Schedule:
+    """The schedule of a plan that holds its own lists, a line per device; ValueError if its stages lie in no order.
+
+    >>> found = given(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
+    >>> found.chunks, found.vee, found.device_of(2, 2)
+    (2, True, 1)
+    """
+    places = {task.stage: d for d, tasks in enumerate(read_lines(tuple(lines))) for task in tasks}
+    devices, stages = len(lines), 1 + max(places, default=0)
+    for vee in (False, True):
+        found = Schedule(name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee)
+        if places == {s: found.device_of(s, devices) for s in range(stages)} and stages % devices == 0:
+            return found
+    raise ValueError(f"the plan's lists place stages {places}: they must go round the devices, or there and back")
+
+
+@lru_cache(maxsize=8)
+def read_lines(lines: tuple[str, ...]) -> TaskLists:
+    """Reads lists as a plan holds them."""
+    return tuple(tuple(map(Task.parse, line.split())) for line in lines)
+
+
+def lines_of(lists: TaskLists) -> tuple[str, ...]:
+    """Lists as a plan holds them."""
+    return tuple(map(text, lists))

@@ -1,0 +1,108 @@
+"""`schedule="auto"`: no slower than any rule, under the limit, beside a bound, and always the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.ir.plan import Plan
+from jvpipe.planners import find_planner
+from jvpipe.planners.joint.order_search import Found, find_order
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.schedules import SCHEDULES, find_schedule
+from jvpipe.schedules.planned import lists_of
+from tests.planners.joint.orders import problem_of
+
+RULES = [name for name, schedule in SCHEDULES.items() if schedule.synchronous]
+
+
+def checked(problem: Problem, found: Found) -> None:
+    """Asserts that a plan takes what it says, and fits."""
+    costs = replace(
+        problem.costs,
+        layers=tuple(replace(x, split=None) if i in found.whole else x for i, x in enumerate(problem.costs.layers)),
+    )
+    stages = found.schedule.stages_on(problem.devices)
+    planned = replace(problem, costs=costs, schedule=found.schedule, stages=stages)
+    evaluation = evaluate(planned, found.decision)
+    assert simulated_step_s(planned, evaluation.stages) == found.step_s
+    assert found.bound_s <= found.step_s + 1e-9
+    limit = problem.memory_limit_bytes
+    assert limit is None or evaluation.peak_bytes <= limit
+
+
+@pytest.mark.parametrize("link", [INFINITE, Link(8.0, 0.1)])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_it_is_no_slower_than_any_rule(devices: int, link: Link) -> None:
+    for seed in range(2):
+        problem = problem_of(13, devices, 6, seed, link=link)
+        found = find_order(problem)
+        checked(problem, found)
+        for name in RULES:
+            rule = find_schedule(name)
+            other = replace(problem, schedule=rule, stages=rule.stages_on(devices))
+            stages = evaluate(other, find_planner("jvpipe").decide(other)).stages
+            assert found.step_s <= simulated_step_s(other, stages) + 1e-9, name
+
+
+@pytest.mark.parametrize("part", [0.9, 0.7])
+def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(part: float) -> None:
+    free = problem_of(12, 3, 8)
+    keeps = evaluate(free, find_planner("even").decide(free)).peak_bytes
+    problem = replace(free, memory_limit_bytes=int(part * keeps))
+    found = find_order(problem)
+    checked(problem, found)
+    for name in RULES:
+        rule = find_schedule(name)
+        other = replace(problem, schedule=rule, stages=rule.stages_on(3))
+        try:
+            decision = find_planner("jvpipe").decide(other)
+        except Infeasible:
+            continue
+        assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages) + 1e-9, name
+
+
+def test_a_plan_brings_its_lists() -> None:
+    problem = problem_of(13, 3, 6)
+    found = find_order(problem)
+    plan = found.plan(problem.costs, "jvpipe")
+    plan.check(13, 3)
+    assert lists_of(plan, find_schedule("auto"), 6) == found.schedule.tasks(3, 6)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_same_is_found_again() -> None:
+    problem = problem_of(12, 3, 6, 1)
+    assert find_order(problem) == find_order(problem)
+
+
+def test_it_comes_near_the_bound_where_memory_allows() -> None:
+    for seed in range(2):
+        found = find_order(problem_of(24, 3, 12, seed))
+        assert found.step_s <= 1.1 * found.bound_s
+
+
+def test_layers_that_halves_make_slow_stay_whole() -> None:
+    problem = problem_of(8, 2, 4)
+    slow = replace(problem.costs.layers[3], backward_s=0.1)
+    layers = (*problem.costs.layers[:3], slow, *problem.costs.layers[4:])
+    assert 3 in find_order(replace(problem, costs=replace(problem.costs, layers=layers))).whole
+
+
+def test_rivals_are_answers_too() -> None:
+    problem = problem_of(6, 2, 4)
+    other = replace(problem, schedule=find_schedule("gpipe"))
+    decision = find_planner("jvpipe").decide(other)
+    found = find_order(problem, rivals=[(other.schedule, decision)])
+    assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages)
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
+    problem = replace(problem_of(6, 2, 4), memory_limit_bytes=10)
+    with pytest.raises(Infeasible, match="no order of tasks was found that keeps 10 bytes per device") as refused:
+        find_order(problem)
+    enough = replace(problem, memory_limit_bytes=refused.value.smallest_limit_bytes)
+    checked(enough, find_order(enough))
