@@ -61,7 +61,7 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
     crossing, end = crossings(lowered, processes), len(lowered.rows)
     witnesses, spoilers = _witnesses(lowered, crossing), _spoilers(lowered, crossing)
     receipts = _Receipts(lowered)
-    answered = any(row.kind is Kind.B for row in lowered.rows)
+    answered = any(KINDS[row.kind].in_flight < 0 for row in lowered.rows)
     marked: list[tuple[Crossing, int]] = []
     unanswered: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
     for x in crossing:

@@ -19,6 +19,7 @@ from tests.hosts import dying, enduring, worker
 TRY_AGAIN = 75
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
+VEE = "chained-keys,zb-v,swap"  # two stages on a device, backwards in halves
 STREAM = "one-hot,pipedream,keep,even,{},1.2"  # all layers move while it flows
 ADAPTED, MODELS = "adapt,mlp,1f1b", "models"
 MARKS_BYTES = 8  # of layers that move: what tells a place that they have arrived, from both others
@@ -43,11 +44,11 @@ def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
     by_one, by_two = ([case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))] for who in "12")
-    (one,) = runs(1, SKIPS, NORMS, *by_one, ADAPTED, MODELS)  # these save on their way, a stream in flight
-    skips, norms, tied, stream, adapted, models = one
-    *two, moved = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two, ADAPTED), strict=True)  # saved, and restored then
-    *three, switched = zip(*runs(3, NORMS, *by_two, MODELS), strict=True)
-    expected = (skips, *(tied, stream) * 3, norms, tied, stream)
+    (one,) = runs(1, SKIPS, NORMS, VEE, *by_one, ADAPTED, MODELS)  # these save on their way, a stream in flight
+    skips, norms, vee, tied, stream, adapted, models = one
+    *two, moved = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two, VEE, ADAPTED), strict=True)  # saved, and restored then
+    *three, switched = zip(*runs(3, NORMS, *by_two, VEE, MODELS), strict=True)
+    expected = (skips, *(tied, stream) * 3, vee, norms, tied, stream, vee)
     for whole, told in zip(expected, (*two, *three), strict=True):
         for seen in told:
             assert seen["losses"] == whole["losses"][-len(seen["losses"]) :]
@@ -61,7 +62,7 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         assert live == whole["live"]
         assert peaks.keys() == whole["peaks"].keys()
         marks = MARKS_BYTES if whole is norms else 0
-        if whole in (skips, norms):
+        if whole in (skips, norms, vee):
             assert all(0 <= peaks[at] - peak <= marks for at, peak in whole["peaks"].items())
     for seen in moved:
         assert seen["losses"] == adapted["losses"]
