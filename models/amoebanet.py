@@ -216,8 +216,8 @@ class Cell:
         if self.far_is_large:
             far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
         fits = self.far == self.channels and not self.far_is_large
-        found = {"near": (Convolution(self.near, self.channels),), "far": () if fits else (far,)}
-        return found | {
+        inputs = {"near": (Convolution(self.near, self.channels),), "far": () if fits else (far,)}
+        return inputs | {
             name: convolutions(operation, self.channels, self._stride(value))
             for pair in self._named()
             for name, operation, value in pair
@@ -283,15 +283,15 @@ class AmoebaNet:
         group = ["halve"] + ["normal"] * (config.cells // config.groups)
         kinds = ["halve"] * config.stem_reductions + (group * config.groups)[1:]
         channels = near = far = self.stem.outputs
-        found: dict[str, Cell] = {}
+        cells: dict[str, Cell] = {}
         before = "normal"
         for i, kind in enumerate(kinds):
             halve = kind == "halve"
             channels *= 1 + halve
             cell = Cell(REDUCTION if halve else NORMAL, channels, near, far, halve, before == "halve")
-            found[f"{i:03}"] = cell
+            cells[f"{i:03}"] = cell
             near, far, before = cell.outputs, near, kind
-        return found
+        return cells
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `cells/003/near_0/kernel`."""

@@ -31,8 +31,8 @@ def fixed_batches(records: Int32[np.ndarray, "N T"], transform: Transform, batch
     Where the records fill not even one batch, copies whose `weights` are 0 do.
     """
     whole = max(1, len(records) // batch_size) * batch_size
-    found = [transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])]
-    filler = {**found[-1], "weights": np.zeros_like(found[-1]["weights"])}
-    found += [filler] * (whole - len(found))
-    groups = [found[i : i + batch_size] for i in range(0, whole, batch_size)]
-    return tuple({name: np.stack([item[name] for item in group]) for name in found[0]} for group in groups)
+    examples = [transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])]
+    filler = {**examples[-1], "weights": np.zeros_like(examples[-1]["weights"])}
+    examples += [filler] * (whole - len(examples))
+    groups = [examples[i : i + batch_size] for i in range(0, whole, batch_size)]
+    return tuple({name: np.stack([item[name] for item in group]) for name in examples[0]} for group in groups)

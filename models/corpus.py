@@ -45,14 +45,14 @@ class Corpus:
 
 def documents(paragraphs: Iterable[str]) -> list[str]:
     """Groups the paragraphs of one file into documents of some 2,000 characters."""
-    found, group, characters = [], [], 0
+    whole, group, characters = [], [], 0
     for paragraph in paragraphs:
         group.append(paragraph)
         characters += len(paragraph)
         if characters >= _DOCUMENT_CHARACTERS:
-            found.append("\n".join(group))
+            whole.append("\n".join(group))
             group, characters = [], 0
-    return found + (["\n".join(group)] if group else [])
+    return whole + (["\n".join(group)] if group else [])
 
 
 def open_corpus(path: Path | None) -> Corpus:
@@ -67,15 +67,15 @@ def open_corpus(path: Path | None) -> Corpus:
     if path is None:
         return _python_prose()
     texts = [_read(file) for file in _files(path)]
-    found = [document for text in texts for document in documents(_paragraphs(text))]
-    if len(found) < 2:  # no blank lines
-        found = [document for text in texts for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))]
-    if len(found) < 2:
+    parts = [document for text in texts for document in documents(_paragraphs(text))]
+    if len(parts) < 2:  # no blank lines
+        parts = [document for text in texts for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))]
+    if len(parts) < 2:
         raise ValueError(
-            f"'{path}' holds {sum(map(len, found))} characters of text: give at least a few thousand, "
+            f"'{path}' holds {sum(map(len, parts))} characters of text: give at least a few thousand, "
             "some to train on and some to hold out"
         )
-    return Corpus(tuple(found))
+    return Corpus(tuple(parts))
 
 
 def cache_folder() -> Path:

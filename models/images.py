@@ -35,20 +35,20 @@ def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int
         ValueError: what `read_images` raises.
 
     """
-    found = drawn_images(side, classes) if data_path is None else read_images(data_path, side, classes)
+    pictures = drawn_images(side, classes) if data_path is None else read_images(data_path, side, classes)
 
     def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
         i = int(record[0])
-        return {"images": found.image(i), "targets": found.labels[i], "weights": np.ones((), np.float32)}
+        return {"images": pictures.image(i), "targets": pictures.labels[i], "weights": np.ones((), np.float32)}
 
-    order = np.random.default_rng(0).permutation(len(found.labels)).astype(np.int32)[:, None]
+    order = np.random.default_rng(0).permutation(len(pictures.labels)).astype(np.int32)[:, None]
     held_out_records, records = np.split(order, [max(1, len(order) // _HELD_OUT)])
     held_out = fixed_batches(held_out_records, example, batch_size)
     return Data(
         train=train_batches(records, example, seed, batch_size),
         held_out=held_out,
-        digest=found.digest,
-        baseline_loss=frequency_loss(found.labels[records], held_out, classes, 0),
+        digest=pictures.digest,
+        baseline_loss=frequency_loss(pictures.labels[records], held_out, classes, 0),
     )
 
 
@@ -90,8 +90,8 @@ def read_images(path: Path, side: int, classes: int) -> Images:
         raise ValueError(f"'{path}': labels {labels.min()} to {labels.max()} are not among {classes} classes")
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        found = images[i].astype(np.float32)
-        return found / np.float32(127.5) - 1 if images.dtype == np.uint8 else found
+        pixels = images[i].astype(np.float32)
+        return pixels / np.float32(127.5) - 1 if images.dtype == np.uint8 else pixels
 
     digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
     return Images(labels, image, digest)

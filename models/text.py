@@ -73,8 +73,8 @@ def open_next_tokens(
 def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
     """`tokens`, the `targets` that follow them, and `weights` of 1.
 
-    >>> found = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
-    >>> found["tokens"].tolist(), found["targets"].tolist()
+    >>> example = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
+    >>> example["tokens"].tolist(), example["targets"].tolist()
     ([1, 7, 8], [7, 8, 9])
     """
     return {"tokens": record[:-1], "targets": record[1:], "weights": np.ones(len(record) - 1, np.float32)}
@@ -99,8 +99,8 @@ def open_halves(
 def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
     """`inputs`, then `tokens`, the `targets` that follow these, and `weights` of 1.
 
-    >>> found = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
-    >>> found["inputs"].tolist(), found["tokens"].tolist(), found["targets"].tolist()
+    >>> example = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
+    >>> example["inputs"].tolist(), example["tokens"].tolist(), example["targets"].tolist()
     ([1, 7], [8, 9], [9, 4])
     """
     half = len(record) // 2

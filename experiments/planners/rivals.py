@@ -103,9 +103,8 @@ def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
             known = {name: make()}
         costs, link = known[name]
         turn = at + at // len(SCHEDULES)
-        problem = Problem(costs, 1, find_schedule(schedule), stages * (1 + turn % 3))
         try:
-            problem = replace(problem, stages=stages)
+            problem = Problem(costs, stages, find_schedule(schedule), stages * (1 + turn % 3))
             even = evaluate(problem, find_planner("even").decide(problem))
         except ValueError:
             continue  # too few pieces

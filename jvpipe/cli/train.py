@@ -53,7 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options, hosts: Hosts, held: ExitStack) -> int:
-    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed."""
+    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed.
+
+    Args:
+        options: of the command line.
+        hosts: the processes that run it.
+        held: what is kept until the command ends.
+    """
     try:
         job, state = prepare(options, hosts, held)
     except KeyboardInterrupt:
@@ -75,7 +81,13 @@ def run(options: Options, hosts: Hosts, held: ExitStack) -> int:
 
 
 def finish(job: Job, state: Any, watch: Watch) -> None:
-    """Evaluates on held-out text, and exports if asked to; of a search also says what it found."""
+    """Evaluates on held-out text, and exports if asked to; of a search also says what it found.
+
+    Args:
+        job: the run.
+        state: its last one.
+        watch: is told what goes on.
+    """
     if job.search:
         best, loss = job.search.evolution.best
         print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")

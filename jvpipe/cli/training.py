@@ -164,6 +164,7 @@ def _measured(
         swapped_bytes=measured.swapped_bytes,
         copy_hidden_s=measured.hidden_s,
         copy_exposed_s=measured.exposed_s,
-        recomputed_s=measured.rerun_s + (job.pipe.session.planned.recompute_s if job.pipe.session.planned else 0.0),
+        recomputed_s=measured.recomputed_s
+        + (job.pipe.session.planned.recompute_s if job.pipe.session.planned else 0.0),
         architecture=tuple(architecture),
     )

@@ -15,9 +15,12 @@ _log = logging.getLogger("jvpipe")
 
 
 def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
-    """A plan under one of torchgpipe's modes: which micro-batches keep their stage's input alone.
+    """Puts a plan under one of torchgpipe's modes: which micro-batches keep their stage's input alone.
 
-    `always` all of them, `except_last` all but the last one of a step, `never` none.
+    Args:
+        graph: the model's layers.
+        plan: whose fates are replaced.
+        mode: `always` all of them, `except_last` all but the last one of a step, `never` none.
     """
     if mode not in MODES:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
@@ -28,10 +31,15 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
 
 
 def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
-    """A plan with the fates of tensors changed by name: `{"*/attention/*": "swap"}`; later patterns win.
+    """Changes the fates of a plan's tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
 
     Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern that names
     a layer or another of its values takes the layer's candidates that the value is computed from, and says so.
+
+    Args:
+        graph: the model's layers.
+        plan: that has other fates.
+        patterns: fates by pattern.
 
     Raises:
         ValueError: an unknown fate, or a pattern that matches nothing.
@@ -54,7 +62,13 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
-    """A plan with other numbers of layers per stage, on the same devices; values keep their fates where they can."""
+    """Gives a plan other numbers of layers per stage, on the same devices; values keep their fates where they can.
+
+    Args:
+        graph: the model's layers.
+        plan: that is cut otherwise.
+        cuts: layers per stage.
+    """
     fates = {name: fate for stage in plan.stages for name, fate in stage.fates.items()}
     stages = []
     for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):

@@ -16,7 +16,7 @@ _CALLS = ("jit", "pjit")
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr | None:
-    """The same as one straight line, pruned; None if it has more to it than calls: branches, loops, arrays of keys.
+    """Makes the same as one straight line, pruned; None if it has branches, loops or arrays of keys, not only calls.
 
     An equation of a body has the source of its outermost call. What depends on scalar constants alone is computed.
 
@@ -29,7 +29,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr | None:
 
 
 def merged(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with the bodies of calls in their places, also of those that the compiler leaves apart."""
+    """Makes the same with the bodies of calls in their places, also of those that the compiler leaves apart."""
     line = _Line()
     outvars = line.run(closed.jaxpr, closed.consts, closed.jaxpr.invars)
     eqns = jaxprs.prune(line.eqns, outvars)
@@ -47,7 +47,14 @@ class _Line:
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Atom], call: JaxprEqn | None = None
     ) -> list[Atom]:
-        """Appends the equations of a jaxpr, inside a `call` or outside all; returns its results."""
+        """Appends the equations of a jaxpr, inside a `call` or outside all; returns its results.
+
+        Args:
+            jaxpr: whose equations they are.
+            consts: its constants.
+            args: what it is called with.
+            call: the equation that calls it.
+        """
         env: dict[Atom, Atom] = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars, consts), strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
         for eqn in jaxprs.prune(jaxpr.eqns, jaxpr.outvars):

@@ -113,12 +113,12 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def transformation(eqn: JaxprEqn) -> str:
-    """The optax transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
+    """Finds the optax transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
     return scope(eqn).rpartition("/")[2]
 
 
 def scope(eqn: JaxprEqn) -> str:
-    """The name scope of an equation, which ends with its transformation."""
+    """Gives the name scope of an equation, which ends with its transformation."""
     return "/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))
 
 

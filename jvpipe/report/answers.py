@@ -27,13 +27,13 @@ class Answer:
     splits: tuple[int, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
-        """Whether there is a plan, and it keeps the limit."""
+        """Tells whether there is a plan, and it keeps the limit."""
         limit = problem.memory_limit_bytes
         return self.evaluation is not None and (limit is None or self.evaluation.peak_bytes <= limit)
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """The answers that fit, from the fastest step to the slowest; then plans over the limit, then those without one."""
+    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one."""
 
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
@@ -44,7 +44,13 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
-    """An answer in the form of `--json`; no plan that keeps the limit is below `bound_s`."""
+    """Writes an answer in the form of `--json`; no plan that keeps the limit is below `bound_s`.
+
+    Args:
+        problem: what was asked.
+        answer: a planner's.
+        bound_s: seconds per step that no plan is below.
+    """
     head = {"planner": answer.planner, "schedule": problem.schedule.name}
     if answer.decision is None or answer.evaluation is None:
         assert answer.infeasible is not None
@@ -82,7 +88,13 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
 
 
 def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
-    """A row for each stage."""
+    """Makes a row for each stage.
+
+    Args:
+        problem: what was asked.
+        decision: the plan.
+        evaluation: what it takes.
+    """
     table = Table("stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms", "in flight", "peak", "host")
     ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
     for s, ((i, j), cost) in enumerate(zip(pairwise(decision.bounds), evaluation.stages, strict=True)):
@@ -99,7 +111,7 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
 
 
 def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
-    """Why none of the answers fits, and what would."""
+    """Says why none of the answers fits, and what would."""
     nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
@@ -113,7 +125,13 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 
 
 def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
-    """A plan's step, its slowest stage and how idle it is, in words."""
+    """Says a plan's step, its slowest stage and how idle it is.
+
+    Args:
+        problem: what was asked.
+        answer: one with a plan.
+        bound_s: seconds per step that no plan is below.
+    """
     assert answer.evaluation is not None
     stages = answer.evaluation.stages
     bound = f"no plan is under {1e3 * bound_s:.2f}" if math.isfinite(bound_s) else "no plan keeps the limit"
@@ -127,7 +145,7 @@ def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
 
 
 def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
-    """A row for each planner."""
+    """Makes a row for each planner."""
     table = Table("planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s")
     for answer in answers:
         if answer.decision is None or answer.evaluation is None:

@@ -19,7 +19,16 @@ def explain(
     devices: Sequence[Any],
     reasons: Sequence[str] = (),
 ) -> str:
-    """A text of one line per stage and one per layer, with the fates of what is not kept, and the reasons."""
+    """Writes a text of one line per stage and one per layer, with the fates of what is not kept, and the reasons.
+
+    Args:
+        graph: the model's layers.
+        plan: what runs where.
+        peaks: the most bytes on each device; None where nobody knows.
+        layer_s: seconds of each layer per micro-batch, if they are known.
+        devices: by number, as the plan names them.
+        reasons: why each cut is where it is, a line each.
+    """
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
         f"{_why(plan.planner)}."

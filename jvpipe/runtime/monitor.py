@@ -38,14 +38,14 @@ class Measured:
     """Spans and seconds of a step, and of the moves between the step before and it.
 
     `swapped_bytes` went to the host; their copies took `copy_s` both ways, of which devices were idle for `exposed_s`,
-    each by its name for `exposed`. Forwards that ran again took `rerun_s`.
+    each by its name for `exposed`. Forwards that ran again took `recomputed_s`.
     """
 
     spans: tuple[Span, ...]
     swapped_bytes: int
     copy_s: float
     exposed_s: float
-    rerun_s: float
+    recomputed_s: float
     exposed: Mapping[str, float] = field(default_factory=dict)
 
     def layer_s(self, layers: int) -> list[float]:

@@ -21,7 +21,7 @@ class Transport(Protocol):
     """Offers arrays to other processes and asks for theirs; both return at once, with futures like any array."""
 
     def begin(self) -> None:
-        """Another run of rows begins: numbers of rows mean other copies from here on."""
+        """Begins another run of rows: numbers of rows mean other copies from here on."""
         ...
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
@@ -35,7 +35,7 @@ class Transport(Protocol):
         ...
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
-        """The array that a process offers, on a device of this one.
+        """Asks for the array that a process offers, on a device of this one.
 
         Args:
             process: that offers it.
@@ -46,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def lost(self) -> list[int]:
-        """The processes that are gone; asking does not wait."""
+        """Lists the processes that are gone; asking does not wait."""
         ...
 
 
@@ -68,17 +68,30 @@ class TransferServers:
         self._run = 0
 
     def begin(self) -> None:
-        """Another run of rows begins."""
+        """Begins another run of rows."""
         self._run += 1
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Lets a process pull an array; one without elements nobody pulls."""
+        """Lets a process pull an array; one without elements nobody pulls.
+
+        Args:
+            process: that may have it.
+            number: of the row that copies it.
+            array: of this process.
+        """
         if array.size:
             words = jax.random.key_data(array) if is_key(array) else array
             self._server.await_pull(self._run << _RUN_BITS | number, [words])
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
-        """Pulls an array; one without elements is made here."""
+        """Pulls an array; one without elements is made here.
+
+        Args:
+            process: that offers it.
+            number: of the row that copies it.
+            like: its shape and type.
+            device: of this process.
+        """
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), device)
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
@@ -86,12 +99,12 @@ class TransferServers:
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype)) if is_key(like) else array
 
     def lost(self) -> list[int]:
-        """The processes whose connection has ended."""
+        """Lists the processes whose connection has ended."""
         return [process for process, end in self._ends.items() if _jax.is_ready(end)]
 
 
 def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) -> TransferServers:
-    """The transport over this process's transfer server.
+    """Makes the transport over this process's transfer server.
 
     Args:
         address: of this host on the cluster's network; the server's port is any that is free.

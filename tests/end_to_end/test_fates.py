@@ -130,7 +130,7 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     assert found.swapped_bytes == sum(step.buffers[row.writes[0]].bytes for row in out) > 0
     assert found.copy_s > 0
     assert found.hidden_s + found.exposed_s >= found.copy_s - 1e-9
-    assert found.rerun_s > 0
+    assert found.recomputed_s > 0
     shown = {"F", "R", "B", "U", "OUT", "IN"}
     assert sorted(s.kind for s in found.spans) == sorted(row.kind for row in step.rows if row.kind in shown)
     assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe.session.settings.devices}

@@ -48,21 +48,32 @@ class Pricing:
     limit_bytes: float
 
     def table(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Extra seconds, link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
+        """Gives extra and link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
 
         By the tier's low, the bytes held for all micro-batches in flight but one.
+
+        Args:
+            s: the stage.
+            tier: of which bound layers' working bytes are.
+            layers: which of the model's.
         """
         return *self.seconds(tier, layers), self.held_bytes(s, tier, layers)
 
     def seconds(self, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Extra seconds and link seconds of layers' choices, whatever the stage."""
+        """Gives extra seconds and link seconds of layers' choices, whatever the stage."""
         choices = self.choices
         there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
         extra_s = np.where(there, choices.extra_s[layers], np.inf)
         return extra_s, 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
 
     def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:
-        """Held bytes of layers' choices on a stage."""
+        """Gives the held bytes of layers' choices on a stage.
+
+        Args:
+            s: the stage.
+            tier: by its low, of all micro-batches in flight but one.
+            layers: which of the model's.
+        """
         choices, k = self.choices, self.segments.in_flight[s]
         held = choices.held_bytes(k, layers)
         if tier.by_low:
@@ -71,12 +82,16 @@ class Pricing:
         return held
 
     def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
-        """What layers' choices work with, where that counts if they are a segment's last."""
+        """Gives the bytes that layers' choices work with, where that counts if they are a segment's last."""
         return self.choices.working_bytes[layers] * (not tier.by_low)
 
     def room_bytes(self, block: Block, least: Grid, tier: Tier) -> Grid:
-        """What the limit leaves for what is priced, where layers work with `least` bytes; none if that is not in the
-        tier.
+        """Counts what the limit leaves for what is priced; none where the least is not in the tier.
+
+        Args:
+            block: the segments.
+            least: the bytes that their layers work with at least.
+            tier: in which they are to be.
         """
         left = self.limit_bytes - block.fixed_bytes
         if tier.by_low:
@@ -84,7 +99,7 @@ class Pricing:
         return np.where(least <= tier.high, left, -np.inf)
 
     def least_bytes(self, block: Block, least: Grid) -> Grid:
-        """A lower bound of the peak bytes of a block's segments."""
+        """Bounds the peak bytes of a block's segments from below."""
         layers = slice(block.starts[0], block.ends[-1])
         least_peaks = np.full(block.inside.shape, np.inf)
         for tier in self.tiers:
@@ -97,7 +112,15 @@ class Pricing:
         return least_peaks
 
     def bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
-        """A lower bound of the seconds of a block's segments in a tier, at these prices."""
+        """Bounds the seconds of a block's segments in a tier from below, at these prices.
+
+        Args:
+            block: the segments.
+            least: the bytes that their layers work with at least.
+            tier: in which they are to be.
+            alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
+            mu: seconds per byte that is held.
+        """
         return np.maximum.reduce([self._bound_s(block, least, view, alpha, mu) for view in tier.views])
 
     def _bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
@@ -145,7 +168,7 @@ class DualBounds:
         self.prices = np.zeros((len(stages), 2))
 
     def solve(self) -> list[tuple[float, float]]:
-        """The best prices."""
+        """Finds the best prices."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
         if (compute_over_link < 0).any():

@@ -58,7 +58,7 @@ class StageTable:
         self.refresh()
 
     def refresh(self) -> None:
-        """What cells take: known, or their bounds, by as much higher as it is usual on this stage."""
+        """Estimates what cells take: known, or their bounds, by as much higher as it is usual on this stage."""
         ratio = float(np.median(self.ratios)) if self.ratios else 1.0
         self.seconds: Matrix = np.where(self.settled, self.known_s, np.minimum.reduce(self.bounds_s) * ratio)
 
@@ -76,18 +76,24 @@ class StageTable:
         return StageBytes(in_flight, static, kept, np.zeros(()), at_work - kept).peak
 
     def place(self, i: int, j: int) -> tuple[int, int]:
-        """A segment's row and column."""
+        """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
     def price(self, tier: int, alpha: float, mu: float) -> None:
-        """Raises the bounds of a tier to what these prices prove."""
+        """Raises the bounds of a tier to what these prices prove.
+
+        Args:
+            tier: its number.
+            alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
+            mu: seconds per byte that is held.
+        """
         pricing = self.pricing
         bound_s = pricing.bound_s(self.block, self.least_working_bytes, pricing.tiers[tier], alpha, mu)
         self.bounds_s[tier] = np.maximum(self.bounds_s[tier], bound_s)
         self.refresh()
 
     def best_tier(self, at: tuple[int, int]) -> int:
-        """The tier of a cell's least bound."""
+        """Finds the tier of a cell's least bound."""
         return int(np.argmin([bound_s[at] for bound_s in self.bounds_s]))
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
@@ -126,11 +132,11 @@ class Table:
                 self.stages[s - first].price(tier, *prices)
 
     def stage(self, cell: Cell) -> StageTable:
-        """The stage of a cell."""
+        """Finds the stage of a cell."""
         return self.stages[cell[0] - self.first]
 
     def best_prices(self) -> Hints:
-        """The last prices found for each stage's tiers."""
+        """Gives the last prices found for each stage's tiers."""
         return {(cell[0], tier): prices for (cell, tier), prices in self.prices.items()}
 
     @property
@@ -144,7 +150,7 @@ class Table:
         return not self.unproven and not any(stage.ratios for stage in self.stages)
 
     def lower_s(self, stage: StageTable) -> Matrix:
-        """What the cells of a stage take at least, proven."""
+        """Gives what the cells of a stage take at least, proven."""
         lower = np.where(stage.settled, stage.known_s, np.minimum.reduce(stage.bounds_s))
         for (s, i, j), bound_s in self.unproven.items():
             a, b = stage.place(i, j)
@@ -164,16 +170,16 @@ class Table:
             stage.narrow(places[s], places[s + 1])
 
     def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
-        """The path of the least sum of these matrices of cells, and its sum."""
+        """Finds the path of the least sum of these matrices of cells, and its sum."""
         total, places = least_sum(matrices)
         return total, self.path(places) if places else None
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
-        """The cuts at these places."""
+        """Gives the cuts at these places."""
         return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
 
     def open_cells(self, path: Path) -> list[Cell]:
-        """The cells of a path that are not settled."""
+        """Lists the cells of a path that are not settled."""
         return [cell for cell in cells(path) if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]]
 
     def refine(self, open_cells: Sequence[Cell], enough_s: float = -np.inf) -> None:
@@ -248,7 +254,7 @@ class Table:
             stage.settled[at], stage.known_s[at] = True, known_s
 
     def query(self, cell: Cell) -> StageQuery:
-        """A cell as the choice of fates is asked for it."""
+        """Describes a cell as the choice of fates is asked for it."""
         block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
         return StageQuery(
@@ -268,7 +274,7 @@ class Table:
         return StageChoices(choices_of, max(compute_s, link_s), held, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """A cell's seconds, those of its forward, and those of the link before it."""
+        """Gives a cell's seconds, those of its forward, and those of the link before it."""
         stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
         return float(stage.seconds[at]), float(stage.block.forward_s[at]), float(stage.block.comm_s[at])
 
@@ -279,18 +285,18 @@ class Table:
             self.refine([cell])
 
     def fits(self, cell: Cell) -> bool:
-        """Whether a settled cell has choices that fit."""
+        """Tells whether a settled cell has choices that fit."""
         return bool(np.isfinite(self.parts_s(cell)[0]))
 
     def choices(self, path: Path) -> tuple[int, ...]:
-        """The choices of a settled path that fits."""
+        """Gives the choices of a settled path that fits."""
         return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """The choices of a settled cell that fits: all kept, unless others were looked for."""
+        """Gives the choices of a settled cell that fits: all kept, unless others were looked for."""
         return self.fates[cell].choices if cell in self.fates else (0,) * (cell[2] - cell[1])
 
 
 def cells(path: Path) -> list[Cell]:
-    """The cells of a path."""
+    """Lists the cells of a path."""
     return [(s, i, j) for s, (i, j) in enumerate(pairwise(path))]

@@ -42,7 +42,7 @@ class MinBytesPlan:
 
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
-    """The plan of the smallest limit, whatever its seconds."""
+    """Finds the plan of the smallest limit, whatever its seconds."""
     pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
     segments = pricing.segments
     cuts = all_cuts(segments)
@@ -81,7 +81,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 def plan_within_bytes(pricing: Pricing, enough_bytes: int) -> MinBytesPlan | None:
-    """A plan whose fullest stage takes at most so many bytes, sooner than the min_bytes_plan; None if there is none."""
+    """Finds a plan whose fullest stage takes at most so many bytes, sooner than min_bytes_plan; None if none does."""
     pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
     cuts = all_cuts(pricing.segments)
     if area(cuts) <= ALL_CUTS_CELLS:
@@ -103,7 +103,14 @@ class Peaks:
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def settle(self, s: int, a: int, b: int, below: float) -> float:
-        """A segment's peak; of what is not below a number, that number or more."""
+        """Counts a segment's peak; of what is not below a number, that number or more.
+
+        Args:
+            s: the stage.
+            a: the place of the segment's start among the cuts of stage s.
+            b: the place of its end among those of the stage after.
+            below: bytes; of segments that take as many nothing more is asked.
+        """
         if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
             fixed = float(self.blocks[s].fixed_bytes[a, b])
             search = MinBytesSearch(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
@@ -114,7 +121,7 @@ class Peaks:
         return float(self.bytes[s][a, b])
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
-        """The plan of settled segments, given the places of its cuts."""
+        """Makes the plan of settled segments, given the places of its cuts."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
         bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
@@ -122,7 +129,7 @@ class Peaks:
         return MinBytesPlan(bounds, choices, int(np.argmax(taken)), int(max(taken)))
 
     def farthest(self, limit: float) -> MinBytesPlan | None:
-        """The plan in which every stage takes as many layers as a limit allows; None if they do not get to the end."""
+        """Finds the plan whose stages take as many layers as a limit allows; None if they do not get to the end."""
         places = [0]
         for s in range(len(self.blocks)):
             a, ends = places[-1], range(len(self.cuts[s + 1]))
@@ -164,11 +171,18 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None
 
 
 def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
-    """A lower bound of the peak bytes of segments with all layers of one that holds so many beside what is fixed.
+    """Bounds the peak bytes from below of segments with all layers of one that holds so many beside what is fixed.
 
     Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
     input of that one is kept and not of one before it. Or it ends at its last layer. And shared values that come after
     need no room beside it.
+
+    Args:
+        pricing: of the model.
+        block: the segments of a stage.
+        a: the place of the known segment's start.
+        b: the place of its end.
+        held: its bytes beside what is fixed.
     """
     choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
@@ -181,7 +195,7 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """What to say: where the min_bytes_plan plan is over the limit, and by how much."""
+    """Says where the plan of min_bytes_plan is over the limit, and by how much."""
     plan, limit = min_bytes_plan(pricing), int(pricing.limit_bytes)
     i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
     over = plan.peak_bytes - limit

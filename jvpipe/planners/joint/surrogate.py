@@ -54,13 +54,13 @@ class Solution:
         return bool(self.result.paths)
 
     def decision(self, path: Path | None = None) -> Decision:
-        """A path as a decision; the best path if none is given."""
+        """Turns a path into a decision; the best path if none is given."""
         path = path or self.result.paths[0]
         return Decision(path, self.table.choices(path))
 
 
 def effort(layers: int) -> Effort:
-    """How hard to look at a model of so many layers."""
+    """Says how hard to look at a model of so many layers."""
     if layers <= 40:
         return Effort(16, 4000, 1e-9, layers=2_000 * layers)
     if layers <= 120:
@@ -71,14 +71,20 @@ def effort(layers: int) -> Effort:
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
-    """A problem's choices, with or without those that swap, under its limit."""
+    """Prices a problem's choices, with or without those that swap, under its limit."""
     limit = UNLIMITED if problem.memory_limit_bytes is None else float(problem.memory_limit_bytes)
     choices = Choices.of(problem, swaps)
     return Pricing(Segments(problem), choices, tiers(choices, limit), limit)
 
 
 def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
-    """The surrogate's best paths; each stage may swap so many bytes per micro-batch."""
+    """Finds the surrogate's best paths; each stage may swap so many bytes per micro-batch.
+
+    Args:
+        problem: what is to be planned.
+        pricing: its choices, priced.
+        most_swapped_bytes: by stage, per micro-batch; none given is no bound.
+    """
     everything = all_cuts(pricing.segments)
 
     def between(cuts: Sequence[Cuts]) -> Solution:
@@ -99,7 +105,13 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
 
 
 def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
-    """The most promising plans that keep round trips short, so many at most, best first; see `trips.py`."""
+    """Finds the most promising plans that keep round trips short, so many at most, best first; see `trips.py`.
+
+    Args:
+        problem: what is to be planned.
+        pricing: its choices, priced.
+        paths: how many plans at most.
+    """
     table = Table(pricing, spread(pricing.segments, TRIP_CELLS), effort(pricing.segments.n))
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
@@ -129,7 +141,7 @@ def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """The solution, or if it swaps more than the host can hold, another that does not."""
+    """Gives the solution, or if it swaps more than the host can hold, another that does not."""
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution

@@ -26,13 +26,19 @@ class Load:
 
     @staticmethod
     def of_cost(cost: StageCost, runs: int) -> "Load":
-        """A stage that takes the same in all candidates."""
+        """Gives a stage that takes the same in all candidates."""
         seconds = cost.forward_s, cost.backward_s + cost.recompute_s, cost.comm_s, cost.link_s
         return Load(*(np.full(runs, x) for x in seconds))
 
     @staticmethod
     def of(stage: StageTable, rows: np.ndarray, columns: np.ndarray) -> "Load":
-        """Some cells of a table: of what takes longer than keeping everything, all is taken for recomputation."""
+        """Gives some cells of a table: of what takes longer than keeping everything, all is taken for recomputation.
+
+        Args:
+            stage: the table.
+            rows: of the candidates' cells.
+            columns: of the same.
+        """
         block, at = stage.block, (rows, columns)
         forward_s, compute_s, traffic_s = block.forward_s[at], block.compute_s[at], block.traffic_s[at]
         seconds = stage.seconds[at]

@@ -47,7 +47,13 @@ class Tier:
 
 
 def tiers(choices: Choices, limit_bytes: float, runs: int = RUN_TIERS) -> tuple[Tier, ...]:
-    """The tiers of a model's choices under a limit, at most so many for runs."""
+    """Makes the tiers of a model's choices under a limit, at most so many for runs.
+
+    Args:
+        choices: those of the model.
+        limit_bytes: of a device.
+        runs: how many tiers there are for runs at most.
+    """
     single = choices.working_bytes[choices.allowed]
     one = float(single[single <= limit_bytes].max(initial=0.0))
     most = min(limit_bytes, _most(choices))
@@ -93,7 +99,13 @@ def _runs(choices: Choices, high: float) -> tuple[PerLayer, PerLayer]:
 
 
 def range_max(values: PerLayer, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The largest value of each range [start, end), none empty; `starts` and `ends` have one shape."""
+    """Finds the largest value of each range [start, end), none empty; `starts` and `ends` have one shape.
+
+    Args:
+        values: one by layer.
+        starts: the first of each range.
+        ends: behind the last of each, in the shape of `starts`.
+    """
     levels = [values]
     while 2 ** len(levels) <= len(values):
         half = 2 ** (len(levels) - 1)
@@ -107,7 +119,7 @@ def range_max(values: PerLayer, starts: np.ndarray, ends: np.ndarray) -> np.ndar
 
 
 def spread_max(per_layer: PerLayer, block: Block) -> Grid:
-    """The largest of each segment's layers; 0 where a segment is empty."""
+    """Finds the largest of each segment's layers; 0 where a segment is empty."""
     starts = np.broadcast_to(block.starts[:, None], block.inside.shape)[block.inside]
     ends = np.broadcast_to(block.ends, block.inside.shape)[block.inside]
     grid = np.zeros(block.inside.shape)

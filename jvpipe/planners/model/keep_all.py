@@ -46,18 +46,18 @@ class KeepAll:
         return self._inside(self._block.comm_s)
 
     def peak_bytes(self, s: int) -> Grid:
-        """Bytes on the device of stage s."""
+        """Counts the bytes on the device of stage s."""
         in_flight, fixed = self.segments.in_flight[s], self.segments.fixed_bytes(s, self.cuts, self.cuts)
         static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
         return self._inside(StageBytes(in_flight, static, self._kept_bytes, np.zeros(()), self._beyond_bytes).peak)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """The grid, infinite where stage s would be over the limit."""
+        """Gives the grid, infinite where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
         return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
 
     def decision(self, places: Sequence[int], replicas: Sequence[int] = ()) -> Decision:
-        """Cuts at these places."""
+        """Decides for the cuts at these places."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places], replicas)
 
     @cached_property
@@ -86,7 +86,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """The fewest bytes of the fullest device, over all cuts, if everything is kept.
+    """Counts the fewest bytes of the fullest device, over all cuts, if everything is kept.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -99,7 +99,12 @@ def least_kept_bytes(problem: Problem) -> float:
 
 
 def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
-    """The error for a limit that no cuts keep, given the bytes of the stages of those that need least.
+    """Makes the error for a limit that no cuts keep, given the bytes of the stages of those that need least.
+
+    Args:
+        planner: its name.
+        limit: bytes per device.
+        peaks: bytes of the stages of those cuts.
 
     >>> nothing_fits("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
     124

@@ -14,7 +14,12 @@ LIMIT_TOLERANCE = 0.02
 
 
 def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]) -> Decision:
-    """What `attempt` finds, which answers None if nothing that it looks at fits.
+    """Gives what `attempt` finds, which answers None if nothing that it looks at fits.
+
+    Args:
+        problem: what is to be planned.
+        planner: its name.
+        attempt: decides, or answers None, without looking for a limit that would do.
 
     Raises `Infeasible` then, with a limit at which it was seen to answer, found by bisection from above.
     """

@@ -38,7 +38,7 @@ class Block:
     shared_bytes: Grid  # of these, what each micro-batch in flight holds
 
     def at(self, rows: Cuts, columns: Cuts) -> "Block":
-        """The segments of some starts and ends, given by their places."""
+        """Picks the segments of some starts and ends, given by their places."""
         grids = {
             name: x[np.ix_(rows, columns)] for name, x in vars(self).items() if name not in ("s", "starts", "ends")
         }
@@ -57,7 +57,7 @@ class Spans:
         self.a, self.b, self.w = a[order], b[order], w[order].astype(np.float64)
 
     def over(self, starts: Cuts, ends: Cuts) -> Grid:
-        """The weights that count, summed for every segment."""
+        """Sums the weights that count for every segment."""
         near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
         a, b, w = self.a[near], self.b[near], self.w[near]
         rows, columns = np.searchsorted(starts, a, "right"), np.searchsorted(ends, b, "right")
@@ -68,7 +68,7 @@ class Spans:
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
-        """The weights that a segment counts that begins at i, for each of n layers b."""
+        """Gives the weights that a segment counts that begins at i, for each of n layers b."""
         there = (self.a < i) & (i <= self.b)
         return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
 
@@ -84,7 +84,7 @@ class Hops:
 
     @staticmethod
     def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
-        """The hops of values, each given as its producer, its readers and its bytes."""
+        """Makes the hops of values, each given as its producer, its readers and its bytes."""
         hops = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
         return Hops(*np.array(hops, dtype=np.int64).reshape(-1, 4).T)
 
@@ -99,7 +99,7 @@ class Hops:
         return int((self.b - self.producer).max(initial=0))
 
     def at(self, there: np.ndarray) -> "Hops":
-        """Some of the hops, by a mask."""
+        """Picks some of the hops, by a mask."""
         return Hops(self.producer[there], self.a[there], self.b[there], self.bytes[there])
 
     def spans(self) -> Spans:
@@ -179,23 +179,39 @@ class Segments:
         return parameter_state_bytes(self.versions[s], self.parameter_bytes[bounds], self.state_bytes[bounds])
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Values that arrive early and cotangents that wait, at most."""
+        """Counts values that arrive early and cotangents that wait, at most.
+
+        Args:
+            s: the stage.
+            starts: where segments begin.
+            ends: where they end.
+        """
         return self._early(s).over(starts, ends) + self._backwards(self._late(s), starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Parameters, gradients, optimizer, shared values and what waits."""
+        """Counts parameters, gradients, optimizer, shared values and what waits.
+
+        Args:
+            s: the stage.
+            starts: where segments begin.
+            ends: where they end.
+        """
         tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
         shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(self.versions[s], copies)
         return between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Per layer, the shared values that a segment beginning at i holds from that layer on, per micro-batch."""
+        """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
         return self._tensors.at(i, self.n)
 
     def most_at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
-        """The most of one micro-batch: what layers from the first to any one leave, and what that one works with.
+        """Counts the most of one micro-batch: what layers from the first to any one leave, and what that one needs.
 
-        `left` and `working` are bytes per layer.
+        Args:
+            starts: where segments begin.
+            ends: where they end.
+            left: bytes that each layer leaves.
+            working: bytes that each layer works with.
         """
         every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
@@ -203,7 +219,13 @@ class Segments:
         return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - every[0], 0)]
 
     def block(self, s: int, starts: Cuts, ends: Cuts) -> Block:
-        """The segments of stage s between these cuts."""
+        """Describes the segments of stage s between these cuts.
+
+        Args:
+            s: the stage.
+            starts: where segments begin.
+            ends: where they end.
+        """
         received, returned = self._received.over(starts, ends), self._returned.over(starts, ends)
         transit = received + returned + self._backwards(self._sent, starts, ends)
         peer = self.problem.peer
@@ -221,7 +243,7 @@ class Segments:
         )
 
     def row(self, s: int, i: int) -> Block:
-        """The segments of stage s that begin at i, for any end: columns are j."""
+        """Describes the segments of stage s that begin at i, for any end: columns are j."""
         if (s, i) not in self._rows:
             self._rows[s, i] = self.block(s, np.array([i]), np.arange(self.n + 1))
         return self._rows[s, i]
@@ -242,12 +264,18 @@ def sums(values: Iterable[float]) -> OverJ:
 
 
 def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "J"]) -> Grid:
-    """Sums over each segment, from sums over the first layers."""
+    """Gives sums over each segment, from sums over the first layers.
+
+    Args:
+        total: sums over the first layers.
+        starts: where segments begin.
+        ends: where they end.
+    """
     return total[ends] - total[starts][:, None]
 
 
 def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
-    """How long so many bytes take, each on its own."""
+    """Says how long so many bytes take, each on its own."""
     return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
 
 

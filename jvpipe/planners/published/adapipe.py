@@ -62,7 +62,7 @@ class Suffix:
 
 
 def attempt(problem: Problem) -> Decision | None:
-    """The decision, without looking for a limit that would do; None if nothing is found."""
+    """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)
     n = len(problem.costs.layers)

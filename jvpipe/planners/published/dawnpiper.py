@@ -24,7 +24,7 @@ MOST_BOUNDS = 50
 
 
 def dawnpiper(problem: Problem) -> Decision:
-    """The decision of DawnPiper's planner: it minimises the slowest stage's seconds, whatever the schedule.
+    """Makes the decision of DawnPiper's planner: it minimises the slowest stage's seconds, whatever the schedule.
 
     Raises `Infeasible` where none of the cuts that the theorem leaves fits.
 
@@ -66,19 +66,41 @@ class BinaryPartition:
         return [float(total[b]) for b in self.bounds]
 
     def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
-        """Which bound, of those from p to q, divides the seconds best between so many stages on its two sides."""
+        """Finds which bound from p to q divides the seconds best between so many stages on its two sides.
+
+        Args:
+            p: the first bound's place.
+            q: the last one's.
+            left: how many stages lie before the bound.
+            right: how many behind it.
+        """
         share = self.seconds[p] + (self.seconds[q] - self.seconds[p]) * left / (left + right)
         near = bisect_left(self.seconds, share, p, q)
         return self._clip(min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right)), p, q, left, right)
 
     def floor_s(self, p: int, b: int, q: int, left: int, right: int) -> float:
-        """What the slowest stage takes at least, if b is the bound between so many stages."""
+        """Bounds what the slowest stage takes from below, if b is the bound between so many stages.
+
+        Args:
+            p: the first bound's place.
+            b: that of the bound between.
+            q: the last one's.
+            left: how many stages lie before it.
+            right: how many behind it.
+        """
         return max((self.seconds[b] - self.seconds[p]) / left, (self.seconds[q] - self.seconds[b]) / right)
 
     def memory_balanced(self, p: int, q: int, first: int, middle: int, last: int) -> int:
-        """Which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
+        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
 
         Algorithm 2, for any numbers of micro-batches in flight and of versions: the smallest level that is enough.
+
+        Args:
+            p: the first bound's place.
+            q: the last one's.
+            first: the first stage.
+            middle: the stage that begins at the bound.
+            last: behind the last stage.
         """
 
         def fill(level: float) -> tuple[int, int]:
@@ -99,7 +121,15 @@ class BinaryPartition:
         return max(p + left, min(q - right, b))
 
     def between(self, p: int, q: int, first: int, middle: int, last: int) -> Sequence[int]:
-        """The bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one."""
+        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one.
+
+        Args:
+            p: the first bound's place.
+            q: the last one's.
+            first: the first stage.
+            middle: the stage that begins at the bound.
+            last: behind the last stage.
+        """
         cb = self.compute_balanced(p, q, middle - first, last - middle)
         mb = self.memory_balanced(p, q, first, middle, last)
         bounds = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
@@ -109,14 +139,27 @@ class BinaryPartition:
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:
-        """One stage, its memory optimised."""
+        """Makes one stage, its memory optimised.
+
+        Args:
+            s: the stage.
+            p: the first bound's place.
+            q: the last one's.
+        """
         chosen = Selection(self.segments, self.changes[self.segments.in_flight[s]], s, self.bounds[p], self.bounds[q])
         if chosen.may_fit:
             optimise(chosen)
         return chosen
 
     def best(self, p: int, q: int, first: int, last: int) -> Part | None:
-        """Stages `first` to `last` (not included) with the layers between bounds p and q; None if nothing fits."""
+        """Plans stages with the layers between bounds p and q; None if nothing fits.
+
+        Args:
+            p: the first bound's place.
+            q: the last one's.
+            first: the first stage.
+            last: behind the last stage.
+        """
         key = p, q, first, last
         if key not in self._parts:
             self._parts[key] = self._best(*key)
@@ -143,7 +186,7 @@ class BinaryPartition:
 
 
 def attempt(problem: Problem) -> Decision | None:
-    """The decision, without looking for a limit that would do; None if nothing is found."""
+    """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)

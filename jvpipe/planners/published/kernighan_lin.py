@@ -48,10 +48,16 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
 
 
 def coarse_bounds(problem: Problem, fine: Sequence[int], total: OverJ, heaviest_s: float) -> list[int]:
-    """The bounds of the coarse graph's vertices.
+    """Finds the bounds of the coarse graph's vertices.
 
     A backbone vertex is a layer that no edge passes by; what lies between two of them is a nest, merged into one
     vertex, or into several where its seconds would be more than `heaviest_s`. `total` are running seconds.
+
+    Args:
+        problem: what is to be planned.
+        fine: where the model may be cut.
+        total: running seconds.
+        heaviest_s: what a vertex takes at most, if it can be divided.
     """
     layers = len(problem.costs.layers)
     passed_by = [0] * (layers + 1)  # differences, of how many edges pass by each layer
@@ -77,6 +83,13 @@ def refine(
     """Walks each bound between the coarse vertices beside it, layer by layer, to where it cuts fewest bytes.
 
     The slower of the two stages beside it may be slower by the tolerance than where they balance best.
+
+    Args:
+        bounds: of the stages; they are moved.
+        fine: where the model may be cut.
+        coarse: the bounds of the coarse vertices.
+        total: running seconds.
+        crossing: bytes that cross a cut at each layer.
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]

@@ -38,7 +38,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Each layer's treatments that do not swap, without those to which another is never worse."""
+    """Lists each layer's treatments that do not swap, without those to which another is never worse."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
@@ -57,7 +57,7 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Bounds on the working bytes, all that differ or some of them; under each every layer has a treatment."""
+    """Lists bounds on the working bytes, all that differ or some of them; under each every layer has a treatment."""
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
     at = np.linspace(0, len(caps) - 1, min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers)))).round().astype(int)
@@ -79,7 +79,7 @@ class Knapsack:
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
-        """For i from the last layer down: least extra seconds of [i, j) by j and by the quanta that it may take.
+        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its quanta.
 
         Rows above `ends[i]`, which falls with i, are left as they were.
         """
@@ -101,13 +101,19 @@ class Knapsack:
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """How many quanta [i, j) may take of the bytes that fixed ones leave; negative if it does not fit."""
+        """Counts the quanta that [i, j) may take of the bytes that fixed ones leave; negative if it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self.working_bytes[i:])])
         left = (free_bytes - working) // self.in_flight - (self.base_bytes - self.base_bytes[i])
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
 
     def choose(self, i: int, j: int, quanta: int) -> tuple[float, list[int]]:
-        """Least extra seconds of [i, j) with so many quanta, and the choices."""
+        """Finds the least extra seconds of [i, j) with so many quanta, and the choices.
+
+        Args:
+            i: the first layer.
+            j: behind the last one.
+            quanta: how many the choices may take.
+        """
         rest, options = np.zeros(self.q + 1), []
         for layer in reversed(range(i, j)):
             options.insert(0, self._with(layer, rest))
@@ -175,7 +181,13 @@ class Recomputation:
         return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
-        """Of stage s with layers [i, j), which fits."""
+        """Gives the choices of stage s with layers [i, j), which fits.
+
+        Args:
+            s: the stage.
+            i: its first layer.
+            j: behind its last one.
+        """
         if np.isfinite(self._all_kept(s, i)[j]):
             return [0] * (j - i)
         every = [

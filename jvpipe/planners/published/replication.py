@@ -27,7 +27,7 @@ from jvpipe.schedules.pipedream import PipeDream
 
 
 def replicated(problem: Problem) -> Decision:
-    """The best pipeline over `problem.stages` devices in the machines of `problem.cluster` (None: all in one).
+    """Finds the best pipeline over `problem.stages` devices in the machines of `problem.cluster` (None: all in one).
 
     Its memory is the paper's, whatever the schedule. Raises `Infeasible` if nothing fits, ValueError if the devices
     do not fill the cluster's machines.

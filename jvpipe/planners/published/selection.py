@@ -29,12 +29,12 @@ class Treatment(NamedTuple):
     left_bytes: int
 
     def is_no_better_than(self, other: "Treatment") -> bool:
-        """Whether the other holds, swaps, takes and works with at most as much."""
+        """Tells whether the other holds, swaps, takes and works with at most as much."""
         return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """A layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
+    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
     every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
     return tuple(
         Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left) for x in every
@@ -65,13 +65,13 @@ class FateChanges:
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
-        """The changes of a layer that is at `choice`; `RECOMPUTE` only where no option is as good."""
+        """Lists the changes of a layer that is at `choice`; `RECOMPUTE` only where no option is as good."""
         if (layer, choice) not in self._found:
-            *options, rerun = self.layers[layer]
+            *options, again = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
-            if not any(rerun.is_no_better_than(option) for option in options):
-                choices[RECOMPUTE] = rerun
+            if not any(again.is_no_better_than(option) for option in options):
+                choices[RECOMPUTE] = again
             self._found[layer, choice] = [
                 FateChange(
                     layer,
@@ -86,11 +86,11 @@ class FateChanges:
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Those that swap more and recompute no more."""
+        """Lists those that swap more and recompute no more."""
         return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Of those that swap no more, the one that saves most per second (or none)."""
+        """Finds, of those that swap no more, the one that saves most per second (or none)."""
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
 
@@ -119,7 +119,7 @@ class Selection:
         return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
-        """Forward and backward seconds of the stage's layers after this one."""
+        """Counts forward and backward seconds of the stage's layers after this one."""
         total = self.segments.compute_s
         return float(total[self.layers.stop] - total[layer + 1])
 
@@ -154,7 +154,7 @@ class Selection:
         return limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """How long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
+        """Says how long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
         return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
 
     @property
@@ -167,7 +167,7 @@ class Selection:
         return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
 
     def host_has_room(self, change: FateChange) -> bool:
-        """Whether the stage's share of the host holds what the change swaps."""
+        """Tells whether the stage's share of the host holds what the change swaps."""
         limit = self.problem.host_limit_bytes
         swapped = self.swapped_bytes + change.swapped_bytes
         return limit is None or change.swapped_bytes <= 0 or self.in_flight * swapped <= limit // self.problem.stages
@@ -185,7 +185,13 @@ class Selection:
         score: Callable[[FateChange], float],
         allowed: Callable[[FateChange], bool],
     ) -> None:
-        """Takes changes, the best score first, until the stage fits or none is left that is allowed."""
+        """Takes changes, the best score first, until the stage fits or none is left that is allowed.
+
+        Args:
+            changes: those of a layer that is at a choice.
+            score: how good a change is.
+            allowed: whether a change may be taken now.
+        """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
             choice = self.choices[layer - self.first]

@@ -19,7 +19,7 @@ from jvpipe.planners.published.selection import FateChanges, Selection
 
 
 def vpipe(problem: Problem) -> Decision:
-    """The decision of vPipe's planner: it minimises the slowest stage's seconds, whatever the schedule.
+    """Makes the decision of vPipe's planner: it minimises the slowest stage's seconds, whatever the schedule.
 
     Raises `Infeasible` where a stage does not fit when the alternation has come to its end.
 
@@ -45,7 +45,7 @@ def swap_recompute(stage: Selection) -> None:
 
 
 def attempt(problem: Problem) -> Decision | None:
-    """The decision, without looking for a limit that would do; None if nothing is found."""
+    """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}
 
