@@ -8,7 +8,7 @@ simulated (`simulated_step_s`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import StageCost
@@ -73,9 +73,14 @@ class Loads:
     def peak_bytes(self, steps: Sequence[Step]) -> float:
         """The most that micro-batches in flight hold on a device that takes these steps."""
         held = most = 0.0
+        F, B, W = Kind.F, Kind.B, Kind.W
         for kind, s, _ in steps:
-            info = KINDS[kind]
-            held += info.in_flight * self.kept_bytes[s] + info.between * self.handed_bytes[s]
+            if kind is F:
+                held += self.kept_bytes[s]
+            elif kind is W:
+                held -= self.handed_bytes[s]
+            else:
+                held += (0.0 if kind is B else self.handed_bytes[s]) - self.kept_bytes[s]
             most = max(most, held)
         return most
 
@@ -112,54 +117,61 @@ class Clock:
 
 def clocked(loads: Loads, order: Order) -> Clock:
     """Runs an order."""
-    last, places, M = len(loads.places) - 1, loads.places, loads.microbatches
-    seconds, send_s, return_s = loads.seconds, loads.send_s, loads.return_s
-    there: dict[tuple[int, int, bool], float] = {(0, m, True): 0.0 for m in range(M)}  # True: for F
-    done: dict[tuple[int, int, bool], float] = {}
+    M, last = loads.microbatches, len(loads.places) - 1
+    F, B, W = Kind.F, Kind.B, Kind.W  # looked up by identity: hashing kinds would take half of the time
+    forward_s, backward_s, input_s, weight_s = loads.seconds.values()
+    cells = M * len(loads.places)  # one per stage and micro-batch: when it may go forward, and backward
+    ahead, back, passed = [-1.0] * cells, [-1.0] * cells, [False] * cells
+    ahead[:M] = [0.0] * M
     starts: list[list[float]] = [[] for _ in order]
     ends: list[list[float]] = [[] for _ in order]
     links: dict[tuple[int, int], float] = {}
-    free = [0.0] * len(order)
-    blocked: dict[tuple[int, int, bool], int] = {}
+    free, waits = [0.0] * len(order), dict[tuple[bool, int], int]()  # who waits for a cell
     ready = list(range(len(order)))
     while ready:
         d = ready.pop()
-        steps, now = order[d], free[d]
-        mine, over = starts[d], ends[d]
-        for kind, s, m in steps[len(mine) :]:
-            key = (s, m, kind is Kind.F)
-            if kind is Kind.W:
-                begin = now
-                if (s, m, False) not in done:
+        now, steps, mine, over = free[d], order[d], starts[d], ends[d]
+        for at in range(len(mine), len(steps)):
+            kind, s, m = steps[at]
+            cell, forward = s * M + m, kind is F
+            begin = now
+            if kind is W:
+                if not passed[cell]:
                     return Clock(starts, ends, stuck=True)
             else:
-                if key not in there:
-                    blocked[key] = d
+                there = ahead[cell] if forward else back[cell]
+                if there < 0:
+                    waits[forward, cell] = d
                     break
-                begin = max(now, there[key])
-                if kind is not Kind.F and (s, m, True) not in done:
-                    return Clock(starts, ends, stuck=True)
-            now = begin + seconds[kind][s]
+                begin = max(now, there)
+            now = begin + (forward_s if forward else weight_s if kind is W else backward_s if kind is B else input_s)[s]
             mine.append(begin)
             over.append(now)
-            if kind is Kind.W:
+            if kind is W:
                 continue
-            done[key] = now
-            forward = kind is Kind.F
-            to = s if forward and s == last else s + 1 if forward else s - 1
-            if to < 0:
+            passed[cell] = not forward
+            if not forward and not s:
                 continue
-            target = (to, m, forward and s != last)
-            takes, e = (send_s if forward else return_s)[s], places[to]
-            arrives = now
-            if e != d and takes:
-                arrives = max(now, links.get((d, e), 0.0)) + takes
-                links[d, e] = arrives
-            there[target] = arrives
-            if target in blocked:
-                ready.append(blocked.pop(target))
+            onward = forward and s < last
+            target = cell + M if onward else cell if forward else cell - M
+            stays = forward and not onward
+            (ahead if onward else back)[target] = now if stays else _arrival_s(loads, links, d, s, now, forward=forward)
+            if (onward, target) in waits:
+                ready.append(waits.pop((onward, target)))
         free[d] = now
     return Clock(starts, ends, stuck=any(len(a) < len(b) for a, b in zip(starts, order, strict=True)))
+
+
+def _arrival_s(
+    loads: Loads, links: dict[tuple[int, int], float], d: int, s: int, now: float, *, forward: bool
+) -> float:
+    """When what a stage makes is with the next one; the link is taken till then."""
+    takes_s = (loads.send_s if forward else loads.return_s)[s]
+    if not takes_s:
+        return now
+    link = d, loads.places[s + 1 if forward else s - 1]
+    links[link] = max(now, links.get(link, 0.0)) + takes_s
+    return links[link]
 
 
 def order_of(lists: TaskLists) -> Order:

@@ -44,7 +44,7 @@ PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
 CLIMBED, NEAR = 3, 1.06
 """Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest."""
-CLIMBED_TASKS, MOVED_TASKS = 400_000, 300_000
+CLIMBED_TASKS, MOVED_TASKS = 1_000_000, 300_000
 """Tasks that are clocked while orders are climbed from, and while bounds move."""
 REFINED_LAYERS = 48
 """Of models of more layers, 1F1B's plan is the surrogate's."""
@@ -111,7 +111,12 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    found = sorted(_candidates(problem), key=lambda one: one.step_s)
+    rivals = [*rivals, *_one_f_one_b(problem)]
+    begin = [
+        *_candidates(problem),
+        *(one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)),
+    ]
+    found = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
     for one in found:
         others.setdefault(one.family, one.step_s)
@@ -122,7 +127,6 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     best += [_climbed(one, tries, seed) for one in best]
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in found)))
     answers = [answer for one in [*best, *(_unlike(found) if crowded else ())] if (answer := _simulated(one))]
-    rivals = [*rivals, *_one_f_one_b(problem)]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
     if not answers:
         limit = problem.memory_limit_bytes
@@ -297,6 +301,17 @@ def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
     """Yields the plan of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         yield ONE_F_ONE_B, jvpipe(problem, refine=len(problem.costs.layers) <= REFINED_LAYERS)
+
+
+def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[_Candidate]:
+    """Yields other orders for another planner's plan of one stage per device, if it swaps nothing."""
+    swaps = any(
+        layer.options[c].swapped_bytes
+        for layer, c in zip(problem.costs.layers, decision.choices, strict=True)
+        if c >= 0
+    )
+    if schedule.chunks == 1 and not swaps:
+        yield from _listed(replace(problem, schedule=ZBH1()), decision)
 
 
 def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | None:
