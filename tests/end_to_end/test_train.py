@@ -21,6 +21,8 @@ import jvpipe
 from experiments.faults.runs import page
 from jvpipe import models
 from jvpipe.cli import train as train_command
+from jvpipe.cli import training
+from jvpipe.cli.job import Job
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.commands import finished, running
@@ -247,6 +249,28 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
     finite = [loss is not None for loss in losses(run)]
     assert finite[:5] == [True] * 4 + [False]
     assert finite[5:] in ([], [False])  # another step may have begun before the loss was there
+
+
+def told_at_the_end(arguments: Sequence[str]) -> int:
+    """The command line, which is sent a signal when its last step is done, before that is saved."""
+    save = training.save
+
+    def saved(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
+        if step == job.steps:
+            signal.raise_signal(signal.SIGTERM)
+        save(job, state, step, architecture)
+
+    training.save = saved
+    return train_command.main(list(arguments))
+
+
+def test_a_signal_in_the_last_step_is_heard(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forked(told_at_the_end, *arguments(text, run, "--steps", "1", "--stages", "1")) as command:
+        done = command.ended()
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "stopped; to go on: python -m jvpipe.train" in done.stderr
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000001"]
 
 
 def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A process of a run that trains on and on, given PROCESS COUNT PORT; one of them is killed.
 
-With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers. With
+With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers,
+between two steps or with `inside` behind that in the middle of one. With
 `saving`, a folder and a process, that one kills itself in its second save: the first one before it renames the draft,
 another when it has written its part.
 """
@@ -8,13 +9,15 @@ another when it has written its part.
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 
 import jvpipe
 from jvpipe._jax import Device
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.rows import OfferRun
 from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.transport import Transport
 from tests.bits import batches_of
@@ -23,17 +26,18 @@ from tests.zoo import CASES
 
 
 class Deadly(Transport):
-    """A transport whose process is gone after its next offer, once it is told so."""
+    """A transport whose process is gone once it has offered an array of a `fatal` number."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner, self.armed = inner, False
+        self._inner = inner
+        self.fatal: Container[int] = ()
 
     def begin(self) -> None:
         self._inner.begin()
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
         self._inner.offer(process, number, array)
-        if self.armed:
+        if number in self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
@@ -52,6 +56,13 @@ def dies_in_a_save(process: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+
+
+def leaving(pipe: jvpipe.Pipeline) -> frozenset[int]:
+    """The numbers of what leaves this process in the migration that is due."""
+    (migration,) = pipe.session.migrations.queue
+    offers = (row.run for row in migration.bound.lowered.rows if row.kind is Kind.MOVE)
+    return frozenset(run.number for run in offers if isinstance(run, OfferRun))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,8 +88,10 @@ def main(arguments: Sequence[str]) -> None:
                     dies_in_a_save(process)
                 pipe.save(options[0], state)
             if step == 3 and doing == "moving":
-                transport.armed = process == count - 1
-                state = pipe.migrate(state, jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]))
+                away, dies = jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]), process == count - 1
+                transport.fatal = range(dies and not options and 1 << 40)  # between two steps nothing else is offered
+                state = pipe.migrate(state, away, (state.step, 2) if options else None)
+                transport.fatal = leaving(pipe) if dies and options else ()
     except jvpipe.HostLost as lost:
         print(f"lost: {lost}", flush=True)
         os._exit(75)

@@ -110,8 +110,9 @@ def test_who_lives_on_names_the_process_that_was_killed() -> None:
     assert end.returncode == TRY_AGAIN
 
 
-def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved() -> None:
-    with started(dying.main, 2, "moving") as processes:
+@pytest.mark.parametrize("when", [("moving",), ("moving", "inside")], ids=["between two steps", "inside one"])
+def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved(when: tuple[str, ...]) -> None:
+    with started(dying.main, 2, *when) as processes:
         ends = [process.ended() for process in processes]
     assert [end.returncode for end in ends] == [TRY_AGAIN, -signal.SIGKILL], ends[0].stderr[-3000:]
     assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", ends[0].stdout)
