@@ -34,7 +34,7 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
-    "lowering": {"F", "I", "B", "U", "MOVE", "FREE"},
+    "lowering": {"F", "I", "U", "MOVE", "FREE"},
     "runtime": {"F", "B", "I", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
     "planners": {"F", "B", "I", "W"},
     "schedules": {"I", "W"},
