@@ -1,5 +1,6 @@
 """Models that jvpipe trains from the command line, each with its data and its recipe."""
 
-from jvpipe.models.workload import Batches, Data, Workload, load
+from jvpipe.models.protocol import Model
+from jvpipe.models.workload import NAMES, Batches, Data, Workload, load
 
-__all__ = ["Batches", "Data", "Workload", "load"]
+__all__ = ["NAMES", "Batches", "Data", "Model", "Workload", "load"]

@@ -46,6 +46,7 @@ def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int
     held_out = fixed_batches(held_out_records, example, batch_size)
     return Data(
         train=train_batches(records, example, seed, batch_size),
+        example=held_out[0],
         held_out=held_out,
         digest=pictures.digest,
         baseline_loss=frequency_loss(pictures.labels[records], held_out, classes, 0),

@@ -48,6 +48,7 @@ def open_text(
     held_out = fixed_batches(held_out_records, transform(known), batch_size)
     return Data(
         train=train_batches(records, transform(known), seed, batch_size),
+        example=held_out[0],
         held_out=held_out,
         digest=corpus.digest,
         baseline_loss=frequency_loss(records, held_out, known, first),

@@ -2,10 +2,13 @@
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import NoneType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -20,8 +23,8 @@ Tree = Any
 Config = TypeVar("Config")
 Batch = dict[str, np.ndarray]
 
-_NAMES = ("bert", "gpt2", "t5", "amoebanet", "evolved-transformer", "evolved-amoebanet")
-_MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in _NAMES}
+NAMES = ("bert", "gpt2", "t5", "amoebanet", "evolved-transformer", "evolved-amoebanet")
+_MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 
 @runtime_checkable
@@ -41,22 +44,23 @@ class Batches(Iterator[Batch], Protocol):
 class Data:
     """What a model is trained on.
 
-    `train` never ends; `held_out` are a few batches of the same shapes that training never sees, the same for every
-    seed; `digest` is the SHA-256 of the text; `baseline_loss` is the held-out loss (in nats) of a predictor that
-    knows only how often each token occurs in training.
+    `train` never ends; `example` is a batch, or its shapes; `held_out` are a few batches that training never sees, the
+    same for every seed; `digest` is the SHA-256 of the text, or of the first batch; `baseline_loss` is the held-out
+    loss (in nats) of a predictor that knows only how often each token occurs in training; NaN if there is none.
     """
 
     train: Batches
-    held_out: Sequence[Batch]
+    example: Tree
+    held_out: Sequence[Tree]
     digest: str
-    baseline_loss: float
+    baseline_loss: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model of some size with its loss, its data and its recipe.
+    """A model of some size with its loss, its data and its recipe: a `Model` with all that one may have.
 
-    `config` is a dataclass that `dataclasses.asdict` turns into JSON. `init` maps a key to parameters, nested dicts
+    `config` has the fields that tell it from others of its name. `init` maps a key to parameters, nested dicts
     of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
     `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
@@ -68,7 +72,7 @@ class Workload:
     """
 
     name: str
-    size: str
+    size: str | None
     config: Any
     init: Callable[[jax.Array], Tree]
     loss_fn: Callable[..., Any]
@@ -80,6 +84,19 @@ class Workload:
     steps: int
     model_state: Callable[[], Tree] | None = None
     supernet: Supernet | None = None
+    has_aux: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name, and the size if there is one."""
+        return f"{self.name} {self.size}" if self.size else self.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is plain data of the configuration, by name."""
+        fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
+        known = {f.name: getattr(self.config, f.name) for f in fields} or getattr(self.config, "__dict__", {})
+        return {k: v for k, v in known.items() if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"}
 
     @property
     def has_state(self) -> bool:
@@ -89,6 +106,18 @@ class Workload:
     def initial_state(self) -> Tree:
         """The model state before any step; None if there is none."""
         return None if self.model_state is None else self.model_state()
+
+    def batches(self, seed: int, batch_size: int) -> Batches:
+        """The batches to train on, of the default data."""
+        return self._default_data(seed, batch_size).train
+
+    def held_out(self) -> Sequence[Tree]:
+        """A few batches of the usual size that training never sees, of the default data."""
+        return self._default_data(0, self.batch_size).held_out
+
+    def _default_data(self, seed: int, batch_size: int) -> Data:
+        with TemporaryDirectory() as scratch:
+            return self.open_data(None, Path(scratch), seed, batch_size)
 
 
 def load(name: str, size: str | None = None, **options: Any) -> Workload:

@@ -18,6 +18,7 @@ import jvpipe
 from jvpipe import models
 from jvpipe.cli import export
 from jvpipe.cli.architecture_search import ArchitectureSearch
+from jvpipe.cli.found_model import find_model
 from jvpipe.cli.rundir import RunDir, hold_new
 from jvpipe.cli.runplan import given_plan, kept_plan
 from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
@@ -26,6 +27,7 @@ from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.agreement import versions
+from jvpipe.session.batches import micro_batch_shapes
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     files = before.get("files", {})
     data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
     hosts.agree("the data of the processes", [("their digest", data.digest)])
+    for batch in data.held_out:
+        micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
     rates = workload.learning_rates(updates)
     job = Job(options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search)
     state = _state(job)
@@ -114,9 +118,10 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
-    workload = hosts.together("model", lambda: models.load(options.model, options.size, dtype=options.dtype))
+    workload = hosts.together("model", lambda: find_model(options.model, options.size, options.dtype))
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
+    hosts.agree("the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()])
     run = _held_folder(options, workload, hosts, held)
 
     def last_plan() -> jvpipe.Plan | None:
@@ -173,6 +178,7 @@ def _pipeline(
         memory_limit=options.memory_limit,
         host_memory_limit=options.host_memory_limit,
         checkpoint=options.checkpoint,
+        has_aux=workload.has_aux,
         has_state=workload.has_state,
         grad_norm=synchronous,
         remeasure=options.remeasure,
@@ -200,7 +206,7 @@ def _state(job: Job) -> jvpipe.State:
     """The state at the start of the run, or that of its last checkpoint; the data go on from there."""
     params = job.search.first.params if job.search else job.workload.init
     key = jax.random.key(job.options.seed)
-    state = job.pipe.init(params, job.data.held_out[0], key, job.workload.initial_state())
+    state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
     if job.options.resume and job.run.checkpoints():
         last = job.run.checkpoints()[-1]
         with job.run.advising():
@@ -219,7 +225,7 @@ def _keep_compiled() -> None:
 
 
 def _new_folder(workload: models.Workload) -> str:
-    return f"runs/{workload.name}-{workload.size}-{datetime.now():%Y%m%d-%H%M%S}"
+    return f"runs/{workload.title.replace(' ', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _search(options: Options, workload: models.Workload, hosts: Hosts) -> ArchitectureSearch | None:
@@ -241,7 +247,7 @@ def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
     shapes = export.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     return {
         **{name: getattr(options, name) for name in FIXED},
-        "model_config": dataclasses.asdict(workload.config),
+        "model_config": workload.settings,
         "parameters": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()},
     }
 

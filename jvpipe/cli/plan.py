@@ -11,7 +11,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from jvpipe import models
+from jvpipe.cli.found_model import find_model
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check, check_sums, splits
 from jvpipe.cost.costs import Costs
@@ -114,7 +114,7 @@ def model_costs(options: Options, cluster: Cluster) -> Costs:
 
 def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], OptimizerCut]]:
     """A model at its real size, and what cuts its optimizer for its layers."""
-    workload = models.load(str(options.model), options.size, dtype=options.dtype or "float32")
+    workload = find_model(str(options.model), options.size, options.dtype)
     batch = workload.abstract_batch(options.batch_size or workload.batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(workload.init, key)
@@ -125,6 +125,7 @@ def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], Optimizer
         micro_batch,
         jax.random.key(0),
         workload.initial_state(),
+        has_aux=workload.has_aux,
         has_state=workload.has_state,
     )
 

@@ -20,7 +20,7 @@ class Options:
     """Plans a model, or a graph file, over the devices of a cluster."""
 
     model: str | None = None
-    """Which model of jvpipe.models; its parameters are never made."""
+    """Which model, as `python -m jvpipe.train` takes it; its parameters are never made."""
     size: str | None = None
     """Which of its sizes; the smallest one if left out."""
     dtype: str | None = None

@@ -1,5 +1,6 @@
-"""`python -m jvpipe.train`: trains a model of `jvpipe.models` as a pipeline, in a run directory."""
+"""`python -m jvpipe.train`: trains a model, one's own or of `jvpipe.models`, as a pipeline, in a run directory."""
 
+import math
 import os
 import sys
 import traceback
@@ -97,8 +98,10 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
     for batch in job.data.held_out:
         watch.progress("the evaluation")
         losses.append(float(job.pipe.evaluate(state, batch)["loss"]))
-    print(f"held-out loss {sum(losses) / len(losses):.4f}", end=", ")
-    print(f"predicting by token frequency {job.data.baseline_loss:.4f}")
+    if losses:
+        baseline = job.data.baseline_loss
+        told = "" if math.isnan(baseline) else f", predicting by token frequency {baseline:.4f}"
+        print(f"held-out loss {sum(losses) / len(losses):.4f}{told}")
     if not job.options.export:
         return
     watch.progress("the export")

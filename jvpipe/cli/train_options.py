@@ -25,11 +25,11 @@ class Options:
     """Trains a model as a pipeline over the devices of this machine."""
 
     model: str = "bert"
-    """Which model."""
+    """Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME."""
     size: str | None = None
-    """Which of its sizes; the smallest one if left out."""
-    dtype: str = "float32"
-    """The type to compute in (float32 or bfloat16); parameters are float32."""
+    """Which of its sizes; the smallest one if left out, or your object as it is."""
+    dtype: str | None = None
+    """The type to compute in (float32 or bfloat16); parameters are float32. The model's own if left out."""
     stages: int = 2
     """Over how many devices."""
     microbatches: int = 4

@@ -34,7 +34,7 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
     """
     first, hosts = state.step, job.hosts
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
-    print(f"{job.workload.name} {job.workload.size}: {told}, run in {job.run.path}")
+    print(f"{job.workload.title}: {told}, run in {job.run.path}")
     if first >= job.steps:
         return state, None
     job.pipe.session.monitor()

@@ -33,13 +33,16 @@ def arguments(page: Path, run: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def processes(count: int, given: Sequence[str], timeout_s: int = 60) -> Iterator[list[Fork]]:
-    """The same command in several processes; none outlives the block."""
+def processes(
+    count: int, given: Sequence[str], timeout_s: int = 60, stands: Sequence[Path | None] = (None,) * 9
+) -> Iterator[list[Fork]]:
+    """The same command in several processes, each in a folder; none outlives the block."""
     coordinator = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         places = [("--process-id", str(i), "--num-processes", str(count)) for i in range(count)]
         meet = ("--coordinator", coordinator, "--host-timeout", str(timeout_s))
-        yield [stack.enter_context(running(*given, *place, *meet)) for place in places]
+        started = [running(*given, *place, *meet, stands=stands[i]) for i, place in enumerate(places)]
+        yield [stack.enter_context(each) for each in started]
 
 
 def last_lines(commands: Sequence[Fork]) -> list[tuple[int, str]]:

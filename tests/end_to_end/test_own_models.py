@@ -1,0 +1,81 @@
+"""A user's own model on the command line: trained, stopped and resumed to the bit, over one device or several."""
+
+import json
+import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.commands import finished
+from tests.hosts.test_commands import last_lines, processes
+
+OWN = Path(__file__).parents[1] / "own.py"
+COMMON = ("--planner", "even", "--batch-size", "8", "--checkpoint-every", "3")
+
+
+def train(run: Path, *more: str) -> CompletedProcess[str]:
+    return finished(*COMMON, "--run-dir", str(run), *more)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["Plain", "full"])  # batches of a generator, and of Grain
+def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_path: Path) -> None:
+    model = ("--model", f"{OWN}:{name}")
+    one, two = (tmp_path / f"{name}.safetensors" for name in ("one", "two"))
+    whole = train(tmp_path / "whole", *model, "--steps", "5", "--stages", "1", "--export", str(one))
+    assert whole.returncode == 0, whole.stderr
+    assert ("held-out loss" in whole.stdout) == (name == "full")
+    assert "token frequency" not in whole.stdout
+    run = tmp_path / "run"
+    begun = train(run, *model, "--steps", "5", "--stages", "2")
+    assert begun.returncode == 0, begun.stderr
+    shutil.rmtree(run / "checkpoints" / "00000005")
+    resumed = train(run, "--resume", "--export", str(two))
+    assert "steps 4 to 5" in resumed.stdout, resumed.stderr
+    assert losses(run) == losses(tmp_path / "whole")
+    for key, values in load_file(one).items():
+        np.testing.assert_array_equal(values, load_file(two)[key])
+
+
+def test_processes_train_a_module_s_model_together(tmp_path: Path) -> None:
+    model = ("--model", "tests.own:Plain", "--steps", "3", "--stages", "2")
+    alone = train(tmp_path / "alone", *model)
+    assert alone.returncode == 0, alone.stderr
+    with processes(2, [*COMMON, *model, "--run-dir", str(tmp_path / "two")]) as commands:
+        ends = last_lines(commands)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert losses(tmp_path / "two") == losses(tmp_path / "alone")
+
+
+def test_processes_must_have_one_model(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder, blocks in zip(folders, (3, 4), strict=True):
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"from tests.own import Plain\nmine = Plain({blocks})\n")
+    given = [*COMMON, "--model", "mine.py:mine", "--stages", "2", "--steps", "2", "--run-dir", str(tmp_path / "run")]
+    with processes(2, given, stands=folders) as commands:
+        ends = last_lines(commands)
+    assert [code for code, _ in ends] == [2, 2]
+    assert any("model_config" in line and "4" in line for _, line in ends), ends
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--model", f"{OWN}:Plane"), "unknown name 'Plane': did you mean 'Plain'"),
+        (("--model", f"{OWN}:Ends", "--steps", "3", "--stages", "1"), "has come to its end: let it go on"),
+        (("--model", f"{OWN}:full", "--microbatches", "3", "--batch-size", "9"), "3 micro-batches do not divide the 8"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(options: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
