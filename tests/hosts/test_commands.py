@@ -18,7 +18,7 @@ from tests.commands import finished, running
 from tests.forks import Fork
 from tests.hosts.test_processes import TRY_AGAIN
 
-STEPS = 300
+STEPS, SAVED_EVERY = 150, 25
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(page: Path, run: Path, *more: str) -> list[str]:
     base = ["--size", "tiny", "--planner", "even", "--data", str(page), "--stages", "3", "--steps", str(STEPS)]
-    return [*base, "--batch-size", "8", "--checkpoint-every", "50", "--run-dir", str(run), *more]
+    return [*base, "--batch-size", "8", "--checkpoint-every", str(SAVED_EVERY), "--run-dir", str(run), *more]
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_the_others_say_who_was_killed_and_one_goes_on(
 ) -> None:
     run = tmp_path / "run"
     with processes(2, arguments(page, run)) as commands:
-        commands[0].wait_for((run / "checkpoints" / "00000050").exists)
+        commands[0].wait_for((run / "checkpoints" / f"{SAVED_EVERY:08}").exists)
         commands[dies].send(signal.SIGKILL)
         left = commands[1 - dies].ended()
     if dies or left.returncode != -signal.SIGABRT:  # without the first process JAX may be faster than we
