@@ -12,6 +12,7 @@ them.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float
@@ -223,10 +224,16 @@ def _listed(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
 def _late(problem: Problem, loads: Loads, d: int) -> int:
     """By how many backwards W may be late on a device."""
     for late in range(d, 0, -1):
-        lists = InterleavedLists(problem.schedule.chunks, split=True, late=(late,) * loads.devices)
-        if loads.peak_bytes(order_of(lists(loads.devices, problem.microbatches))[d]) <= loads.room_bytes[d]:
+        order = _all_late(problem.schedule.chunks, late, loads.devices, problem.microbatches)
+        if loads.peak_bytes(order[d]) <= loads.room_bytes[d]:
             return late
     return 0
+
+
+@lru_cache(maxsize=64)
+def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
+    """The order in which W is equally late on all devices; that of a device depends on its own lateness alone."""
+    return order_of(InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches))
 
 
 def _loads(problem: Problem, decision: Decision) -> Loads:
