@@ -14,7 +14,7 @@ from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.values import ValueKind
 from jvpipe.planners import find_planner
 from jvpipe.report.explain import explain
-from jvpipe.report.order_reasons import order_reasons
+from jvpipe.report.order_reasons import order_reasons, search_reasons
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
@@ -24,6 +24,7 @@ from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session import checkpoints
 from jvpipe.session.arguments import (
     check_arrays,
+    check_chooser,
     check_key,
     check_loss,
     check_optimizer,
@@ -118,6 +119,8 @@ class Pipeline:
         microbatches = whole_number("microbatches", microbatches)
         stages = stages.under(schedule.name) if isinstance(stages, Plan) else whole_number("stages", stages)
         schedule.check(stages if isinstance(stages, int) else pipeline_length(stages, schedule), microbatches)
+        if isinstance(stages, int):
+            check_chooser(schedule, planner)
         used, places = place_stages(stages, devices, schedule)
         hosts = present_hosts()
         self.session = Session(
@@ -161,6 +164,7 @@ class Pipeline:
         if planned and holds:
             reasons = cut_reasons(planned.problem, planned.decision)
             reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
+            reasons += [search_reasons(planned.found)] if planned.found else []
         graph, layer_s = session.graph, session.compiled_plans.layer_s
         return explain(graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 

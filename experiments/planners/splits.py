@@ -30,7 +30,7 @@ def planned(cluster_name: str, model: str, size: str, examples: int, stages: int
     problem = Problem(costs, stages, schedule, microbatches, cluster.device.memory_bytes)
     problem = on_cluster(problem, cluster)
     whole = answer(problem, "jvpipe")
-    return [(problem, whole), with_splits(options, problem, whole)]
+    return [(problem, whole), with_splits(options, problem, problem, whole)]
 
 
 def row(name: str, stages: int, answers: Sequence[tuple[Problem, Answer]]) -> str:

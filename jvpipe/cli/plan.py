@@ -32,8 +32,9 @@ from jvpipe.report.answers import Answer, as_json, best_first, comparison, stage
 from jvpipe.report.figures import timeline_figure
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.auto import AUTO
 from jvpipe.session.batches import micro_batch_shapes
-from jvpipe.session.planning import Planned
+from jvpipe.session.planning import Planned, ask
 from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.model import trace_model
@@ -45,9 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         names = check(options)
         problem = problem_of(options)
-        answers = best_first(problem, [answer(problem, name) for name in names])
+        open_order = problem
+        problem, answers = searched(problem) if problem.schedule == AUTO else (problem, asked(problem, names))
         if names == ["jvpipe"] and options.model is not None:
-            problem, answers[0] = with_splits(options, problem, answers[0])
+            problem, answers[0] = with_splits(options, open_order, problem, answers[0])
     except (ValueError, OSError) as mistake:
         return _error(mistake)
     bound_s = lower_bound(problem) if answers[0].decision is not None else math.inf
@@ -142,12 +144,13 @@ def traced_model(options: Options) -> tuple[Traced, Callable[[Traced], Optimizer
     return model.traced, cut
 
 
-def with_splits(options: Options, problem: Problem, whole: Answer) -> tuple[Problem, Answer]:
+def with_splits(options: Options, open_order: Problem, problem: Problem, whole: Answer) -> tuple[Problem, Answer]:
     """Cuts layers in two where that makes the plan faster. Nothing runs: that it keeps the bits is assumed.
 
     Args:
         options: name the model, which is traced again.
-        problem: with whole layers.
+        open_order: the problem as it was asked.
+        problem: with whole layers, and the order of the answer.
         whole: the answer to it.
     """
     cluster, decision = problem.cluster, whole.decision
@@ -159,9 +162,9 @@ def with_splits(options: Options, problem: Problem, whole: Answer) -> tuple[Prob
     def plan(traced: Traced) -> CutCandidate:
         optimizer = cut(traced)
         finer = replace(
-            problem, costs=estimate(traced, cluster, optimizer, options.microbatches, split=splits(options))
+            open_order, costs=estimate(traced, cluster, optimizer, options.microbatches, split=splits(options))
         )
-        return CutCandidate(traced, optimizer, _planned(finer, find_planner(whole.planner).decide(finer)))
+        return CutCandidate(traced, optimizer, ask(whole.planner, finer))
 
     begin = CutCandidate(traced, cut(traced), _planned(problem, decision))
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
@@ -173,6 +176,22 @@ def with_splits(options: Options, problem: Problem, whole: Answer) -> tuple[Prob
 
 def _planned(problem: Problem, decision: Decision) -> Planned:
     return Planned(decision.plan(problem.costs, problem.schedule.name, "jvpipe"), problem, decision)
+
+
+def asked(problem: Problem, names: Sequence[str]) -> list[Answer]:
+    """The answers of planners, the best one first."""
+    return best_first(problem, [answer(problem, name) for name in names])
+
+
+def searched(problem: Problem) -> tuple[Problem, list[Answer]]:
+    """The problem with the order of tasks that was found, and the answer to it."""
+    start_s = time.perf_counter()
+    try:
+        planned = ask("jvpipe", problem)
+    except Infeasible as infeasible:
+        return problem, [Answer("jvpipe", time.perf_counter() - start_s, infeasible=infeasible)]
+    planning_s, evaluation = time.perf_counter() - start_s, evaluate(planned.problem, planned.decision)
+    return planned.problem, [Answer("jvpipe", planning_s, planned.decision, evaluation)]
 
 
 def answer(problem: Problem, planner: str) -> Answer:

@@ -8,6 +8,7 @@ from jvpipe.planners import PLANNERS, find_planner
 from jvpipe.planners.model.problem import Problem
 from jvpipe.report.figures import check_format
 from jvpipe.schedules import find_schedule
+from jvpipe.session.arguments import check_chooser
 
 MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9}
 """Of what is counted: each micro-batch on each stage is simulated."""
@@ -68,6 +69,7 @@ def check(options: Options) -> list[str]:
         names = [p.name for p in PLANNERS] if options.compare == "all" else options.compare.split(",")
     for name in names:
         find_planner(name)
+        check_chooser(find_schedule(options.schedule), name)
     parse_bytes(options.memory_limit)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
     check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})

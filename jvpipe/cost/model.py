@@ -80,6 +80,20 @@ def costs_of(
     return Costs(tuple(layers), edges, tuple(model.shared()), ids=tuple(layer.id for layer in graph.layers))
 
 
+def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
+    """Groups of layers from one that reads a leaf of the model state to one that writes it for the next micro-batch.
+
+    Where a device runs several stages, these have to share one: else its next forward waits for a later stage's.
+    """
+    layers, groups = graph.layers, []
+    for k in range(len(graph.state)):
+        touching = [x.id for x in layers if k in (*x.reading(ValueKind.STATE), *x.writing(ValueKind.STATE))]
+        written = any(k in layer.writing(ValueKind.STATE) for layer in layers)
+        if written and len(touching) > 1:
+            groups.append(tuple(range(touching[0], touching[-1] + 1)))
+    return tuple(groups)
+
+
 def split_costs(
     graph: LayerGraph, programs: Sequence[LayerPrograms], seconds: Callable[[LayerPrograms], tuple[float, float]]
 ) -> list[SplitCost | None]:

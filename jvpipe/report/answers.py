@@ -13,6 +13,7 @@ from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.schedules.auto import GivenLists
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         "bubble_fraction": bubble_fraction(problem, answer.evaluation.stages),
         "planning_s": answer.planning_s,
         "splits": list(answer.splits),
+        "tasks": list(problem.schedule.lists.lines) if isinstance(problem.schedule.lists, GivenLists) else [],
     }
 
 

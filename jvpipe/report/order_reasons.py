@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners import find_planner
+from jvpipe.planners.joint.order_search import Found
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate
@@ -46,6 +47,16 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
         f"steps do not overlap: {', '.join(cross_layer)} needs a value of all layers, so no update begins before the "
         f"last backward has ended. Without it a step of a long run could come down to some {1e3 * busy_s:.2f} ms",
     ]
+
+
+def search_reasons(found: Found) -> str:
+    """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
+    rules = sorted(found.others.items(), key=lambda rule: rule[1])
+    beside = ", ".join(f"{name} {seconds / found.step_s:.3f}" for name, seconds in rules)
+    return (
+        f"the order comes from {found.family}: {1e3 * found.step_s:.2f} ms, no order is under "
+        f"{1e3 * found.bound_s:.2f}; beside it the rules take {beside}"
+    )
 
 
 def _transfer_s(evaluation: Evaluation) -> float:

@@ -5,6 +5,7 @@ from collections import Counter
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.auto import read_lines
 from jvpipe.schedules.halves import merged
 from jvpipe.schedules.schedule import Schedule
 
@@ -42,7 +43,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         ValueError: the plan's tasks are those of another step, or the stages of a list lie on several devices.
     """
     if plan.tasks:
-        lists = merged(tuple(tuple(map(Task.parse, tasks.split())) for tasks in plan.tasks))
+        lists = merged(read_lines(plan.tasks))
         _check_complete(lists, len(plan.stages), microbatches)
     else:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)

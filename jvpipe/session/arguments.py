@@ -12,6 +12,7 @@ from jvpipe._jax import Device, Tracer, is_own
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule, find_schedule
+from jvpipe.schedules.auto import AUTO
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, path_name
 
@@ -131,6 +132,15 @@ def _uncalled(value: Any) -> str:
 
 def _called(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def check_chooser(schedule: Schedule, planner: str) -> None:
+    """Raises ValueError if an order of tasks is left to a planner that chooses none."""
+    if schedule == AUTO and planner != "jvpipe":
+        raise ValueError(
+            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
+            "such as '1f1b' or 'interleaved'"
+        )
 
 
 def place_stages(

@@ -10,10 +10,11 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
-from jvpipe.cost.model import Work, costs_of
+from jvpipe.cost.model import Work, carried, costs_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import FateRule, find_planner
 from jvpipe.planners.joint.floor import Floor, floor
+from jvpipe.planners.joint.order_search import Found, find_order
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
@@ -22,6 +23,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
@@ -52,16 +54,17 @@ class Request:
     def splits(self) -> bool:
         """True if the schedule runs backwards in two halves, or may come to."""
         devices = self.stages // self.schedule.chunks
-        return self.schedule.name == "auto" or self.schedule.splits(devices, self.microbatches)
+        return self.schedule == AUTO or self.schedule.splits(devices, self.microbatches)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was decided on."""
+    """A plan, and what it was decided on; `found` is what else is known of an order that was searched for."""
 
     plan: Plan
     problem: Problem
     decision: Decision
+    found: Found | None = None
 
     @property
     def layer_s(self) -> list[float] | None:
@@ -115,6 +118,8 @@ def measure(
         options |= {"room_bytes": room_bytes, "archive": archive}
         costs = measured_costs(traced, first, store, optimizer, request.microbatches, **options)
         links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
+    if request.schedule == AUTO or request.schedule.chunks > 1:
+        costs = replace(costs, together=(*costs.together, *carried(traced.graph)))
     return Problem(
         costs,
         request.stages,
@@ -144,8 +149,9 @@ def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], S
     """
     limit, planner = request.memory_limit_bytes, find_planner(request.planner)
     if limit is None or not planner.asks_seconds:
-        return _planned(request, problem, planner.decide(problem))
-    least = None if _NEAR * least_kept_bytes(problem) <= limit else _least(request, problem, limit, held_bytes_of)
+        return ask(request.planner, problem, request.places)
+    roomy = request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit  # others may hold less than 1F1B
+    least = None if roomy else _least(request, problem, limit, held_bytes_of)
     planned = _unlimited(request, problem, held_bytes_of) or _within(request, problem, least, held_bytes_of)
     if planned is None:
         least = least or _least(request, problem, limit, held_bytes_of)
@@ -181,8 +187,9 @@ def _unlimited(request: Request, problem: Problem, held_bytes_of: Callable[[Plan
     assert limit is not None
     if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
         return None
-    planned = _planned(request, problem, find_planner(request.planner).decide(free))
-    near = evaluate(free, planned.decision).peak_bytes <= _NEAR * limit
+    planned = ask(request.planner, free, request.places)
+    near = evaluate(planned.problem, planned.decision).peak_bytes <= _NEAR * limit
+    planned = replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
     return planned if near and max(held_bytes_of(planned.plan)) <= limit else None
 
 
@@ -199,18 +206,40 @@ def _within(
     asked, before = replace(problem, memory_limit_bytes=max(limit, counted)), None
     for _ in range(_ATTEMPTS):
         try:
-            decision = find_planner(request.planner).decide(asked)
+            planned = ask(request.planner, asked, request.places)
         except Infeasible:
             return None
-        if decision == before:
+        if planned.plan == before:
             return None
-        planned = _planned(request, problem, decision)
         over = max(held_bytes_of(planned.plan)) - limit
         if over <= 0:
-            return planned
+            return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
         asked = replace(asked, memory_limit_bytes=max((asked.memory_limit_bytes or 0) - over, 1))
-        before = decision
+        before = planned.plan
     return None
+
+
+def ask(planner: str, problem: Problem, places: Sequence[int] | None = None) -> Planned:
+    """Asks a planner, and for the order of tasks too where it is left open.
+
+    Args:
+        planner: by its name.
+        problem: to be answered; that of the answer has its order.
+        places: of the stages, or of the devices where the order is open; their numbers unless given.
+
+    Raises:
+        Infeasible: it finds nothing that keeps the limit.
+    """
+    if problem.schedule != AUTO:
+        decision = find_planner(planner).decide(problem)
+        plan = decision.plan(problem.costs, problem.schedule.name, planner, places or problem.places)
+        return Planned(plan, problem, decision)
+    found = find_order(problem)
+    plan = found.plan(problem.costs, planner)
+    at = places or range(problem.devices)
+    stages = (replace(stage, devices=(at[stage.devices[0]],)) for stage in plan.stages)
+    answered = replace(problem, schedule=found.schedule, stages=len(plan.stages))
+    return Planned(replace(plan, stages=tuple(stages)), answered, found.decision, found)
 
 
 def _planned(request: Request, problem: Problem, decision: Decision) -> Planned:

@@ -115,7 +115,7 @@ def test_a_limit_that_nothing_meets_is_an_answer(
         (["--model", "bert", "--graph", "x"], "give one of --model and --graph"),
         (["--model", "brt"], "unknown model 'brt': did you mean 'bert'"),
         (["--graph", "nowhere.txt"], "nowhere.txt"),
-        (["--graph", "GRAPH", "--stages", "9"], "9 stages need as many layers, the model has 4"),
+        (["--graph", "GRAPH", "--stages", "9"], "9 stages: there can be 1 to 4"),
         (["--graph", "GRAPH", "--stages", "0"], "--stages 0: there must be 1 to"),
         (["--graph", "GRAPH", "--microbatches", "-3"], "--microbatches -3: there must be 1 to"),
         (["--graph", "GRAPH", "--microbatches", "1000000000"], "--microbatches 1000000000: there must be 1 to"),

@@ -112,3 +112,25 @@ def test_what_one_family_saved_another_goes_on_with_and_layers_move_inside_a_ste
     other, _ = started(m, 2, "zb-h1")
     losses, arrays = trained(m, other, other.restore(tmp_path / "saved"), steps=3)
     assert_same(([expected[0][0], *losses], arrays), expected)
+
+
+def test_an_order_that_was_found_is_part_of_the_plan_and_keeps_a_limit(tmp_path: Any) -> None:
+    m = CASES["chained-keys"]()
+    pipe, state = started(m, 1, "1f1b")
+    expected = trained(m, pipe, state)
+    options = {"devices": jax.devices()[:2], "schedule": "auto", "microbatches": MICRO}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    pipe = jvpipe.Pipeline(m.loss_fn, optimizer, 2, **options)
+    assert_same(trained(m, pipe, pipe.init(m.params, batch_of(m, MICRO), key_of(m))), expected)
+    assert len(pipe.plan.tasks) == 2
+    assert "no order is under" in pipe.explain()
+    pipe.plan.save(tmp_path / "plan.json")
+    again = jvpipe.Pipeline(m.loss_fn, optimizer, jvpipe.Plan.load(tmp_path / "plan.json"), **options)
+    assert_same(trained(m, again, again.init(m.params, batch_of(m, MICRO), key_of(m))), expected)
+    assert again.session.compiled.lists == pipe.session.compiled.lists
+    limit = int(0.9 * max(pipe.ledger.peak))
+    small = jvpipe.Pipeline(m.loss_fn, optimizer, 2, memory_limit=limit, **options)
+    assert_same(trained(m, small, small.init(m.params, batch_of(m, MICRO), key_of(m))), expected)
+    assert max(small.ledger.peak) <= limit
+    with pytest.raises(ValueError, match="schedule 'auto' is chosen by planner 'jvpipe', not by 'even'"):
+        jvpipe.Pipeline(m.loss_fn, optimizer, 2, planner="even", **options)

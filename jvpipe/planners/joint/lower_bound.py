@@ -22,7 +22,7 @@ def lower_bound(problem: Problem) -> float:
     A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
     is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
     and what crosses the links between them. All forwards of GPipe come before its backwards. In a stream round trips
-    (`trips.py`) count too.
+    (`trips.py`) count too. Where devices run several stages or halves of backwards, all work is divided among them.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -30,6 +30,8 @@ def lower_bound(problem: Problem) -> float:
     >>> lower_bound(Problem(costs, 2, find_schedule("1f1b"), microbatches=8))  # 8 * 9: three layers on the first stage
     72.0
     """
+    if problem.schedule.chunks > 1 or problem.splits:
+        return _of_any_order(problem)
     # Fates are chosen as if transfers were hidden; what these take at least is counted after.
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
     stream = replace(problem.schedule, synchronous=False) if problem.schedule.synchronous else problem.schedule
@@ -47,6 +49,14 @@ def lower_bound(problem: Problem) -> float:
     # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
     every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
     return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
+
+
+def _of_any_order(problem: Problem) -> float:
+    """All work, divided among the devices; a backward may take less in halves."""
+    layers = problem.costs.layers
+    halves_s = [x.split.input_s + x.split.weight_s if x.split else np.inf for x in layers]
+    work_s = sum(x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True))
+    return problem.microbatches * work_s / problem.devices
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
