@@ -39,7 +39,14 @@ def shaped_modules() -> list[str]:
 
 
 # What users give is checked by these themselves, and tests give what no annotation allows.
-CHECKING = ("jvpipe.pipeline", "jvpipe.session.arguments", "jvpipe.session.session", "jvpipe.ir.plan")
+CHECKING = (
+    "jvpipe.pipeline",
+    "jvpipe.session.forecasts",
+    "jvpipe.session.question",
+    "jvpipe.session.arguments",
+    "jvpipe.session.session",
+    "jvpipe.ir.plan",
+)
 # What is called by the million: checking that took a third of the seconds of the tests of planners and of streams.
 HOT = ("jvpipe.planners.model.stage_bytes", "jvpipe.lowering.stream.timeline")
 check("jvpipe", (*CHECKING, *HOT))

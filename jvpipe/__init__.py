@@ -9,8 +9,10 @@ from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.session.forecasts import Forecast, plan_for
 
 __all__ = [
+    "Forecast",
     "HostLost",
     "MemoryLimitExceeded",
     "Pipeline",
@@ -20,5 +22,6 @@ __all__ = [
     "Weighted",
     "checkpoint_extra",
     "checkpoint_plan",
+    "plan_for",
     "replay",
 ]

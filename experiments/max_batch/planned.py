@@ -16,9 +16,9 @@ from experiments.max_batch.largest import largest
 from experiments.max_batch.paper import MODELS, REPORTED, Row, rows
 from experiments.max_batch.rules import BELIEVING, claims, fits, fits_as_believed
 from experiments.max_batch.subjects import CLUSTER, WORKLOADS, Costing, subject
-from jvpipe.cli.plan import on_cluster
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
+from jvpipe.session.question import on_cluster
 
 
 class Found(NamedTuple):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import tyro
 
+from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
-from jvpipe.cli.plan import Options, model_costs, on_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
@@ -29,6 +29,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
+from jvpipe.session.question import on_cluster
 
 MB = 10**6
 STAGES = (2, 4, 8, 16)
@@ -87,8 +88,8 @@ def models(profiles: Sequence[Path]) -> Iterator[tuple[str, Callable[[], tuple[C
     for blocks in (3, 4):
         yield f"dense, {blocks} blocks", lambda blocks=blocks: (dense(blocks), None)
     for model, size, examples in MODELS:
-        options = Options(model=model, size=size, batch_size=8 * examples, microbatches=8)
-        yield f"{model} {size or ''}".strip(), lambda o=options: (model_costs(o, find_cluster("a100-40gb")), None)
+        asked = question(model, size, 8 * examples, 8)
+        yield f"{model} {size or ''}".strip(), lambda q=asked: (q.costs(find_cluster("a100-40gb")), None)
 
 
 def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:

@@ -6,12 +6,12 @@ M = 2 S micro-batches. Nothing runs, the estimates are the roofline's.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jvpipe.cli.plan import Options, answer, model_costs, on_cluster, with_splits
+from experiments.planners.questions import question
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.report.answers import Answer
-from jvpipe.schedules import find_schedule
+from jvpipe.session.forecasts import asked, with_splits
 
 MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))
 """Model, size, examples per micro-batch."""
@@ -22,15 +22,10 @@ CLUSTERS = (("a100-40gb", (4, 8)), ("a100-80gb", (8, 16, 24)))
 def planned(cluster_name: str, model: str, size: str, examples: int, stages: int) -> list[tuple[Problem, Answer]]:
     """The plan with whole layers, and with finer ones."""
     microbatches = 2 * stages
-    options = Options(
-        model=model, size=size, stages=stages, microbatches=microbatches, batch_size=examples * microbatches
-    )
+    about = question(model, size, examples * microbatches, microbatches, stages)
     cluster = replace(find_cluster(cluster_name), devices_per_machine=stages)
-    costs, schedule = model_costs(options, cluster), find_schedule("1f1b")
-    problem = Problem(costs, stages, schedule, microbatches, cluster.device.memory_bytes)
-    problem = on_cluster(problem, cluster)
-    whole = answer(problem, "jvpipe")
-    return [(problem, whole), with_splits(options, problem, problem, whole)]
+    whole = asked(about.problem(cluster), ["jvpipe"])
+    return [(found.problem, found.answers[0]) for found in (whole, with_splits(about, whole))]
 
 
 def row(name: str, stages: int, answers: Sequence[tuple[Problem, Answer]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jvpipe.cli.plan import Options, answer, model_costs, on_cluster
+from experiments.planners.questions import question
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
@@ -20,6 +20,8 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
+from jvpipe.session.forecasts import answer
+from jvpipe.session.question import on_cluster
 
 PROFILES = Path(__file__).parents[2].parent / "shared" / "profiles"
 FILES = ("resnet50", "vgg16", "gnmt")
@@ -77,7 +79,7 @@ def under_limits() -> None:
     cases = [(f, read_graph(PROFILES / f"pipedream_{f}.graph.txt").costs) for f in FILES] if PROFILES.exists() else []
     cluster = find_cluster("a100-40gb")
     for size in ("base", "large"):
-        costs = model_costs(Options(model="bert", size=size, batch_size=64, microbatches=16), cluster)
+        costs = question("bert", size, 64, 16).costs(cluster)
         cases.append((f"bert {size}", costs))
     columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
     planners = [p.name for p in PLANNERS if p.name not in ("even", "torchgpipe-size")]
@@ -111,7 +113,7 @@ def noise(draws: int = 20) -> None:
     print("\n## Plans made on costs that are off by 10%: true step over that of a plan made on true costs\n")
     print("| planner | mean | worst |\n|---|---|---|")
     cluster = find_cluster("a100-40gb")
-    costs = model_costs(Options(model="bert", size="large", batch_size=64, microbatches=16), cluster)
+    costs = question("bert", "large", 64, 16).costs(cluster)
     problem = on_cluster(Problem(costs, 8, find_schedule("1f1b"), 16), cluster)
     for planner in ("torchgpipe", "pipedream", "vpipe", "dawnpiper", "adapipe", "jvpipe"):
         true = answer(problem, planner)

@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 
 from jvpipe.cli.outputs import check_outputs
-from jvpipe.ir.sizes import MOST_BYTES, parse_bytes
-from jvpipe.planners import PLANNERS, find_planner
-from jvpipe.planners.model.problem import Problem
+from jvpipe.ir.sizes import parse_bytes
 from jvpipe.report.figures import check_format
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
+from jvpipe.session.forecasts import planner_names
 
 MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9}
 """Of what is counted: each micro-batch on each stage is simulated."""
-MOST_S = 1e12
-"""More than anything takes."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,8 @@ def check(options: Options) -> list[str]:
         if count is not None and not 1 <= count <= MOST[name]:
             raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")
     find_schedule(options.schedule).check(options.stages, options.microbatches)
-    names = [options.planner]
-    if options.compare is not None:
-        names = [p.name for p in PLANNERS] if options.compare == "all" else options.compare.split(",")
+    names = planner_names(options.compare or [options.planner])
     for name in names:
-        find_planner(name)
         check_chooser(find_schedule(options.schedule), name)
     parse_bytes(options.memory_limit)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
@@ -76,40 +70,3 @@ def check(options: Options) -> list[str]:
     if options.figure is not None:
         check_format(options.figure)
     return names
-
-
-def splits(options: Options) -> bool:
-    """Whether the schedule runs backwards in two halves, or may come to."""
-    schedule = find_schedule(options.schedule)
-    return schedule.name == "auto" or schedule.splits(options.stages, options.microbatches)
-
-
-def check_sums(problem: Problem) -> None:
-    """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
-    layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
-    sums = {
-        "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
-        "links between stages are busy": 2 * m * sum(problem.peer.seconds(edge.bytes) for edge in edges),
-        "links to the host are busy": 2 * m * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
-    }
-    for what, seconds in sums.items():
-        if not seconds <= MOST_S:
-            raise ValueError(
-                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
-                "correct the times of the layers, or what the links carry and how fast"
-            )
-    in_flight = max(problem.in_flight)
-    versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
-    held = sum(
-        versions * layer.parameter_bytes
-        + layer.gradient_bytes
-        + layer.optimizer_bytes
-        + layer.temporary_bytes
-        + in_flight * (layer.input_bytes + layer.options[0].kept_bytes)
-        for layer in layers
-    ) + in_flight * sum(edge.bytes for edge in edges)
-    if held > MOST_BYTES:
-        raise ValueError(
-            f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
-            "planned: correct the sizes, or use smaller micro-batches"
-        )

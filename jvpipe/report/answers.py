@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -26,6 +27,7 @@ class Answer:
     evaluation: Evaluation | None = None
     infeasible: Infeasible | None = None
     splits: tuple[int, ...] = ()
+    plan: Plan | None = None
 
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""
@@ -124,6 +126,12 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
         f"{first.planner} looks at no limit: its plan takes {max(peaks)} bytes on stage {peaks.index(max(peaks))}, and "
         f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
     )
+
+
+def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
+    """A limit that one of the answers would keep."""
+    would_do = [answer.infeasible.smallest_limit_bytes for answer in answers if answer.infeasible is not None]
+    return min(would_do + [answer.evaluation.peak_bytes for answer in answers if answer.evaluation is not None])
 
 
 def summary(problem: Problem, answer: Answer, bound_s: float) -> str:

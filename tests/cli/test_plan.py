@@ -149,7 +149,7 @@ def test_mistakes_are_one_line_and_exit_2(
     assert error.count("\n") == 1
 
 
-PLANNING = "jvpipe.cli.plan.problem_of"
+PLANNING = "jvpipe.cli.plan.of_graph"
 """What a mistake that can be seen before any work must not come to."""
 
 
@@ -176,7 +176,7 @@ def test_what_can_be_seen_at_once_is_said_before_any_work(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PLANNING, lambda options: pytest.fail("planning began"))
+    monkeypatch.setattr(PLANNING, lambda *_: pytest.fail("planning began"))
     before = sorted(tmp_path.iterdir())
 
     def filled(text: str) -> str:

@@ -1,0 +1,297 @@
+"""Plans for hardware that is not here, from shapes alone: what planners answer, what it takes, and why."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import optax
+from rich.console import Console
+
+from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.hardware import Cluster
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.sizes import parse_bytes
+from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.model.forecast import forecast, simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.report import timeline
+from jvpipe.report.answers import (
+    Answer,
+    as_json,
+    best_first,
+    comparison,
+    smallest_limit_bytes,
+    stage_table,
+    summary,
+    why_not,
+)
+from jvpipe.report.figures import check_format, timeline_figure
+from jvpipe.report.reasons import cut_reasons
+from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.schedules import Schedule
+from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
+from jvpipe.session.planning import Planned, ask
+from jvpipe.session.question import Question, check_sums
+from jvpipe.session.splitting import CutCandidate, Splitter, crowded
+from jvpipe.simulate.timeline import Timeline
+from jvpipe.trace.graph import Traced
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints."""
+
+    problem: Problem
+    answers: tuple[Answer, ...]
+    title: str = ""
+    question: Question | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan that keeps the limit."""
+        return self.answers[0].fits(self.problem)
+
+    @property
+    def plan(self) -> Plan:
+        """The best plan.
+
+        Raises:
+            MemoryLimitExceeded: none keeps the limit; its `smallest_limit_bytes` is one that would do.
+        """
+        if not self.fits:
+            raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
+        best = self.answers[0]
+        assert best.plan is not None
+        return replace(best.plan, splits=best.splits)
+
+    @cached_property
+    def held_bytes(self) -> list[int]:
+        """The most that each device holds under the best plan: what the ledger of a run tells, to the byte.
+
+        For this, and for nothing else here, programs are compiled: for the device at hand, whose compiler alone knows
+        the temporary arrays. What planners count (`to_json()["stages"]`) is never much less, and often a little more.
+
+        Raises:
+            ValueError: the problem is of no model.
+        """
+        if self.question is None:
+            raise ValueError("what a run holds is known of a model, and this is a profile of one")
+        return self.question.held_bytes(self.plan)
+
+    @cached_property
+    def simulation(self) -> Timeline:
+        """What each device of the best plan does when, and what it holds."""
+        return forecast(self.problem, self._decision)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a simulated step; infinite without a plan."""
+        best = self.answers[0].evaluation
+        return math.inf if best is None else simulated_step_s(self.problem, best.stages)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why each cut is where it is."""
+        return cut_reasons(self.problem, self._decision)
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Seconds of a step that no plan under the limit is below."""
+        return lower_bound(self.problem) if self.answers[0].decision is not None else math.inf
+
+    def why_not(self) -> str:
+        """Why no plan keeps the limit, and what would."""
+        return why_not(self.problem, self.answers)
+
+    def figure(self, path: str | Path) -> None:
+        """Draws the simulation, with memory under it (png, svg or pdf)."""
+        check_format(path)
+        title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner)))
+        timeline_figure(self.simulation, Path(path), self.problem.memory_limit_bytes, title)
+
+    def timeline(self, path: str | Path) -> None:
+        """Writes the simulation for Perfetto."""
+        timeline.write(Path(path), list(self.simulation.spans()))
+
+    def to_json(self) -> Any:
+        """The answer as `--json` holds it; of several planners a list, the best first."""
+        found = [as_json(self.problem, each, self.lower_bound_s) for each in self.answers]
+        return found[0] if len(found) == 1 else found
+
+    def show(self, console: Console) -> None:
+        """Prints one answer whole, several side by side."""
+        first = self.answers[0]
+        if len(self.answers) > 1:
+            console.print(comparison(self.problem, self.answers))
+        elif first.decision is not None and first.evaluation is not None:
+            console.print(stage_table(self.problem, first.decision, first.evaluation))
+            console.print(summary(self.problem, first, self.lower_bound_s), highlight=False)
+            for reason in self.reasons:
+                console.print(reason, highlight=False)
+
+    def __str__(self) -> str:
+        console = Console(width=160, color_system=None)
+        with console.capture() as captured:
+            self.show(console)
+        return captured.get() + ("" if self.fits else f"no plan: {self.why_not()}\n")
+
+    @property
+    def _decision(self) -> Decision:
+        decision = self.answers[0].decision
+        if decision is None:
+            raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
+        return decision
+
+
+def plan_for(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    stages: int = 4,
+    *,
+    hardware: str | Cluster = "a100-40gb",
+    memory_limit: int | str | None = None,
+    microbatches: int = 8,
+    schedule: str | Schedule = "1f1b",
+    planner: str | Sequence[str] = "jvpipe",
+    optimizer: optax.GradientTransformation | None = None,
+    model_state: Tree = None,
+    has_aux: bool = False,
+    has_state: bool = False,
+    title: str = "",
+) -> Forecast:
+    """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
+
+    Args:
+        loss_fn: as `jvpipe.Pipeline` takes it.
+        params: arrays, or their shapes, or a function `key -> params`.
+        batch: a whole one: arrays, or their shapes.
+        stages: how many devices.
+        hardware: a cluster, by name such as "h100", as a TOML file, or as it is.
+        memory_limit: per device, bytes or "16GiB"; what the devices have unless given.
+        microbatches: how many a batch is split into.
+        schedule: by name, or one with options.
+        planner: by name; several are compared, "all" of them if that is said.
+        optimizer: whose state is counted; AdamW unless given.
+        model_state: with `has_state`: arrays, or their shapes.
+        has_aux: the loss returns something beside.
+        has_state: the loss carries a model state.
+        title: of the figure.
+
+    Raises:
+        ValueError: for what cannot be used, with the values and the cure.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss_fn(params, batch, rng):
+    ...     for w in params:
+    ...         batch = jnp.tanh(batch @ w)
+    ...     return jnp.mean(batch**2)
+    >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    >>> found = plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
+    >>> found.plan.cuts, found.plan.planner
+    ((2, 2, 2, 2), 'jvpipe')
+    """
+    names, used = planner_names(planner), optax.adamw(1e-3) if optimizer is None else optimizer
+    counts = whole_number("stages", stages), whole_number("microbatches", microbatches)
+    rest = checked_schedule(schedule), model_state, has_aux, has_state
+    question = Question(loss_fn, params, batch, used, *counts, *rest)
+    cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
+    problem = question.problem(cluster, parse_bytes(memory_limit))
+    found = asked(problem, names, title, question)
+    return with_splits(question, found) if names == ["jvpipe"] else found
+
+
+def planner_names(planner: str | Sequence[str]) -> list[str]:
+    """The names of planners that there are: of all, of some with commas between, or as a list.
+
+    >>> planner_names("even,dapple")
+    ['even', 'dapple']
+    """
+    given = planner.split(",") if isinstance(planner, str) else [checked_name("planner", p, "jvpipe") for p in planner]
+    names = [p.name for p in PLANNERS] if given == ["all"] else given
+    for name in names:
+        find_planner(name)
+    return names
+
+
+def asked(problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None) -> Forecast:
+    """Puts a problem to planners.
+
+    Args:
+        problem: whose order of tasks may be open; the best answer's then takes its place.
+        names: of the planners.
+        title: of a figure.
+        question: that the problem comes of.
+
+    Raises:
+        ValueError: the seconds or bytes of the problem are such that no sums can be made of them.
+    """
+    check_sums(problem)
+    for name in names:
+        check_chooser(problem.schedule, name)
+    found = {name: _answered(problem, name) for name in names}
+    answers = best_first(problem, [given for _, given in found.values()])
+    return Forecast(found[answers[0].planner][0], tuple(answers), title, question)
+
+
+def answer(problem: Problem, planner: str) -> Answer:
+    """Asks a planner, and looks at the clock."""
+    return _answered(problem, planner)[1]
+
+
+def _answered(problem: Problem, planner: str) -> tuple[Problem, Answer]:
+    """A planner's answer, and the problem with the order of tasks that it is an answer to."""
+    start_s = time.perf_counter()
+    try:
+        planned = ask(planner, problem)
+    except Infeasible as infeasible:
+        return problem, Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
+    return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
+
+
+def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()) -> Answer:
+    evaluation = evaluate(planned.problem, planned.decision)
+    return Answer(planner, planning_s, planned.decision, evaluation, splits=splits, plan=planned.plan)
+
+
+def with_splits(question: Question, whole: Forecast) -> Forecast:
+    """Cuts layers in two where that makes the plan faster. Nothing runs: that it keeps the bits is assumed.
+
+    Args:
+        question: names the model, which is traced again.
+        whole: the answer with whole layers.
+    """
+    first, schedule = whole.answers[0], question.schedule
+    cluster, decision, given = whole.problem.cluster, first.decision, first.plan
+    if cluster is None or decision is None or given is None:
+        return whole
+    planned = Planned(given, whole.problem, decision)
+    if not crowded(planned):
+        return whole
+    start_s = time.perf_counter()
+    model = question.trace()
+    open_order = replace(whole.problem, schedule=schedule, stages=schedule.stages_on(question.stages))
+
+    def cut(traced: Traced) -> OptimizerCut:
+        return question.cut(model.params, traced)
+
+    def plan(traced: Traced) -> CutCandidate:
+        optimizer = cut(traced)
+        finer = replace(open_order, costs=question.costs(cluster, traced, optimizer))
+        return CutCandidate(traced, optimizer, ask(first.planner, finer))
+
+    begin = CutCandidate(model.traced, cut(model.traced), planned)
+    best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
+    planning_s = first.planning_s + time.perf_counter() - start_s
+    finer = _told(first.planner, best.planned, planning_s, best.traced.splits)
+    return replace(whole, problem=best.planned.problem, answers=(finer,))

@@ -1,0 +1,166 @@
+"""What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.estimate import estimate
+from jvpipe.cost.hardware import INFINITE, Cluster, Link
+from jvpipe.cost.model import carried
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.sizes import MOST_BYTES
+from jvpipe.planners.model.problem import Problem
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.store import shared_store
+from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.arguments import check_loss, check_optimizer, checked_flags
+from jvpipe.session.batches import micro_batch_shapes
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import split_as_planned
+from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.model import Model, trace_model
+
+Tree = Any
+MOST_S = 1e12
+"""More than anything takes."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
+
+    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. The rest is as
+    `jvpipe.Pipeline` takes it.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Tree
+    batch: Tree
+    optimizer: optax.GradientTransformation
+    stages: int
+    microbatches: int
+    schedule: Schedule
+    model_state: Tree = None
+    has_aux: bool = False
+    has_state: bool = False
+
+    def __post_init__(self) -> None:
+        checked_flags(has_aux=self.has_aux, has_state=self.has_state)
+        check_loss(self.loss_fn, has_state=self.has_state)
+        check_optimizer(self.optimizer)
+        self.schedule.check(self.stages, self.microbatches)
+
+    def trace(self) -> Model:
+        """The model at the shapes of a micro-batch."""
+        micro_batch = micro_batch_shapes(self.batch, self.microbatches)
+        key = jax.random.key(0)
+        params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
+        return trace_model(
+            self.loss_fn,
+            params,
+            micro_batch,
+            key,
+            self.model_state,
+            has_aux=self.has_aux,
+            has_state=self.has_state,
+        )
+
+    def cut(self, params: Tree, traced: Traced) -> OptimizerCut:
+        """The optimizer in pieces for the layers of a trace, of whose model these are the parameters."""
+        graph = traced.graph
+        return cut_optimizer(
+            self.optimizer,
+            params,
+            [p.owner for p in graph.parameters],
+            [len(p.readers) for p in graph.parameters],
+            microbatches=None if graph.weighted else self.microbatches,
+        )
+
+    def costs(self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None) -> Costs:
+        """The estimated costs on a cluster, of this trace if one is given."""
+        if traced is None:
+            model = self.trace()
+            traced, optimizer = model.traced, self.cut(model.params, model.traced)
+        schedule = self.schedule
+        open_order = schedule == AUTO
+        split = open_order or schedule.splits(self.stages, self.microbatches)
+        costs = estimate(traced, cluster, optimizer, self.microbatches, split=split)
+        together = carried(traced.graph) if open_order or schedule.chunks > 1 else ()
+        return replace(costs, together=(*costs.together, *together))
+
+    def held_bytes(self, plan: Plan) -> list[int]:
+        """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
+        model = self.trace()
+        traced = split_as_planned(model.traced, plan.splits)
+        devices = (jax.devices()[0],) * plan.device_count
+        optimizer = self.cut(model.params, traced)
+        run = CompiledPlan(traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store())
+        return [peak.bytes for peak in run.peaks[:-1]]
+
+    def problem(self, cluster: Cluster, memory_limit_bytes: int | None = None) -> Problem:
+        """What a planner is asked; the limit is what the devices have unless one is given."""
+        check_devices(self.stages, cluster)
+        stages, limit = self.schedule.stages_on(self.stages), memory_limit_bytes or cluster.device.memory_bytes
+        problem = Problem(self.costs(cluster), stages, self.schedule, self.microbatches, limit)
+        return on_cluster(problem, cluster)
+
+
+def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
+    """A problem with the links of a cluster; where stages lie on several machines, the slower link joins them."""
+    check_devices(problem.devices, cluster)
+    within = problem.devices <= cluster.devices_per_machine
+    peer: Link = cluster.peer if within else cluster.network
+    return replace(
+        problem,
+        host=cluster.host,
+        peer=peer,
+        peer_uses_host=cluster.peer_uses_host and peer is not INFINITE,
+        host_limit_bytes=cluster.host_memory_bytes,
+        cluster=cluster,
+    )
+
+
+def check_devices(stages: int, cluster: Cluster) -> None:
+    """Raises ValueError if there are fewer devices than stages."""
+    if stages > cluster.devices:
+        raise ValueError(
+            f"{stages} stages need as many devices, {cluster.name} has {cluster.devices}: "
+            "use fewer stages or a cluster of more machines"
+        )
+
+
+def check_sums(problem: Problem) -> None:
+    """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
+    layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
+    sums = {
+        "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
+        "links between stages are busy": 2 * m * sum(problem.peer.seconds(edge.bytes) for edge in edges),
+        "links to the host are busy": 2 * m * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
+    }
+    for what, seconds in sums.items():
+        if not seconds <= MOST_S:
+            raise ValueError(
+                f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
+                "correct the times of the layers, or what the links carry and how fast"
+            )
+    in_flight = max(problem.in_flight)
+    versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
+    held = sum(
+        versions * layer.parameter_bytes
+        + layer.gradient_bytes
+        + layer.optimizer_bytes
+        + layer.temporary_bytes
+        + in_flight * (layer.input_bytes + layer.options[0].kept_bytes)
+        for layer in layers
+    ) + in_flight * sum(edge.bytes for edge in edges)
+    if held > MOST_BYTES:
+        raise ValueError(
+            f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
+            "planned: correct the sizes, or use smaller micro-batches"
+        )

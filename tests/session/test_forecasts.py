@@ -1,0 +1,110 @@
+"""A plan from shapes alone is what the command prints, and its peak is what a run under it holds."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe.cli.plan import main
+from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.presets import CORE
+from jvpipe.models.recipe import AdamW
+from tests.own import Plain
+
+WIDE = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+
+
+def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+    x = batch
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def test_what_is_returned_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    options = ["--model", "tests.own:Plain", "--stages", "2", "--microbatches", "4", "--hardware", "h100"]
+    assert main([*options, "--json", str(out)]) == 0
+    printed, model = capsys.readouterr().out, Plain()
+    batch = next(iter(model.batches(0, 32)))
+    recipe = AdamW(1e-3).optimizer(1000)
+    found = jvpipe.plan_for(
+        model.loss_fn, model.init, batch, 2, hardware="h100", microbatches=4, optimizer=recipe, title="Plain"
+    )
+    timed = ("planning_s",)
+    assert {k: v for k, v in found.to_json().items() if k not in timed} == {
+        k: v for k, v in json.loads(out.read_text()).items() if k not in timed
+    }
+    assert str(found).split("planned in")[0] == printed.split("planned in")[0]
+    assert found.reasons[-1] in printed
+    found.figure(tmp_path / "plan.svg")
+    found.timeline(tmp_path / "plan.json")
+    assert "Plain, 1f1b, jvpipe" in (tmp_path / "plan.svg").read_text()
+    spans = list(found.simulation.spans())
+    assert max(span.end_s for span in spans) == pytest.approx(found.step_s)
+    assert found.lower_bound_s <= found.step_s * (1 + 1e-9)
+
+
+def test_nothing_is_allocated_and_several_planners_are_compared() -> None:
+    before = {id(array) for array in jax.live_arrays()}
+    found = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, hardware="v100-a", planner=["even", "dapple"])
+    assert {id(array) for array in jax.live_arrays()} <= before
+    assert [each.planner for each in found.answers] in (["even", "dapple"], ["dapple", "even"])
+    assert (found.plan.cuts, len(found.to_json())) == ((2, 2), 2)
+
+
+def test_a_limit_that_no_plan_keeps_names_one_that_would_do() -> None:
+    found = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, memory_limit="1MiB")
+    assert not found.fits
+    assert found.step_s == math.inf
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as refused:
+        found.plan  # noqa: B018
+    limit = refused.value.smallest_limit_bytes
+    assert f"no plan: {refused.value}" in str(found)
+    assert jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, memory_limit=limit).fits
+    over = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, memory_limit="1MiB", planner="even")
+    with pytest.raises(jvpipe.MemoryLimitExceeded, match="even looks at no limit"):
+        over.plan  # noqa: B018
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "auto", "pipedream"])
+def test_the_plans_peak_is_the_ledgers(schedule: str) -> None:
+    params = [jnp.eye(16) * (1 + i / 9) for i in range(6)]
+    batch = np.ones((16, 16), np.float32)
+    adamw = optax.adamw(1e-3)
+    found = jvpipe.plan_for(
+        loss_fn, params, batch, 2, hardware="cpu", microbatches=4, schedule=schedule, optimizer=adamw
+    )
+    pipe = jvpipe.Pipeline(loss_fn, adamw, found.plan, microbatches=4, schedule=schedule)
+    state = pipe.init(params, batch, jax.random.key(0))
+    for state, _ in pipe.run(state, [batch] * 4):  # noqa: B020
+        jax.block_until_ready(state)
+    held = [pipe.ledger.peak_bytes[device] for device in jax.devices()[:2]]
+    assert found.held_bytes == held
+    counted = [stage["peak_bytes"] for stage in found.to_json()["stages"]]
+    assert schedule != "1f1b" or all(h <= c <= 1.1 * h for h, c in zip(held, counted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"hardware": "h10"}, "h100"),
+        ({"stages": 0}, "stages must be a whole number of at least 1"),
+        ({"stages": 9, "hardware": Cluster("two", CORE, 2)}, "9 stages need as many devices, two has 2"),
+        ({"planner": "jvpip"}, "did you mean 'jvpipe'"),
+        ({"planner": ["even", 3]}, "planner must be a name such as 'jvpipe', not 3"),
+        ({"microbatches": 7}, "7 micro-batches do not divide the 2048 examples"),
+        ({"optimizer": optax.adamw}, "the optimizer must be an optax transformation"),
+        ({"has_state": True}, "has_state=True"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, **options)
