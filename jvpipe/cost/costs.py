@@ -98,7 +98,8 @@ class Costs:
     """A model as planners see it: layers in the order of the forward, edges between them.
 
     `together` are groups of layers that must share a stage. `ids` are what the layers are called outside: the nodes
-    of a graph file, or the ids of a layer graph.
+    of a graph file, or the ids of a layer graph. Model state goes through the groups of layers in `carried` on its way
+    to the next micro-batch: they share a stage where a device runs several.
     """
 
     layers: tuple[LayerCost, ...]
@@ -106,6 +107,7 @@ class Costs:
     shared: tuple[Shared, ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     ids: tuple[int, ...] = ()
+    carried: tuple[tuple[int, ...], ...] = ()
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
         """The edges that layers [i, j) make or read, each once."""

@@ -77,7 +77,8 @@ def costs_of(
             )
         )
     edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)
-    return Costs(tuple(layers), edges, tuple(model.shared()), ids=tuple(layer.id for layer in graph.layers))
+    ids = tuple(layer.id for layer in graph.layers)
+    return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, carried=carried(graph))
 
 
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: in
     (i, j, k), costs = decision.bounds[s - 1 : s + 2], problem.costs
     layer = costs.ids[j] if costs.ids else j
     head = f"layer {layer} ({costs.layers[j].name}) goes to stage {s} because "
-    if any(min(group) <= j <= max(group) and max(group) > j for group in costs.together):
+    if any(min(group) <= j <= max(group) and max(group) > j for group in problem.together):
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"

@@ -32,7 +32,7 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
 
 
 def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
-    """The tasks of a plan's step, a list per device; W straight after its I is a whole backward.
+    """The tasks of a plan's step, a list per device; on the first stage W straight after its I is a whole backward.
 
     Args:
         plan: whose own tasks come first.

@@ -7,6 +7,7 @@ from jvpipe._jax import is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.measure import Runs
+from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.user_fates import checkpointed, with_fates
@@ -154,6 +155,22 @@ def compile_plan(
         )
     plan = replace(plan, splits=traced.splits)
     plan.check(len(traced.graph.layers), len(settings.devices))
-    return CompiledPlan(
+    compiled = CompiledPlan(
         traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, store, hosts=settings.hosts
     )
+    if settings.schedule.synchronous:
+        _check_carried(compiled)
+    return compiled
+
+
+def _check_carried(compiled: CompiledPlan) -> None:
+    """Raises ValueError if a device that runs several stages would wait, with a forward, for one of its own to come."""
+    plan = compiled.plan
+    for stages in ({task.stage for task in tasks} for tasks in compiled.lists):
+        for first, *_, last in carried(compiled.traced.graph) if len(stages) > 1 else ():
+            reads, writes = plan.stage_of(first), plan.stage_of(last)
+            if reads != writes and reads in stages:
+                raise ValueError(
+                    f"layer {first} of stage {reads} reads the model state that layer {last} of stage {writes} writes: "
+                    f"where a device runs several stages both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"
+                )

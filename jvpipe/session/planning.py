@@ -10,7 +10,7 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
-from jvpipe.cost.model import Work, carried, costs_of
+from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import FateRule, find_planner
 from jvpipe.planners.joint.floor import Floor, floor
@@ -118,8 +118,6 @@ def measure(
         options |= {"room_bytes": room_bytes, "archive": archive}
         costs = measured_costs(traced, first, store, optimizer, request.microbatches, **options)
         links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
-    if request.schedule == AUTO or request.schedule.chunks > 1:
-        costs = replace(costs, together=(*costs.together, *carried(traced.graph)))
     return Problem(
         costs,
         request.stages,

@@ -1,5 +1,10 @@
 """A given plan is taken as it is, and refused where it does not fit."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jvpipe
@@ -38,3 +43,25 @@ def test_a_plan_for_other_layers_is_refused() -> None:
             compile_plan(session.settings, session.store, compiled.traced, plan, compiled.optimizer)
     plan = THERE.with_schedule("1f1b")
     assert compile_plan(session.settings, session.store, compiled.traced, plan, compiled.optimizer).plan == plan
+
+
+def test_model_state_that_goes_from_a_late_layer_to_an_early_one_stays_on_one_stage() -> None:
+    def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        x = batch + state
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), 0.9 * state + 0.1 * jnp.mean(x)
+
+    def carrying(schedule: str, stages: Any = 2, planner: str = "jvpipe") -> jvpipe.Pipeline:
+        options = {"planner": planner, "has_state": True, "microbatches": 2}
+        return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, schedule=schedule, **options)
+
+    params, batch, state = [jnp.eye(4)] * 4, jnp.ones((4, 4)), jnp.zeros(())
+    cut = jvpipe.Plan.from_cuts([1, 1, 1, 1], devices=[0, 1, 0, 1])
+    with pytest.raises(ValueError, match="reads the model state that layer 3 of stage 3 writes"):
+        carrying("interleaved", cut).init(params, batch, None, state)
+    with pytest.raises(ValueError, match="4 stages: layers that must share a stage leave 1 pieces"):
+        carrying("interleaved", planner="even").init(params, batch, None, state)
+    found = carrying("auto")
+    found.init(params, batch, None, state)
+    assert len(found.plan.stages) == 2

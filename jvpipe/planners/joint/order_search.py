@@ -180,7 +180,7 @@ def _candidates(problem: Problem) -> Iterator[_Candidate]:
     cuts = Segments(problem).cuts
     for rules in PLACEMENTS:
         stages = rules[0].stages_on(problem.devices)
-        if stages >= len(cuts) or (problem.devices == 1 and rules[0].chunks > 1):
+        if stages >= len(cuts) or (rules[0].chunks > 1 and (problem.devices == 1 or problem.costs.carried)):
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
         bounds = balanced(placed[0], cuts, _layer_s(problem))

@@ -54,6 +54,11 @@ class Problem:
         return self.stages // self.schedule.chunks
 
     @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of layers that must share a stage."""
+        return (*self.costs.together, *(self.costs.carried if self.schedule.chunks > 1 else ()))
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches between their forward and their backward, on each stage."""
         return self.schedule.in_flight(self.devices, self.microbatches)

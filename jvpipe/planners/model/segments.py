@@ -164,7 +164,7 @@ class Segments:
     @cached_property
     def cuts(self) -> Cuts:
         """Where a stage may begin or end; ValueError if `together` leaves too few places for the stages."""
-        together, stages = self.problem.costs.together, self.problem.stages
+        together, stages = self.problem.together, self.problem.stages
         forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
         cuts = np.array([b for b in range(self.n + 1) if b not in forbidden])
         if len(cuts) <= stages:

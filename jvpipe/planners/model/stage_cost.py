@@ -185,7 +185,7 @@ def check(problem: Problem, decision: Decision) -> None:
             raise ValueError(f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen")
         if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
             raise ValueError(f"layer {layer} is run again without its input, but the layer before it is not run again")
-    for group in problem.costs.together:
+    for group in problem.together:
         if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):
             raise ValueError(f"layers {group} must share a stage, the bounds are {bounds}")
 
