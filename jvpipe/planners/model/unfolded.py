@@ -45,7 +45,8 @@ def unfolded(problem: Problem) -> Problem:
     '3F0 3B0 3F1 3B1'
     """
     name = f"{problem.schedule.name}, unfolded"
-    return replace(problem, schedule=Schedule(name=name, lists=UnfoldedLists(problem.schedule)))
+    costs = replace(problem.costs, together=problem.together)
+    return replace(problem, costs=costs, schedule=Schedule(name=name, lists=UnfoldedLists(problem.schedule)))
 
 
 def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
