@@ -1,0 +1,71 @@
+"""Equinox: a module is a pytree; its arrays are the parameters, the rest stays outside.
+
+python -m jvpipe.train --model examples/with_equinox.py:Waves --stages 2
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+WIDTH, POINTS = 64, 128
+
+
+class Mixer(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    mix: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.norm, self.dropout = eqx.nn.LayerNorm(WIDTH), eqx.nn.Dropout(0.1)
+        self.mix = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, depth=1, activation=jax.nn.silu, key=key)
+
+    def __call__(self, x, key):
+        return x + self.dropout(self.mix(self.norm(x)), key=key, inference=key is None)
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    mixers: list[Mixer]
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, last, *rest = jax.random.split(key, 6)
+        self.first, self.last = eqx.nn.Linear(POINTS, WIDTH, key=first), eqx.nn.Linear(WIDTH, 1, key=last)
+        self.mixers = [Mixer(k) for k in rest]
+
+    def __call__(self, x, key):
+        x = self.first(x)
+        for i, mixer in enumerate(self.mixers):
+            x = mixer(x, None if key is None else jax.random.fold_in(key, i))
+        return self.last(x)[0]
+
+
+def waves(generator, count):
+    """Sines under noise, and how often each swings."""
+    swings, phase = generator.uniform(1, 8, (count, 1)), generator.uniform(0, 2 * np.pi, (count, 1))
+    x = np.sin(swings * np.linspace(0, 2 * np.pi, POINTS) + phase) + 0.2 * generator.normal(size=(count, POINTS))
+    return {"x": x.astype(np.float32), "swings": swings[:, 0].astype(np.float32)}
+
+
+class Waves:
+    batch_size, steps = 64, 500
+    static = eqx.partition(eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: hasattr(x, "shape"))[1]
+
+    def init(self, key):
+        return eqx.filter(Net(key), eqx.is_array)
+
+    def optimizer(self, steps):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def loss_fn(self, params, batch, rng):
+        net = eqx.combine(params, self.static)
+        keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
+        found = jax.vmap(net, in_axes=(0, None if rng is None else 0))(batch["x"], keys)
+        return jnp.mean((found - batch["swings"]) ** 2)
+
+    def batches(self, seed, batch_size):
+        generator = np.random.default_rng(seed)
+        while True:
+            yield waves(generator, batch_size)

@@ -1,0 +1,55 @@
+"""Haiku: the transformed function's `init` and `apply` are the model; here a mean over an uneven number of items.
+
+python -m jvpipe.train --model examples/with_haiku.py:Brackets --stages 2
+"""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jvpipe
+
+TOKENS, WIDTH = 32, 32
+
+
+def brackets(generator, count):
+    """Rows of opening (1) and closing (2) brackets, then padding (0); how deep one is after each."""
+    length = generator.integers(4, TOKENS + 1, (count, 1))
+    there = np.arange(TOKENS) < length
+    tokens = np.where(there, generator.integers(1, 3, (count, TOKENS)), 0)
+    depth = np.cumsum(np.where(tokens == 1, 1, -1) * there, 1)
+    return {"tokens": tokens.astype(np.int32), "depth": (depth > 0).astype(np.int32), "there": there.astype(np.float32)}
+
+
+@hk.transform
+def net(tokens):
+    x = hk.Embed(3, WIDTH)(tokens) + hk.get_parameter("places", [TOKENS, WIDTH], init=hk.initializers.RandomNormal(0.1))
+    mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
+    normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+    scaled = hk.initializers.VarianceScaling(1.0)
+    for _ in range(2):
+        y = normed(x)
+        x = x + hk.MultiHeadAttention(4, WIDTH // 4, w_init=scaled, model_size=WIDTH)(y, y, y, mask)
+        x = x + hk.nets.MLP([4 * WIDTH, WIDTH], activation=jax.nn.gelu)(normed(x))
+    return hk.Linear(2)(normed(x))
+
+
+class Brackets:
+    batch_size, steps = 64, 300
+
+    def init(self, key):
+        return net.init(key, jnp.zeros((1, TOKENS), jnp.int32))
+
+    def loss_fn(self, params, batch, rng):
+        logits = jax.nn.log_softmax(net.apply(params, rng, batch["tokens"]))
+        losses = -jnp.take_along_axis(logits, batch["depth"][..., None], -1)[..., 0]
+        return jvpipe.Weighted(jnp.sum(losses * batch["there"]), jnp.sum(batch["there"]))
+
+    def batches(self, seed, batch_size):
+        generator = np.random.default_rng(seed)
+        while True:
+            yield brackets(generator, batch_size)
+
+    def held_out(self):
+        return [brackets(np.random.default_rng(10**6), 256)]

@@ -1,0 +1,61 @@
+"""Flax NNX: a transformer that adds numbers, its data a Grain dataset that keeps its place in checkpoints.
+
+python -m jvpipe.train --model examples/with_nnx.py:Adding --stages 2
+"""
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+DIGITS, WIDTH, BLOCKS = 3, 32, 2
+TOKENS = 4 * DIGITS + 3  # 123+456=0579, and one more digit
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.wide, self.narrow = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.narrow(jax.nn.gelu(self.wide(self.norms[1](x))))
+
+
+class Adder(nnx.Module):
+    def __init__(self, rngs):
+        self.digits, self.places = nnx.Embed(12, WIDTH, rngs=rngs), nnx.Embed(TOKENS, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(BLOCKS)])
+        self.head = nnx.Linear(WIDTH, 12, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.digits(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def example(index, generator):
+    """The digits of a sum, + as 10 and = as 11."""
+    a, b = generator.integers(10**DIGITS, size=2)
+    text = f"{a:0{DIGITS}}+{b:0{DIGITS}}={a + b:0{DIGITS + 1}}"
+    return np.array(["0123456789+=".index(c) for c in text], np.int32)
+
+
+class Adding:
+    batch_size, steps = 64, 500
+
+    def init(self, key):
+        return nnx.state(Adder(nnx.Rngs(params=key)), nnx.Param)
+
+    def loss_fn(self, params, tokens, rng):
+        graph, _, rest = nnx.split(nnx.eval_shape(lambda: Adder(nnx.Rngs(0))), nnx.Param, ...)
+        logits = jax.nn.log_softmax(nnx.merge(graph, params, rest, copy=True)(tokens[:, :-1]))
+        answer = slice(2 * DIGITS + 1, None)
+        return -jnp.mean(jnp.take_along_axis(logits[:, answer], tokens[:, 1:][:, answer, None], -1))
+
+    def batches(self, seed, batch_size):
+        drawn = grain.MapDataset.range(10**6).seed(seed).shuffle().repeat().random_map(example)
+        return iter(drawn.batch(batch_size).to_iter_dataset())

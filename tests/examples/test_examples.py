@@ -1,0 +1,64 @@
+"""Each example trains from the command line with the bits of one device, is planned, and is short."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jvpipe
+from jvpipe.cli.found_model import find_model
+from tests.commands import finished
+from tests.end_to_end.test_libraries import permissive
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = {
+    "llama.py": "llama",
+    "plain.py": "Spiral",
+    "with_linen.py": "Shapes",
+    "with_nnx.py": "Adding",
+    "with_equinox.py": "Waves",
+    "with_haiku.py": "Brackets",
+}
+
+
+def test_examples_are_all_tried_and_short() -> None:
+    assert sorted(NAMES) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 80
+        assert f"--model examples/{path.name}:{NAMES[path.name]} --stages 2" in path.read_text()
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_an_example_has_the_bits_of_one_device(file: str, tmp_path: Path) -> None:
+    model = ("--model", f"{EXAMPLES / file}:{NAMES[file]}", "--batch-size", "8", "--microbatches", "2", "--steps", "2")
+    losses, params = [], []
+    for stages in ("1", "2"):
+        run, weights = tmp_path / stages, tmp_path / f"{stages}.safetensors"
+        done = finished(
+            *model, "--stages", stages, "--planner", "even", "--run-dir", str(run), "--export", str(weights)
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
+        params.append(load_file(weights))
+    assert losses[0] == losses[1]
+    assert params[0].keys() == params[1].keys()
+    for name, values in params[0].items():
+        np.testing.assert_array_equal(values, params[1][name])
+
+
+@permissive
+def test_the_llamas_plan_holds_what_its_run_holds() -> None:
+    llama = find_model(f"{EXAMPLES / 'llama.py'}:llama")
+    batch, optimizer = llama.abstract_batch(8), llama.optimizer(10)
+    given = {"hardware": "h100", "microbatches": 4, "optimizer": optimizer}
+    found = jvpipe.plan_for(llama.loss_fn, llama.init, batch, 2, **given)
+    assert sum(found.plan.cuts) >= llama.config.layers
+    run = llama.open_data(None, Path(), 0, 8)
+    pipe = jvpipe.Pipeline(llama.loss_fn, optimizer, found.plan, 4)
+    state, metrics = pipe.step(pipe.init(llama.init, batch, jax.random.key(0)), next(run.train))
+    assert float(metrics["loss"]) == pytest.approx(np.log(256), rel=0.2)
+    jax.block_until_ready(state)
+    assert found.held_bytes == [pipe.ledger.peak_bytes[device] for device in jax.devices()[:2]]
