@@ -118,7 +118,9 @@ class Pipeline:
         find_planner(checked_name("planner", planner, "jvpipe"))
         microbatches = whole_number("microbatches", microbatches)
         stages = stages.under(schedule.name) if isinstance(stages, Plan) else whole_number("stages", stages)
-        schedule.check(stages if isinstance(stages, int) else pipeline_length(stages, schedule), microbatches)
+        length = stages if isinstance(stages, int) else pipeline_length(stages, schedule)
+        schedule.check(length, microbatches)
+        schedule.warn_of_idle(length, microbatches)
         if isinstance(stages, int):
             check_chooser(schedule, planner)
         used, places = place_stages(stages, devices, schedule)

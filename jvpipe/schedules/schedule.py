@@ -140,10 +140,8 @@ class Schedule:
         )
 
     def check(self, devices: int, microbatches: int) -> None:
-        """Raises ValueError if so few micro-batches do not do; warns if they leave devices idle for long."""
+        """Raises ValueError if so few micro-batches do not do."""
         if self.synchronous:
-            if microbatches < devices:
-                _log.warning("%s", _idle(self, devices, microbatches))
             return
         split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
@@ -164,6 +162,11 @@ class Schedule:
                 f"{self.name} on {devices} stages needs at least {devices} micro-batches, {given}: with fewer, a "
                 f"micro-batch would still be in flight two updates later. Use microbatches={devices}"
             )
+
+    def warn_of_idle(self, devices: int, microbatches: int) -> None:
+        """Warns if so few micro-batches leave devices idle for long."""
+        if self.synchronous and microbatches < devices:
+            _log.warning("%s", _idle(self, devices, microbatches))
 
     def check_layers(self, devices: int, layers: int) -> None:
         """Raises ValueError if so few layers do not give every chunk of every device one."""
@@ -209,7 +212,7 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     step = devices + (microbatches - 1) / schedule.chunks  # in units of a device's work on one micro-batch
     share = 1 - microbatches / step
     return (
-        f"{microbatches} micro-batches leave {devices} devices idle for about {share:.0%} of a step under "
+        f"{microbatches} micro-batch{'es leave' if microbatches > 1 else ' leaves'} {devices} devices idle for about {share:.0%} of a step under "
         f"{schedule.name}: use microbatches={devices} or more"
     )
 

@@ -55,6 +55,7 @@ class Question:
         check_loss(self.loss_fn, has_state=self.has_state)
         check_optimizer(self.optimizer)
         self.schedule.check(self.stages, self.microbatches)
+        self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def trace(self) -> Model:
         """The model at the shapes of a micro-batch."""

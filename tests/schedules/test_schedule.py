@@ -70,9 +70,9 @@ def test_streams_of_split_backwards_or_chunks_are_refused() -> None:
 
 def test_few_microbatches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "jvpipe"):
-        find_schedule("1f1b").check(4, 4)
+        find_schedule("1f1b").warn_of_idle(4, 4)
         assert not caplog.messages
-        find_schedule("1f1b").check(4, 1)
+        find_schedule("1f1b").warn_of_idle(4, 1)
     assert caplog.messages == [
-        "1 micro-batches leave 4 devices idle for about 75% of a step under 1f1b: use microbatches=4 or more"
+        "1 micro-batch leaves 4 devices idle for about 75% of a step under 1f1b: use microbatches=4 or more"
     ]
