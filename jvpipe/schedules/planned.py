@@ -53,7 +53,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
             stages = sorted({task.stage for task in tasks})
             raise ValueError(
                 f"under {schedule.name} one device runs stages {stages}, in the plan they are on devices "
-                f"{sorted(places)}: give these stages one device, as in Plan.from_cuts([1, 1, 1, 1], devices=[0, 1, 0, 1])"
+                f"{sorted(places)}: give these stages one device, as Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
             )
     return lists
 

@@ -211,8 +211,9 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     """The message for fewer micro-batches than devices; the share is that of equal stages and whole backwards."""
     step = devices + (microbatches - 1) / schedule.chunks  # in units of a device's work on one micro-batch
     share = 1 - microbatches / step
+    leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
     return (
-        f"{microbatches} micro-batch{'es leave' if microbatches > 1 else ' leaves'} {devices} devices idle for about {share:.0%} of a step under "
+        f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step under "
         f"{schedule.name}: use microbatches={devices} or more"
     )
 
