@@ -11,6 +11,8 @@ from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.session.forecasts import Forecast, plan_for
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Forecast",
     "HostLost",
@@ -20,6 +22,7 @@ __all__ = [
     "StageError",
     "State",
     "Weighted",
+    "__version__",
     "checkpoint_extra",
     "checkpoint_plan",
     "plan_for",

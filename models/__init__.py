@@ -1,6 +1,6 @@
 """Models that jvpipe trains from the command line, each with its data and its recipe."""
 
 from jvpipe.models.protocol import Model
-from jvpipe.models.workload import NAMES, Batches, Data, Workload, load
+from jvpipe.models.workload import NAMES, Batches, Data, Workload, load, sizes
 
-__all__ = ["NAMES", "Batches", "Data", "Model", "Workload", "load"]
+__all__ = ["NAMES", "Batches", "Data", "Model", "Workload", "load", "sizes"]

@@ -146,6 +146,11 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     return importlib.import_module(_MODULES[name]).workload(size, **options)
 
 
+def sizes(name: str) -> list[str]:
+    """The names of a model's sizes, the smallest first."""
+    return list(importlib.import_module(_MODULES[name]).SIZES)
+
+
 def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:
     """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
     if size not in sizes:

@@ -31,7 +31,7 @@ FLOORS = (
     "ir",
     "_jax",
 )
-SHELLS = ("jvpipe.train", "jvpipe.plan")
+SHELLS = ("jvpipe.train", "jvpipe.plan", "jvpipe.__main__")
 FILES = sorted(path for path in LIBRARY.rglob("*.py") if "models" not in path.relative_to(LIBRARY).parts)
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 

@@ -17,7 +17,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     for folder in ("jvpipe", "models", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("py.typed")]:
             target = source / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
@@ -35,6 +35,7 @@ def test_holds_only_jvpipe(wheel: Path) -> None:
     sources = {f"jvpipe/{path.relative_to(ROOT / 'jvpipe')}" for path in (ROOT / "jvpipe").rglob("*.py")}
     sources |= {f"jvpipe/models/{path.relative_to(ROOT / 'models')}" for path in (ROOT / "models").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
+    assert "jvpipe/py.typed" in names
 
 
 def test_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:

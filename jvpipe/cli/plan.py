@@ -4,10 +4,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-import tyro
 from rich.console import Console
 
 from jvpipe.cli.found_model import find_model
+from jvpipe.cli.named import parsed
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check
 from jvpipe.cost.files.cluster_file import find_cluster
@@ -21,7 +21,7 @@ from jvpipe.session.question import on_cluster
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake, 1 if no plan fits."""
-    options = tyro.cli(Options, args=arguments, prog="python -m jvpipe.plan")
+    options = parsed(Options, arguments, "jvpipe.plan")
     try:
         names = check(options)
         found = of_model(options, names) if options.graph is None else of_graph(options, names)

@@ -28,11 +28,11 @@ class Options:
     stages: int = 4
     """Over how many devices."""
     hardware: str | None = None
-    """A cluster by name (a100-40gb, v100-a, ...) or a TOML file; a100-40gb for a model, infinite links for a graph."""
+    """A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph."""
     memory_limit: str | None = None
     """What each device may hold, such as 16GiB; for a model, what the hardware has."""
     schedule: str = "1f1b"
-    """gpipe, 1f1b, pipedream, pipedream-vertical-sync, 2bw."""
+    """In which order the micro-batches run."""
     planner: str = "jvpipe"
     """Which planner."""
     compare: str | None = None

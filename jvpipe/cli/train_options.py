@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import tyro
 
 from jvpipe.cli import export
+from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import RunDir
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed")
@@ -35,9 +36,9 @@ class Options:
     microbatches: int = 4
     """Into how many parts a batch is split."""
     schedule: str = "1f1b"
-    """In which order the micro-batches run: gpipe, 1f1b; asynchronously: pipedream, 2bw, pipemare, xpipe."""
+    """In which order the micro-batches run."""
     planner: str = "jvpipe"
-    """How layers are spread over stages: jvpipe, even, torchgpipe, vpipe, dawnpiper, ..."""
+    """How layers are spread over stages."""
     plan: str | None = None
     """A plan to follow, such as the plan.json of a run: nothing is planned then."""
     memory_limit: str | None = None
@@ -87,7 +88,7 @@ class Options:
 
 def given(arguments: Sequence[str] | None) -> Options:
     """The options of a command line, the others as they are by default."""
-    return tyro.cli(Options, args=arguments, prog="python -m jvpipe.train")
+    return parsed(Options, arguments, "jvpipe.train")
 
 
 def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
@@ -108,7 +109,7 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         saved = _options_in(config, before.config)
         if saved.get("data") and not options.data:
             print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
-        options = tyro.cli(Options, args=arguments, default=Options(**saved), prog="python -m jvpipe.train")
+        options = parsed(Options, arguments, "jvpipe.train", Options(**saved))
     for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every", "nas_steps"):
         value = getattr(options, name)
         if value is not None and value < 1:

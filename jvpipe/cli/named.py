@@ -1,0 +1,55 @@
+"""What a command line reads: its options, `--version`, and with `--help` all names that there are."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+import tyro
+
+import jvpipe
+from jvpipe import models
+from jvpipe.cli.found_model import ENTRY_POINTS
+from jvpipe.cost.presets import PRESETS
+from jvpipe.planners import PLANNERS
+from jvpipe.schedules import SCHEDULES
+
+T = TypeVar("T")
+
+
+def parsed(options: type[T], arguments: Sequence[str] | None, command: str, default: Any = None) -> T:
+    """The options of a command line; ends the process for `--help` and `--version`.
+
+    Args:
+        options: a dataclass of them.
+        arguments: those of this process unless given.
+        command: what comes after `python -m`.
+        default: what holds for options that are not given.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if "--version" in given:
+        print(f"jvpipe {jvpipe.__version__}")
+        raise SystemExit(0)
+    asked = {"-h", "--help"} & set(given)
+    told = f"{options.__doc__}\n\n{names()}" if asked else None
+    kept = {} if default is None else {"default": default}
+    return tyro.cli(options, args=given, prog=f"python -m {command}", description=told, **kept)
+
+
+def names() -> str:
+    """Models with their sizes, planners, schedules and hardware, a line each.
+
+    >>> print(names())  # doctest: +ELLIPSIS
+    Models: bert (tiny, mini, ...), ...; your own as file.py:NAME or package.module:NAME.
+    <BLANKLINE>
+    Planners: even, ...
+    """
+    known = [f"{name} ({', '.join(models.sizes(name))})" for name in models.NAMES]
+    known += [point.name for point in entry_points(group=ENTRY_POINTS)]
+    lists = {
+        "Planners": [planner.name for planner in PLANNERS],
+        "Schedules": list(SCHEDULES),
+        "Hardware": [*PRESETS, "or a TOML file"],
+    }
+    lines = [f"Models: {', '.join(known)}; your own as file.py:NAME or package.module:NAME."]
+    return "\n\n".join([*lines, *(f"{kind}: {', '.join(each)}." for kind, each in lists.items())])

@@ -1,0 +1,30 @@
+"""`python -m jvpipe`: the version, the commands and the names that they know; or one of the commands."""
+
+import sys
+from collections.abc import Sequence
+
+import jvpipe
+from jvpipe.cli import plan, train
+from jvpipe.cli.named import names
+from jvpipe.ir.names import did_you_mean
+
+_COMMANDS = {"train": train.main, "plan": plan.main}
+_TOLD = """\
+python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
+python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
+python -m jvpipe train --help, python -m jvpipe plan --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code is 2 for a user's mistake."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in _COMMANDS:
+        return _COMMANDS[given[0]](given[1:])
+    if given and given[0] not in ("-h", "--help", "--version"):
+        print("error:", did_you_mean("command", given[0], list(_COMMANDS)), file=sys.stderr)
+        return 2
+    print(f"jvpipe {jvpipe.__version__}")
+    if given != ["--version"]:
+        print(f"\n{_TOLD}\n{names()}")
+    return 0

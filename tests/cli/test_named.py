@@ -1,0 +1,40 @@
+"""`--help` tells every name that there is, `--version` the version, `python -m jvpipe` both."""
+
+from contextlib import suppress
+from importlib.metadata import version
+
+import pytest
+
+import jvpipe
+from jvpipe import models
+from jvpipe.cli import overview, plan, train
+from jvpipe.cost.presets import PRESETS
+from jvpipe.planners import PLANNERS
+from jvpipe.schedules import SCHEDULES
+
+
+@pytest.mark.parametrize("command", [plan.main, train.main, overview.main])
+def test_help_tells_every_name(command: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(command)
+    with suppress(SystemExit):
+        command(["--help"])
+    told = capsys.readouterr().out
+    known = [*models.NAMES, *models.sizes("bert"), *SCHEDULES, *PRESETS, *(planner.name for planner in PLANNERS)]
+    assert [name for name in known if name not in told] == []
+    assert "file.py:NAME" in told
+
+
+@pytest.mark.parametrize("command", [plan.main, train.main, overview.main])
+def test_version(command: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(command)
+    with suppress(SystemExit):
+        command(["--version"])
+    assert capsys.readouterr().out == f"jvpipe {jvpipe.__version__}\n"
+    assert jvpipe.__version__ == version("jvpipe")
+
+
+def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert overview.main(["plan", "--model", "brt"]) == 2
+    assert "unknown model 'brt'" in capsys.readouterr().err
+    assert overview.main(["trian"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'trian': did you mean 'train'? There are train, plan\n"
