@@ -44,7 +44,7 @@ WAYS = (
     Way("jit of a scan", "by_jit", ("scan",)),
     Way("jit of a scan, JaxPP's JAX", "by_jit", ("scan",), "JaxPP"),
     Way("jvpipe, one stage", "by_jvpipe", ("1f1b", "--stages", "1")),
-    *pipelines(("1f1b", "gpipe", "zb-h1", "interleaved")),
+    *pipelines(("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "auto")),
     Way("JaxPP, 1F1B", "by_jaxpp", ("Std1F1B",), "JaxPP"),
     Way("JaxPP, zero-bubble", "by_jaxpp", ("ZeroBubble",), "JaxPP"),
     Way("torch, 1F1B", "by_torch", ("1F1B",), "torch"),
@@ -125,8 +125,9 @@ def main() -> None:
                 found[way].append(bench.runs(way))
                 check(way, found[way])
                 print(f"{way.name}: {found[way][-1]['step_s']:.3f} s", flush=True)
+            print("", *rows(found), "", sep="\n", flush=True)
     versions = {way.environment: rounds[-1]["version"] for way, rounds in found.items()}
-    print(f"\n{versions}\n", *rows(found), sep="\n")
+    print(", ".join(f"{environment}: {version}" for environment, version in versions.items()))
 
 
 if __name__ == "__main__":
