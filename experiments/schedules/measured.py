@@ -4,12 +4,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
 import numpy as np
 
-MICRO, WARM, STEPS, PER_DEVICE = 8, 2, 6, 4
+MICRO, WARM, STEPS, PER_DEVICE, NAPS = 8, 2, 6, 4, 20
 FAMILIES = ("gpipe", "1f1b", "interleaved", "interleaved-4", "zb-h1", "interleaved-split", "zb-v", "v-half")
 LAYER_S = (5e-3, 5e-3, 5e-3)
 """Of a layer: F, I and W."""
@@ -73,13 +74,13 @@ def seconds_of() -> Callable[[Any], float]:
     """What a row takes: what a layer sleeps, each time a little longer than it is told."""
     from experiments.migration.naps import sleep
 
-    nap = jax.jit(lambda x: sleep(x, LAYER_S[0]))
+    naps = jax.jit(lambda x: reduce(sleep, [LAYER_S[0]] * NAPS, x))
     x, taken = np.ones(4, np.float32), []
-    for _ in range(40):
+    for _ in range(7):
         start_s = time.perf_counter()
-        nap(x).block_until_ready()
-        taken.append(time.perf_counter() - start_s)
-    late_s = statistics.median(taken[5:]) - LAYER_S[0]
+        naps(x).block_until_ready()
+        taken.append((time.perf_counter() - start_s) / NAPS)
+    late_s = statistics.median(taken[1:]) - LAYER_S[0]
     forward_s, input_s, weight_s = (seconds + late_s for seconds in LAYER_S)
     by_kind = {"F": forward_s, "B": input_s + weight_s, "I": input_s, "W": weight_s}
     return lambda row: by_kind.get(row.kind, 0.0) if row.layer >= 0 else 0.0

@@ -39,6 +39,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import piece_program
 from jvpipe.runtime.value_shapes import shape, value_shape
 from jvpipe.schedules.planned import lists_of, pipeline_length
@@ -211,7 +212,8 @@ class CompiledPlan:
                 crossing_of = partial(self._crossing, whole, known)
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
         wanted = [(self._program(lowered, row, known), devices[row.place]) for row in tasks.values()]
-        executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
+        with phase("compiling, or loading what was compiled"):
+            executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
         watched = {task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host}
         return bind(

@@ -17,6 +17,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.host_link import link_between
+from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, piece_program
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
@@ -161,7 +162,8 @@ class CompiledPlans:
         base = self.current if self._by_shapes else None
         cuts, splits = (base.traced.cuts, base.traced.splits) if base else (None, ())
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
-        model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
+        with phase("tracing and cutting the loss"):
+            model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
         traced = model.traced
         if leaves_of:
             self._leaves = {("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))}

@@ -15,7 +15,9 @@ from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, Placing
+from jvpipe.schedules.auto import AUTO
 from jvpipe.session.planning import Planned, Request, decide, measure
 from jvpipe.session.settings import Settings
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
@@ -73,7 +75,7 @@ class ModelPlanner:
         best, rounds = (
             splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
         )
-        if chooses and finer:
+        if chooses and finer and settings.schedule != AUTO:  # whose orders even out what whole layers leave uneven
             best = splitter.better(best, self._candidate, rounds, limited=limited)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
         return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
@@ -92,7 +94,8 @@ class ModelPlanner:
             settings.host_limit_bytes,
         )
         known = self.runs, self.room_bytes, self.archive, self.between_hosts
-        problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
+        with phase("measuring layers and links"):
+            problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
 
         def held_bytes_of(plan: Plan) -> list[int]:
             compiled = self._check(traced, plan, optimizer)
@@ -102,7 +105,8 @@ class ModelPlanner:
             most = [max(step.bytes, making.bytes) for step, making in both]
             return [most[stage.devices[0]] for stage in plan.stages]
 
-        return CutCandidate(traced, optimizer, decide(request, problem, held_bytes_of))
+        with phase("planning"):
+            return CutCandidate(traced, optimizer, decide(request, problem, held_bytes_of))
 
     def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
         """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""

@@ -8,6 +8,7 @@ import optax
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
+from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
 from jvpipe.trace.leaves import abstract
 
@@ -47,7 +48,8 @@ class OptimizerCutter:
         microbatches = None if graph.weighted else schedule.period(self.microbatches)
         key = owners, readers, microbatches
         if key not in self._cuts:
-            self._cuts[key] = self._cut(owners, readers, microbatches)
+            with phase("tracing and cutting the optimizer"):
+                self._cuts[key] = self._cut(owners, readers, microbatches)
         cut = self._cuts[key]
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"

@@ -24,6 +24,7 @@ from jvpipe.runtime.losses import Losses, LossWatch
 from jvpipe.runtime.migrate import Migration, PlanChange
 from jvpipe.runtime.model_change import ModelChange
 from jvpipe.runtime.monitor import Measured, Monitor
+from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
@@ -241,7 +242,8 @@ class Session:
         placing = self.placing(compiled)
         self.reset(compiled, placing.peaks(leaves))
         self.follow(compiled_plans)
-        arrays = placing.place(self.ledger, leaves, self.store)
+        with phase("making and placing the parameters"):
+            arrays = placing.place(self.ledger, leaves, self.store)
         if self.settings.hosts is not None:  # nothing crosses before all are ready
             self.settings.hosts.agree("the rows that processes run", agreed_rows(compiled))
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)

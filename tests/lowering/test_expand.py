@@ -1,10 +1,13 @@
 """Tasks become operations over values, as drawn by hand for three layers."""
 
+from dataclasses import replace
+
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import SplitSignature
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
-from tests.lowering.toy import GRAPH, drawn, layout
+from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, layout
 
 WEIGHT = Value(ValueKind.WEIGHT, 0, 2, version=0)
 
@@ -75,3 +78,29 @@ def test_what_is_made_goes_to_its_readers() -> None:
 def test_metrics_have_numbers_of_their_own() -> None:
     values = [*metrics_of(GRAPH), gradient_norm(GRAPH)]
     assert len(set(values)) == len(values)
+
+
+def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in_one_of_them() -> None:
+    middle = SIGNATURES[1]
+    halves = SplitSignature(
+        (array("handed", 2),),
+        input=replace(middle, sources=(("input", 0),), gradients=()),
+        weight=replace(middle, sources=(("input", 1), ("residual", 0)), cotangents=(), returned=()),
+    )
+    how, expander = replace(layout([3]), halves={1: halves}), Expander(GRAPH, OneVersion(), set())
+    for layer in GRAPH.layers:
+        list(expander.forward(layer, 0, how))
+    inputs, weights = (
+        [drawn(op) for layer in reversed(GRAPH.layers) for op in half(layer, 0, how)]
+        for half in (expander.input_half, expander.weight_half)
+    )
+    assert [line.split(":")[0] for line in inputs] == ["ZERO2", "B2", "I1"], "layer 2 has no halves, and is waited for"
+    assert inputs[-1] == (
+        "I1: parameter 1 version 0, cotangent 1 micro-batch 0 -> cotangent 0 micro-batch 0, "
+        "handed 0 layer 1 micro-batch 0"
+    )
+    assert [line.split(":")[0] for line in weights] == ["ZERO1", "W1", "ZERO0", "B0"], "layer 0 returns nothing"
+    assert weights[1] == (
+        "W1: tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, handed 0 layer 1 micro-batch 0, "
+        "gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0"
+    )

@@ -1,6 +1,8 @@
 """Layouts: whose layer is where, what a stage drops, and what of it goes to the host."""
 
-from tests.lowering.toy import GRAPH, P0, T0, X, layout
+from dataclasses import replace
+
+from tests.lowering.toy import GRAPH, P0, SIGNATURES, T0, X, layout
 
 FIRST, MIDDLE, LAST = GRAPH.layers
 
@@ -26,3 +28,11 @@ def test_what_is_swapped_is_what_a_backward_of_the_stage_reads() -> None:
         "tensor 0 micro-batch 5",  # tensor 1 is read by the last layer's backward, on another stage
     ]
     assert how.swapped(1, 5) == []
+
+
+def test_an_edge_that_another_stage_of_its_device_reads_is_not_swapped_away() -> None:
+    apart, together = (layout([1, 1, 1], devices, fates={"t0": "swap"}) for devices in ([0, 1, 2], [0, 0, 1]))
+    signatures = (replace(SIGNATURES[0], sources=(("output", 0),)), *SIGNATURES[1:])
+    apart, together = (replace(how, signatures=signatures) for how in (apart, together))
+    assert [str(value) for value in apart.swapped(0, 0)] == ["tensor 0 micro-batch 0"]
+    assert together.swapped(0, 0) == []

@@ -105,3 +105,18 @@ def test_by_the_host_all_leaves_before_anything_arrives() -> None:
     made.enter(THERE)
     made.commit()
     assert [line.split(":")[0] for line in rows(made)] == ["OUT on 1", "FREE on 1", "DROP on 1", "IN on 0"]
+
+
+def test_a_sum_of_cotangents_that_comes_back_is_not_the_one_that_was_sent() -> None:
+    """0 -> 1 -> 0: each adds to it; what place 0 sent first is no longer it."""
+    three, cotangent = Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]), Value(ValueKind.COTANGENT, 0, microbatch=0)
+    made = placer(three)
+    for layer, following in ((2, 1), (1, 0)):
+        reads = (cotangent,) if layer == 1 else ()
+        made.perform(
+            Operation(Kind.B, layer, 0, reads, (Write(cotangent, 4),), delivers=(Delivery(cotangent, (following,)),))
+        )
+    made.perform(Operation(Kind.B, 0, 0, (cotangent,), ()))
+    *_, sent_back, read = (r for block in made.blocks for r in block.rows)
+    assert (sent_back.kind, read.reads) == (Kind.SEND, sent_back.writes)
+    assert sent_back.writes != made.blocks[0].rows[0].writes
