@@ -30,8 +30,8 @@ class Model(Protocol):
     folder: a run does not go on with others. If there is a field `dtype`, `--dtype` replaces it.
     """
 
-    def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array | None, /) -> Any:
-        """The loss of a micro-batch: a scalar, or a `jvpipe.Weighted`. `rng` is None where nothing is to be random."""
+    def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:
+        """The loss of a micro-batch, a scalar or a `jvpipe.Weighted`; each micro-batch has a key of its own."""
         ...
 
     def init(self, key: jax.Array, /) -> Tree:

@@ -17,6 +17,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = {
     "llama.py": "llama",
     "plain.py": "Spiral",
+    "lora.py": "lora",
+    "unet.py": "unet",
+    "experts.py": "experts",
     "with_linen.py": "Shapes",
     "with_nnx.py": "Adding",
     "with_equinox.py": "Waves",

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jvpipe.models import Batches, load
+from jvpipe.models import Batches, Model, load
 from jvpipe.models.images import drawn_images, open_images
 
 
@@ -16,6 +16,14 @@ def test_data_fits_the_plan(tmp_path: Path) -> None:
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == shapes
     assert data.baseline_loss == pytest.approx(np.log(4), abs=0.01)
     assert len(data.held_out) == 4096 // 16 // 8
+
+
+def test_a_model_of_jvpipe_gives_its_batches_as_a_users_does(tmp_path: Path) -> None:
+    model: Model = load("amoebanet", "tiny")
+    data = load("amoebanet", "tiny").open_data(None, tmp_path, 3, 8)
+    for ours, theirs in zip(model.batches(3, 8), [next(data.train) for _ in range(2)], strict=False):
+        np.testing.assert_array_equal(ours["images"], theirs["images"])
+    assert len(load("amoebanet", "tiny").held_out()[0]["images"]) == load("amoebanet", "tiny").batch_size
 
 
 def test_a_seed_changes_the_order_and_nothing_else() -> None:
