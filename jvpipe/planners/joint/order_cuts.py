@@ -14,6 +14,7 @@ from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_bytes import LayerBytes, option_bytes, recomputed_bytes, stage_bytes
 from jvpipe.planners.model.stage_cost import joint_bytes
+from jvpipe.schedules.schedule import Holding
 
 PRICES = 14
 """How often the price of a byte is halved or doubled."""
@@ -49,18 +50,24 @@ def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
     return tuple(int(cuts[place]) for place in best)
 
 
-def with_fates(problem: Problem, bounds: tuple[int, ...], share: float = 1.0) -> Decision | None:
+def with_fates(
+    problem: Problem, bounds: tuple[int, ...], share: float = 1.0, begin: Decision | None = None
+) -> Decision | None:
     """These cuts with fates that keep the limit, of few seconds; None if there are none.
 
     Args:
         problem: whose schedule and limit count.
         bounds: of the stages.
         share: of what the schedule has in flight that has to fit.
+        begin: whose fates are kept on devices whose layers are the same.
     """
-    choices = [0] * bounds[-1]
+    choices = [0] * bounds[-1] if begin is None else list(begin.choices)
+    before = None if begin is None else list(pairwise(begin.bounds))
     vectors = problem.schedule.held(problem.devices, problem.microbatches)
     for d, mine in enumerate(vectors):
         stages = [s for s, place in enumerate(problem.places) if place == d]
+        if before is not None and all(before[s] == bounds[s : s + 2] for s in stages):
+            continue
 
         def fits(price: float, stages: Sequence[int] = stages, mine: tuple = mine) -> bool:
             for s in stages:
@@ -79,9 +86,35 @@ def with_fates(problem: Problem, bounds: tuple[int, ...], share: float = 1.0) ->
         for _ in range(PRICES):
             middle = (low * high) ** 0.5
             low, high = (low, middle) if fits(middle * per_byte) else (middle, high)
+        fits(low * per_byte)
+        wanted = list(choices)
         if not fits(high * per_byte):
             fits(float("inf"))
+        _relax(problem, stages, bounds, mine, share, wanted, choices)
     return Decision(bounds, tuple(choices))
+
+
+def _relax(
+    problem: Problem,
+    stages: Sequence[int],
+    bounds: Sequence[int],
+    vectors: Sequence[Holding],
+    share: float,
+    wanted: Sequence[int],
+    choices: list[int],
+) -> None:
+    """Makes the choices of a device's layers those that are wanted, one by one, where there is room."""
+    limit = problem.memory_limit_bytes
+    assert limit is not None
+    held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
+    for k, s in enumerate(stages):
+        for at in range(bounds[s], bounds[s + 1]):
+            before, choices[at] = choices[at], wanted[at]
+            if before == wanted[at]:
+                continue
+            was, held[k] = held[k], stage_bytes(problem, s, bounds[s], bounds[s + 1], choices)
+            if joint_bytes(held, vectors, share) > limit:
+                choices[at], held[k] = before, was
 
 
 def _choose(problem: Problem, s: int, bounds: Sequence[int], price: float, choices: list[int]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.order_climb import climbed
@@ -43,14 +44,17 @@ CAPS = (1.5, 2.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
-CLIMBED, NEAR = 3, 1.06
-"""Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest."""
-CLIMBED_TASKS, MOVED_TASKS = 1_000_000, 300_000
-"""Tasks that are clocked while orders are climbed from, and while bounds move."""
+CLIMBED, NEAR, RULE_NEAR = 3, 1.06, 1.12
+"""Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest, of rules'
+own orders than that."""
+CLIMBED_TASKS, MOVED_TASKS, FATE_TASKS = 1_000_000, 100_000, 3
+"""Tasks that are clocked while orders are climbed from, and while the bounds of one move; as many as each clocked task
+takes with it where fates are chosen again."""
 REFINED_LAYERS = 48
 """Of models of more layers, 1F1B's plan is the surrogate's."""
+EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
-    (ZBH1(), ONE_F_ONE_B, OneFOneB(eager=True)),
+    (ZBH1(), ONE_F_ONE_B, EAGER),
     (Interleaved(split=True), Interleaved()),
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
@@ -121,8 +125,11 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     others: dict[str, float] = {}
     for one in found:
         others.setdefault(one.family, one.step_s)
-    near = [one for one in _unlike(found) if one.step_s <= NEAR * found[0].step_s]
-    moved = (_with_moved_bounds(one, MOVED_TASKS // len(near)) for one in near)
+    rules = {rule.name for rules in PLACEMENTS for rule in rules}
+    near = [
+        one for one in _unlike(found) if one.step_s <= (RULE_NEAR if one.family in rules else NEAR) * found[0].step_s
+    ]
+    moved = (_with_moved_bounds(one, MOVED_TASKS) for one in near)
     best = sorted(moved, key=lambda one: one.step_s)[:CLIMBED]
     tries = CLIMBED_TASKS // max(1, len(best) * max((sum(map(len, one.order)) for one in best), default=1))
     best += [_climbed(one, tries, seed) for one in best]
@@ -151,14 +158,15 @@ def under_rule(problem: Problem) -> Decision:
         Infeasible: fates that keep the limit were not found.
     """
     cuts = Segments(problem).cuts
-    bounds = balanced(problem, cuts, _layer_s(problem))
+    bounds = balanced(problem, cuts, layer_s(problem))
     decision = with_fates(problem, bounds)
     for one in _ruled(problem, decision) if decision else ():
         return _with_moved_bounds(one, MOVED_TASKS).decision
     return on_devices(jvpipe)(problem)
 
 
-def _layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
+def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
+    """Returns the seconds of each layer's forward and backward."""
     return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
 
 
@@ -183,7 +191,7 @@ def _candidates(problem: Problem) -> Iterator[_Candidate]:
         if stages >= len(cuts) or (rules[0].chunks > 1 and (problem.devices == 1 or problem.costs.carried)):
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
-        bounds = balanced(placed[0], cuts, _layer_s(problem))
+        bounds = balanced(placed[0], cuts, layer_s(problem))
         tried: dict[Decision, None] = {}
         for one in placed:
             decision = with_fates(one, bounds)
@@ -266,12 +274,19 @@ def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _with_moved_bounds(best: _Candidate, tasks: int) -> _Candidate:
-    """The candidate with bounds moved, one place at a time, while that is faster and fits, and so many are clocked."""
+    """The candidate with bounds moved, one place at a time, while that is faster and fits, and so many are clocked.
+
+    Under a limit fates are chosen again, for what the order has in flight.
+    """
     cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1)).cuts
-    tries = tasks // sum(map(len, best.order))
+    tries = tasks // sum(map(len, best.order)) // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
     if min(best.decision.choices) < -1:
         return best
+    own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
     before = None
+    for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
+        for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
+            best = min(best, found, key=lambda one: one.step_s)
     while before is not best and tries > 0:
         before = best
         for bounds in moved_bounds(best.decision.bounds, cuts):
@@ -280,10 +295,18 @@ def _with_moved_bounds(best: _Candidate, tasks: int) -> _Candidate:
             if sum(a != b for a, b in zip(bounds, best.decision.bounds, strict=True)) > 1:
                 continue  # the best is another one by now
             tries -= 1
-            moved = replace(best.decision, bounds=bounds)
-            for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
-                best = min(best, found, key=lambda one: one.step_s)
+            for moved in _refitted(own, best.decision, bounds):
+                for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
+                    best = min(best, found, key=lambda one: one.step_s)
     return best
+
+
+def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: bool = False) -> Iterator[Decision]:
+    """Yields a plan with these bounds, its fates chosen again where there is a limit."""
+    if own.memory_limit_bytes is None:
+        yield replace(begin, bounds=bounds)
+    elif found := with_fates(own, bounds, begin=None if whole else begin):
+        yield found
 
 
 def _climbed(one: _Candidate, tries: int, seed: int) -> _Candidate:
@@ -305,9 +328,10 @@ def _simulated(one: _Candidate) -> Found | None:
 
 
 def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
-    """Yields the plan of 1F1B with the best cuts and fates, swaps among them."""
-    with suppress(Infeasible):
-        yield ONE_F_ONE_B, jvpipe(problem, refine=len(problem.costs.layers) <= REFINED_LAYERS)
+    """Yields the plans of 1F1B with the best cuts and fates, swaps among them; eager too where sends take time."""
+    for rule in (ONE_F_ONE_B, EAGER) if problem.peer != INFINITE else (ONE_F_ONE_B,):
+        with suppress(Infeasible):
+            yield rule, jvpipe(replace(problem, schedule=rule), refine=len(problem.costs.layers) <= REFINED_LAYERS)
 
 
 def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[_Candidate]:
@@ -338,7 +362,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | 
 def _least_bytes(problem: Problem) -> int:
     """What the cuts of one chunk take with everything computed again, one micro-batch in flight less at a time."""
     cuts = Segments(problem).cuts
-    bounds = balanced(problem, cuts, _layer_s(problem))
+    bounds = balanced(problem, cuts, layer_s(problem))
     low, high = problem.memory_limit_bytes or 0, 1
     while with_fates(replace(problem, memory_limit_bytes=high), bounds) is None:
         high *= 2
