@@ -12,14 +12,16 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
-from jvpipe.cli.plan import Options, model_costs, on_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.model.problem import Problem
+from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
+from jvpipe.session.question import on_cluster
 
 DEVICES, ROUNDS = (2, 4, 8), (1, 2, 4)
 """Devices; micro-batches per device."""
@@ -93,11 +95,8 @@ def real_cases() -> Iterator[Case]:
         name = path.name.removesuffix(".graph.txt").removesuffix(".json")
         yield Case("profiles", f"{name}, S {devices}", partial(profiled, path, devices), share)
     for (model, size, examples), devices, share in product(MODELS, DEVICES, SHARES[::2]):
-        options = Options(
-            model=model, size=size, batch_size=2 * devices * examples, microbatches=2 * devices, schedule="auto"
-        )
         name = f"{model} {size or ''}".strip()
-        yield Case("models", f"{name}, S {devices}", partial(estimated, options, devices), share)
+        yield Case("models", f"{name}, S {devices}", partial(estimated, model, size, examples, devices), share)
 
 
 def profiled(path: Path, devices: int) -> Problem:
@@ -105,11 +104,11 @@ def profiled(path: Path, devices: int) -> Problem:
     return _on_a100(Problem(read_graph(path).costs, devices, ONE_F_ONE_B, 2 * devices))
 
 
-def estimated(options: Options, devices: int) -> Problem:
-    """A model of the package on the same devices."""
-    return _on_a100(
-        Problem(model_costs(options, find_cluster("a100-40gb")), devices, ONE_F_ONE_B, options.microbatches)
-    )
+def estimated(model: str, size: str | None, examples: int, devices: int) -> Problem:
+    """A model of the package on the same devices; its backwards may be split."""
+    microbatches = 2 * devices
+    asked = replace(question(model, size, microbatches * examples, microbatches, devices), schedule=AUTO)
+    return _on_a100(Problem(asked.costs(find_cluster("a100-40gb")), devices, ONE_F_ONE_B, microbatches))
 
 
 def _on_a100(problem: Problem) -> Problem:
