@@ -50,7 +50,7 @@ own orders than that."""
 CLIMBED_TASKS, MOVED_TASKS, FATE_TASKS = 1_000_000, 100_000, 3
 """Tasks that are clocked while orders are climbed from, and while the bounds of one move; as many as each clocked task
 takes with it where fates are chosen again."""
-REFINED_LAYERS = 48
+REFINED_LAYERS = 256
 """Of models of more layers, 1F1B's plan is the surrogate's."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
