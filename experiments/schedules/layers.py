@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.migration.naps import sleep
 
-WIDTH = 16
 Seconds = tuple[float, float, float]
 """Of a layer's forward, of the cotangents of its inputs, of its gradients: F, I, W."""
 
@@ -42,13 +40,3 @@ def loss_fn(seconds: tuple[Seconds, ...]) -> Any:
         return jnp.mean((x - batch["y"]) ** 2)
 
     return loss
-
-
-def params(layers: int) -> list[np.ndarray]:
-    draw = np.random.default_rng(0)
-    return [draw.normal(size=(WIDTH, WIDTH), scale=WIDTH**-0.5).astype(np.float32) for _ in range(layers)]
-
-
-def batch(examples: int) -> dict[str, np.ndarray]:
-    x = np.random.default_rng(1).normal(size=(examples, WIDTH)).astype(np.float32)
-    return {"x": x, "y": np.zeros_like(x)}

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 MICRO, WARM, STEPS, PER_DEVICE, NAPS = 8, 2, 6, 4, 20
+WIDTH = 16
 FAMILIES = ("gpipe", "1f1b", "interleaved", "interleaved-4", "zb-h1", "interleaved-split", "zb-v", "v-half")
 LAYER_S = (5e-3, 5e-3, 5e-3)
 """Of a layer: F, I and W."""
@@ -41,6 +42,7 @@ def one(devices: int, name: str) -> tuple[float, float, tuple[list[int], list[in
     import optax
 
     import jvpipe
+    from experiments.migration import naps
     from experiments.schedules import layers
     from jvpipe.simulate.rows import simulate
 
@@ -48,8 +50,8 @@ def one(devices: int, name: str) -> tuple[float, float, tuple[list[int], list[in
     pipe = jvpipe.Pipeline(
         layers.loss_fn((LAYER_S,) * count), optax.sgd(0.1), devices, MICRO, schedule_of(name), planner="even"
     )
-    batch = layers.batch(2 * MICRO)
-    state = pipe.init(layers.params(count), batch, None)
+    batch = naps.batch(2 * MICRO, WIDTH)
+    state = pipe.init(naps.params(count, WIDTH), batch, None)
     taken = []
     for _ in range(WARM + STEPS):
         start_s = time.perf_counter()

@@ -11,6 +11,20 @@ from jvpipe.schedules.schedule import Schedule
 AUTO = Schedule(name="auto", lists=one_f_one_b)
 
 
+def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
+    """Tells whether a schedule runs backwards in two halves, or may come to.
+
+    Args:
+        schedule: of a step.
+        devices: that the pipeline passes.
+        microbatches: of the step.
+
+    >>> may_split(AUTO, 2, 4)
+    True
+    """
+    return schedule == AUTO or schedule.splits(devices, microbatches)
+
+
 @dataclass(frozen=True)
 class GivenLists:
     """Lists for one number of devices and micro-batches, a line of text per device."""

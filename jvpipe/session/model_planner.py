@@ -170,10 +170,10 @@ def compile_plan(
 def _check_carried(compiled: CompiledPlan) -> None:
     """Raises ValueError if a device that runs several stages would wait, with a forward, for one of its own to come."""
     plan = compiled.plan
-    for stages in ({task.stage for task in tasks} for tasks in compiled.lists):
-        for first, *_, last in carried(compiled.traced.graph) if len(stages) > 1 else ():
-            reads, writes = plan.stage_of(first), plan.stage_of(last)
-            if reads != writes and reads in stages:
+    for first, *_, last in carried(compiled.traced.graph):
+        reads, writes = plan.stage_of(first), plan.stage_of(last)
+        for stages in ({task.stage for task in tasks} for tasks in compiled.lists):
+            if reads != writes and reads in stages and len(stages) > 1:
                 raise ValueError(
                     f"layer {first} of stage {reads} reads the model state that layer {last} of stage {writes} writes: "
                     f"where a device runs several stages both need one stage. Move a cut, or use '1f1b' or 'zb-h1'"

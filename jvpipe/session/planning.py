@@ -23,7 +23,7 @@ from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.auto import AUTO, may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 
@@ -53,8 +53,7 @@ class Request:
     @property
     def splits(self) -> bool:
         """True if the schedule runs backwards in two halves, or may come to."""
-        devices = self.stages // self.schedule.chunks
-        return self.schedule == AUTO or self.schedule.splits(devices, self.microbatches)
+        return may_split(self.schedule, self.stages // self.schedule.chunks, self.microbatches)
 
 
 @dataclass(frozen=True)

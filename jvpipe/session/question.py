@@ -10,14 +10,13 @@ import optax
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
-from jvpipe.cost.model import carried
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import MOST_BYTES
 from jvpipe.planners.model.problem import Problem
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_loss, check_optimizer, checked_flags
 from jvpipe.session.batches import micro_batch_shapes
@@ -88,12 +87,8 @@ class Question:
         if traced is None:
             model = self.trace()
             traced, optimizer = model.traced, self.cut(model.params, model.traced)
-        schedule = self.schedule
-        open_order = schedule == AUTO
-        split = open_order or schedule.splits(self.stages, self.microbatches)
-        costs = estimate(traced, cluster, optimizer, self.microbatches, split=split)
-        together = carried(traced.graph) if open_order or schedule.chunks > 1 else ()
-        return replace(costs, together=(*costs.together, *together))
+        split = may_split(self.schedule, self.stages, self.microbatches)
+        return estimate(traced, cluster, optimizer, self.microbatches, split=split)
 
     def held_bytes(self, plan: Plan) -> list[int]:
         """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""

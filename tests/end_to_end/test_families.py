@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -17,6 +16,7 @@ from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
+from tests.runtime.test_migrate import assert_same
 from tests.zoo import CASES, Case, dropped, in_bfloat16, quick_key
 
 MICRO = 5  # no multiple of the devices
@@ -50,12 +50,6 @@ def trained(m: Case, pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int = 2)
         jax.block_until_ready(state)
         assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (sum(x.nbytes for x in state.arrays), 0)
     return losses, jax.tree.leaves((pipe.params(state), pipe.model_state(state)))
-
-
-def assert_same(ours: tuple[list[float], list[Any]], theirs: tuple[list[float], list[Any]]) -> None:
-    assert ours[0] == theirs[0]
-    for a, b in zip(ours[1], theirs[1], strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random) -> jvpipe.Plan:
