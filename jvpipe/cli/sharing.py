@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
         own,
         seconds=max(line.seconds for line in lines),
         examples_per_s=min(line.examples_per_s for line in lines),
+        tokens_per_s=_least(line.tokens_per_s for line in lines),
+        mfu=_least(line.mfu for line in lines),
         bubble_fraction=all_work.bubble_fraction,
         peak_bytes={device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes},
         swapped_bytes=sum(line.swapped_bytes for line in lines),
@@ -51,6 +53,11 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
         copy_exposed_s=sum(line.copy_exposed_s for line in lines),
         recomputed_s=sum(line.recomputed_s for line in lines),
     )
+
+
+def _least(rates: Iterable[float | None]) -> float | None:
+    """The least of what is known."""
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def shared_spans(hosts: Hosts, spans: Sequence[Span]) -> list[Span]:

@@ -1,23 +1,21 @@
 """The training of a job: its steps, each logged, and its checkpoints."""
 
-import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
-
-import jax
 
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
 from jvpipe.cli.processes import Watch
 from jvpipe.cli.sharing import shared, shared_spans
+from jvpipe.cli.step_metrics import Done, StepNumbers
 from jvpipe.report import timeline
 from jvpipe.report.console import TrainingDisplay
-from jvpipe.report.metrics import MetricsLog, StepMetrics
+from jvpipe.report.metrics import MetricsLog
 from jvpipe.runtime.hosts import ALONE, Hosts
 from jvpipe.runtime.losses import nan_leaves
-from jvpipe.runtime.monitor import Measured
 
 
 def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, int | None]:
@@ -56,7 +54,8 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
                     done = None
                 if saves:
                     watch.progress(f"the checkpoint of step {step}")
-                    save(job, state, step, advanced[2])
+                    with log.clock.standing():
+                        save(job, state, step, advanced[2])
                 if last:
                     break
             signum = log.tell(None, before=False)  # it may have come during the last step, or while that was saved
@@ -69,15 +68,11 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
     return state, signum
 
 
-Done = tuple[int, dict[str, jax.Array], Sequence[str]]
-"""A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
-
-
 class _Log:
     """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
 
     def __init__(self, job: Job, stop: StopRequest, opened: ExitStack, first: int) -> None:
-        self._job, self._stop, self._clock = job, stop, Clock()
+        self._job, self._stop, self._numbers, self.clock = job, stop, StepNumbers(job), Clock()
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
         self._display = opened.enter_context(TrainingDisplay(job.steps, first)) if writes else None
@@ -93,9 +88,10 @@ class _Log:
         own = None
         if done is not None:
             measured = self._job.pipe.session.measured(before=before)
-            own = _measured(self._job, *done, measured, self._clock.lap_s()), timeline.busy(measured.spans)
+            own = self._numbers.of(done, measured, self.clock.lap_s()), timeline.busy(measured.spans)
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
         if line is not None and self._log is not None and self._display is not None:
+            line = replace(line, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
             self._log.append(line)
             self._display.update(line)
         return signum
@@ -130,41 +126,23 @@ def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
 
 
 class Clock:
-    """Seconds since it was last asked."""
+    """Seconds since it was made, and of steps: since it was last asked, but for what is no part of a step."""
 
     def __init__(self) -> None:
-        self._at = time.perf_counter()
+        self._begin = self._at = time.perf_counter()
 
     def lap_s(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last lap, without those that it stood."""
         before, self._at = self._at, time.perf_counter()
         return self._at - before
 
+    def elapsed_s(self) -> float:
+        """Seconds since it was made, all of them."""
+        return time.perf_counter() - self._begin
 
-def _measured(
-    job: Job,
-    step: int,
-    metrics: dict[str, jax.Array],
-    architecture: Sequence[str],
-    measured: Measured,
-    seconds: float,
-) -> StepMetrics:
-    layers = sum(job.pipe.plan.cuts)
-    synchronous = "grad_norm" in metrics
-    return StepMetrics(
-        step=step,
-        loss=float(metrics["loss"]),
-        learning_rate=float(job.learning_rates[step * len(job.learning_rates) // job.steps - 1]),
-        grad_norm=float(metrics["grad_norm"]) if synchronous else math.nan,
-        seconds=seconds,
-        examples_per_s=job.batch_size / seconds,
-        bubble_fraction=timeline.bubble_fraction(measured.spans),
-        peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
-        staleness=job.pipe.ledger.versions.staleness(layers),
-        swapped_bytes=measured.swapped_bytes,
-        copy_hidden_s=measured.hidden_s,
-        copy_exposed_s=measured.exposed_s,
-        recomputed_s=measured.recomputed_s
-        + (job.pipe.session.planned.recompute_s if job.pipe.session.planned else 0.0),
-        architecture=tuple(architecture),
-    )
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Does not count the seconds of the block for a step."""
+        before = time.perf_counter()
+        yield
+        self._at += time.perf_counter() - before

@@ -82,8 +82,15 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
     >>> accelerator_like("NVIDIA H200", "gpu").name
     'H200 141 GB'
     """
-    known = (accelerator for name, accelerator in _KINDS.items() if name in kind)
-    return next(known, CORE if platform == "cpu" else A100_40GB)
+    return known_accelerator(kind) or (CORE if platform == "cpu" else A100_40GB)
+
+
+def known_accelerator(kind: str) -> Accelerator | None:
+    """The accelerator of a kind of device, by its name; None if it is not known.
+
+    >>> known_accelerator("cpu")
+    """
+    return next((accelerator for name, accelerator in _KINDS.items() if name in kind), None)
 
 
 def accelerator_of(device: Device) -> Accelerator:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,8 +15,13 @@ class StepMetrics:
     """The metrics of one step; steps count from 1, `staleness` is in updates, per layer.
 
     `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
-    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. In a search `architecture`
-    names the blocks of the model; else it is empty, and left out of the line.
+    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. `elapsed_s` is the time since
+    the run began to train, evaluations and checkpoints included, over all its starts.
+
+    What there is not is left out of the line: `tokens_per_s` where the batch tells no tokens, `mfu` (see
+    `jvpipe.cost.utilisation`) where the peak of a device is not known, `held_out_loss` where nothing was evaluated
+    after the step, `aux` (scalars by name) where the loss returns none, `architecture` (the names of the model's
+    blocks) where none is searched.
     """
 
     step: int
@@ -32,24 +37,32 @@ class StepMetrics:
     copy_hidden_s: float = 0.0
     copy_exposed_s: float = 0.0
     recomputed_s: float = 0.0
+    elapsed_s: float = 0.0
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    held_out_loss: float | None = None
+    aux: Mapping[str, float] = field(default_factory=dict)
     architecture: tuple[str, ...] = ()
+
+    def told(self) -> dict[str, Any]:
+        """The metrics that there are, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None and value not in ((), {})}
 
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
-        finite = {k: None if _is_unspeakable(v) else v for k, v in asdict(self).items()}
-        if not self.architecture:
-            del finite["architecture"]
-        return json.dumps(finite, allow_nan=False)
+        return json.dumps(_speakable(self.told()), allow_nan=False)
 
 
 class MetricsLog:
     """Appends a line per step to a file, flushed, so that a killed run keeps all but perhaps the last.
 
-    `resumed_step` is the last step that counts: lines beyond it, made again by the run, are dropped.
+    `resumed_step` is the last step that counts: lines beyond it, made again by the run, are dropped. `elapsed_s` is
+    that of the last line that is kept.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         kept = [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
+        self.elapsed_s = float(kept[-1].get("elapsed_s") or 0.0) if kept else 0.0
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
@@ -89,5 +102,8 @@ def replace_bytes(path: Path, content: bytes) -> None:
     draft.replace(path)
 
 
-def _is_unspeakable(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _speakable(value: Any) -> Any:
+    """The same without numbers that are not finite, also inside."""
+    if isinstance(value, Mapping):
+        return {name: _speakable(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -39,6 +39,8 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_
     resumed = train(run, "--resume", "--export", str(two))
     assert "steps 4 to 5" in resumed.stdout, resumed.stderr
     assert losses(run) == losses(tmp_path / "whole")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert list(last.get("aux", ())) == ["largest"] * (name == "full")
     for key, values in load_file(one).items():
         np.testing.assert_array_equal(values, load_file(two)[key])
 

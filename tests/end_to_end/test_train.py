@@ -85,6 +85,9 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
     line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= line["bubble_fraction"] < 1
     assert set(line["peak_bytes"]) == {"cpu:0", "cpu:1"}
+    assert line["tokens_per_s"] == pytest.approx(16 * line["examples_per_s"])
+    assert line["elapsed_s"] >= line["seconds"]
+    assert {"mfu", "aux", "held_out_loss"}.isdisjoint(line), "a CPU's peak is not known, and there is no more to tell"
     rows = [
         e["args"]["name"]
         for e in json.loads((whole / "timeline.json").read_text())["traceEvents"]

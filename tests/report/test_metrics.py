@@ -42,6 +42,22 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert line["seconds"] == 0.25
 
 
+def test_what_there_is_not_is_left_out() -> None:
+    assert {"tokens_per_s", "mfu", "held_out_loss", "aux", "architecture"}.isdisjoint(ONE.told())
+    line = json.loads(replace(ONE, mfu=0.5, aux={"a": float("nan"), "b": 1.0}).to_json())
+    assert (line["mfu"], line["aux"]) == (0.5, {"a": None, "b": 1.0})
+
+
+def test_the_time_of_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        assert log.elapsed_s == 0
+        for step in (1, 2, 3):
+            log.append(replace(ONE, step=step, elapsed_s=10.0 * step))
+    with MetricsLog(path, 2) as log:
+        assert log.elapsed_s == 20.0
+
+
 def test_resuming_appends_after_the_resumed_step(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", 1, 5)
     write(tmp_path / "metrics.jsonl", 4, 6, resumed_step=3)

@@ -1,0 +1,35 @@
+"""What batches and losses tell of themselves, for the log."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jvpipe import models
+from jvpipe.cli.step_metrics import scalars_in, tokens_in
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("bert", 4 * 16), ("gpt2", 4 * 16), ("t5", 4 * 2 * 8)])
+def test_the_tokens_that_models_read_are_counted(name: str, tokens: int) -> None:
+    assert tokens_in(models.load(name, "tiny").abstract_batch(4)) == tokens
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"tokens": np.ones((2, 3), np.float32)},
+        {"inputs": np.ones(2, np.int32)},
+        {"targets": np.ones((2, 3), np.int32)},
+        np.ones((2, 3), np.int32),
+    ],
+)
+def test_what_is_no_text_has_none(batch: Any) -> None:
+    assert tokens_in(batch) is None
+    assert tokens_in(models.load("amoebanet", "tiny").abstract_batch(4)) is None
+
+
+def test_single_numbers_are_told_by_their_path() -> None:
+    aux = {"moe": [{"balance": np.float32(0.5)}, {"balance": 2}], "logits": np.zeros((2, 2))}
+    assert scalars_in(aux) == {"moe/0/balance": 0.5, "moe/1/balance": 2.0}
+    assert scalars_in(np.float32(3)) == {"aux": 3.0}
+    assert scalars_in(()) == {}
