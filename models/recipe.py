@@ -1,21 +1,52 @@
 """How a model is trained unless the user says otherwise."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+_Decayed = Callable[[Any], Any]
+
+OPTIMIZERS: Mapping[str, Callable[["Recipe", optax.Schedule, _Decayed], optax.GradientTransformation]] = {
+    "adamw": lambda it, rate, decayed: optax.adamw(rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed),
+    "adam": lambda it, rate, _: optax.adam(rate, b2=it.b2),
+    "adafactor": lambda it, rate, _: optax.adafactor(rate, multiply_by_parameter_scale=False, clipping_threshold=None),
+    "lamb": lambda it, rate, decayed: optax.lamb(rate, weight_decay=it.weight_decay, mask=decayed),
+    "lion": lambda it, rate, decayed: optax.lion(rate, weight_decay=it.weight_decay, mask=decayed),
+    "nadamw": lambda it, rate, decayed: optax.nadamw(rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed),
+    "rmsprop": lambda it, rate, _: optax.rmsprop(rate),
+    "sgd": lambda it, rate, _: optax.sgd(rate),
+    "momentum": lambda it, rate, _: optax.sgd(rate, momentum=0.9, nesterov=True),
+}
+"""Optimizers by name, from a recipe, its learning rate and what says which parameters decay; all else as in optax.
+
+| name | optax | decay | its rate, beside AdamW's |
+|---|---|---|---|
+| `adamw`, `nadamw` | `adamw`, `nadamw` with the recipe's b2 | yes | the same |
+| `adam` | `adam` with the recipe's b2 | no | the same |
+| `adafactor` | `adafactor` under the recipe's clipping and rate alone | no | the same |
+| `lamb` | `lamb` | yes | larger |
+| `lion` | `lion` | yes | a third to a tenth |
+| `rmsprop` | `rmsprop` | no | the same |
+| `sgd`, `momentum` | `sgd`, and with Nesterov's momentum of 0.9 | no | much larger |
+"""
+
 
 @dataclass(frozen=True)
-class AdamW:
-    """AdamW (arXiv:1711.05101) with a clipped gradient and a learning rate that warms up, then falls along a cosine.
+class Recipe:
+    """An optimizer with a clipped gradient and a learning rate that warms up, then falls along a cosine.
 
-    `warmup` is a fraction of all steps; the last step's rate is near zero. Biases and scales are not decayed.
+    `optimizer_name` is one of `OPTIMIZERS`, AdamW (arXiv:1711.05101) unless given. `warmup` is a fraction of all steps,
+    `warmup_steps` their number in its place; the last step's rate is near zero. Biases and scales are not decayed.
 
-    >>> AdamW(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
+    >>> Recipe(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
     [0.5, 1.0, 1.0, 0.5]
+    >>> Recipe(learning_rate=1.0, warmup_steps=1).learning_rates(4).round(3).tolist()
+    [1.0, 1.0, 0.75, 0.25]
     """
 
     learning_rate: float
@@ -23,10 +54,13 @@ class AdamW:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     b2: float = 0.98
+    warmup_steps: int | None = None
+    optimizer_name: str = "adamw"
 
     def schedule(self, total_steps: int) -> optax.Schedule:
         """The learning rate as a function of the number of updates so far."""
-        warmup_steps = min(max(1, round(self.warmup * total_steps)), total_steps)
+        wanted = round(self.warmup * total_steps) if self.warmup_steps is None else self.warmup_steps
+        warmup_steps = min(max(1, wanted), total_steps)
         rise = optax.linear_schedule(self.learning_rate / warmup_steps, self.learning_rate, max(1, warmup_steps - 1))
         fall = optax.cosine_decay_schedule(self.learning_rate, max(1, total_steps - warmup_steps))
         return optax.join_schedules([rise, fall], [warmup_steps])
@@ -36,13 +70,10 @@ class AdamW:
         return np.asarray(jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32)))
 
     def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
-        """Clipping by the global norm, then AdamW under the schedule; `local`: each value clipped by itself.
+        """Clipping by the global norm, then the optimizer under the schedule; `local`: each value clipped by itself.
 
         Asynchronous pipelines have no norm of all gradients at one time.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-        return optax.chain(
-            clip,
-            optax.adamw(self.schedule(total_steps), b2=self.b2, weight_decay=self.weight_decay, mask=decayed),
-        )
+        return optax.chain(clip, OPTIMIZERS[self.optimizer_name](self, self.schedule(total_steps), decayed))

@@ -17,7 +17,8 @@ import optax
 
 from jvpipe.ir.names import did_you_mean
 from jvpipe.models.architecture import Supernet
-from jvpipe.models.recipe import AdamW
+from jvpipe.models.fields import with_fields
+from jvpipe.models.recipe import Recipe
 
 Tree = Any
 Config = TypeVar("Config")
@@ -60,15 +61,16 @@ class Data:
 class Workload:
     """A model of some size with its loss, its data and its recipe: a `Model` with all that one may have.
 
-    `config` has the fields that tell it from others of its name. `init` maps a key to parameters, nested dicts
-    of arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
+    `config` has the fields that tell it from others of its name. `init` maps a key to parameters, nested dicts of
+    arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
     `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a
-    tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient
-    transformation (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each
-    update. `batch_size` and `steps` are the defaults. With `model_state` the loss carries a state (batch norm): it maps
-    (parameters, state, batch, key) to the loss and the new state, and `model_state` makes the first one. With a
-    `supernet` the architecture can be searched for; `init` and `loss_fn` are those of its default one.
+    tokenizer), a seed and a batch size. `optimizer` maps the total number of updates to a gradient transformation
+    (`local=True`: one that looks at one parameter at a time), `learning_rates` to the rate of each update; both are
+    those of the `recipe`, if there is one. `batch_size` and `steps` are the defaults. With `model_state` the loss
+    carries a state (batch norm): it maps (parameters, state, batch, key) to the loss and the new state, and
+    `model_state` makes the first one. With a `supernet` the architecture can be searched for; `init` and `loss_fn` are
+    those of its default one.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Workload:
     model_state: Callable[[], Tree] | None = None
     supernet: Supernet | None = None
     has_aux: bool = False
+    recipe: Recipe | None = None
 
     @property
     def title(self) -> str:
@@ -155,12 +158,7 @@ def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapp
     """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
     if size not in sizes:
         raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
-    chosen: Any = sizes[size]
-    fields = [field.name for field in dataclasses.fields(chosen)]
-    for name in options:
-        if name not in fields:
-            raise ValueError(did_you_mean(f"option of {model}", name, fields))
-    return dataclasses.replace(chosen, **options)
+    return with_fields(model, sizes[size], options)
 
 
 def sized(
@@ -185,7 +183,7 @@ def sized(
     size = size or "mini"
     config = configured(name, sizes, size, options)
     mini = size == "mini"
-    recipe = AdamW(3e-3 if mini else learning_rate)
+    recipe = Recipe(3e-3 if mini else learning_rate)
     return Workload(
         name=name,
         size=size,
@@ -196,6 +194,7 @@ def sized(
         open_data=partial(open_data, config),
         optimizer=recipe.optimizer,
         learning_rates=recipe.learning_rates,
+        recipe=recipe,
         batch_size=32 if mini else batch_size,
         steps=800 if mini else 100_000,
         model_state=model_state(config) if model_state else None,

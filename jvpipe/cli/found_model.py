@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +17,14 @@ ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""
 
 
-def find_model(name: str, size: str | None = None, dtype: str | None = None) -> models.Workload:
+def find_model(name: str, size: str | None = None, fields: Mapping[str, Any] | None = None) -> models.Workload:
     """The model that a command line names.
 
     Args:
         name: `bert`, or what an installed package announces in the group `jvpipe.models`, or `file.py:name`, or
             `package.module:name`.
         size: one of its sizes.
-        dtype: the type that it is to compute in.
+        fields: what replaces those of its configuration, such as the `dtype` that it computes in; texts are read.
 
     Raises:
         ValueError: there is no such model, or it lacks something; the message says what.
@@ -35,7 +36,7 @@ def find_model(name: str, size: str | None = None, dtype: str | None = None) -> 
     ...
     ValueError: --model bert.py: say which object of the file it is, bert.py:NAME
     """
-    options = {} if dtype is None else {"dtype": dtype}
+    options = {name: value for name, value in (fields or {}).items() if value is not None}
     if name in models.NAMES:
         return models.load(name, size, **options)
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}

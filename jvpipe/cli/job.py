@@ -19,6 +19,7 @@ from jvpipe import models
 from jvpipe.cli import export
 from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.cli.found_model import find_model
+from jvpipe.cli.model_options import fields_of, retrained
 from jvpipe.cli.rundir import RunDir, hold_new
 from jvpipe.cli.runplan import given_plan, kept_plan
 from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
@@ -84,6 +85,7 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     updates = options.steps * (
         1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches)
     )
+    workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
@@ -118,7 +120,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
-    workload = hosts.together("model", lambda: find_model(options.model, options.size, options.dtype))
+    workload = hosts.together("model", lambda: find_model(options.model, options.size, fields_of(options)))
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
     hosts.agree("the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()])

@@ -13,7 +13,8 @@ import optax
 from jvpipe import models
 from jvpipe.cli.own_data import own_data, shapes
 from jvpipe.ir.names import did_you_mean
-from jvpipe.models.recipe import AdamW
+from jvpipe.models.fields import with_fields
+from jvpipe.models.recipe import Recipe
 from jvpipe.session.arguments import check_loss, whole_number
 
 Tree = Any
@@ -61,11 +62,11 @@ def completed(
             told = did_you_mean(f"size of {name}", size, list(sizes)) if sizes else f"it has no sizes, {size} is none"
             raise ValueError(f"--model {where}: {told}")
         model = _made(where, sizes[size])
-    if isinstance(model, models.Workload):
+    if isinstance(model, models.Workload) and not options:
         return model
     model = _with_options(where, model, options or {})
     _check(where, model)
-    recipe = AdamW(_RATE)
+    recipe = Recipe(_RATE)
     own = hasattr(model, "optimizer")
     rates = getattr(model, "learning_rates", _unknown if own else recipe.learning_rates)
     return models.Workload(
@@ -82,6 +83,7 @@ def completed(
         steps=_number(where, model, "steps", _STEPS),
         model_state=model.initial_state if _flag(where, model, "has_state") else None,
         has_aux=_flag(where, model, "has_aux"),
+        recipe=None if own else recipe,
     )
 
 
@@ -111,13 +113,16 @@ def _with_options(where: str, model: Any, options: Mapping[str, Any]) -> Any:
     """The model with fields replaced."""
     if not options:
         return model
-    fields = getattr(model, "__dataclass_fields__", {})
-    for name, value in options.items():
-        if name not in fields:
-            raise ValueError(
-                f"--{name} {value}: {where} is no dataclass with a field {name}: give it one, or leave --{name} out"
-            )
-    return dataclasses.replace(model, **options)
+    if not dataclasses.is_dataclass(model):
+        name, value = next(iter(options.items()))
+        raise ValueError(
+            f"--model {where}: {name}={value} replaces the field of a dataclass, and {type(model).__name__} is none: "
+            f"make it one, or leave {name} out"
+        )
+    try:
+        return with_fields(type(model).__name__, model, options)
+    except ValueError as problem:
+        raise ValueError(f"--model {where}: {problem}") from problem
 
 
 def _check(where: str, model: Any) -> None:

@@ -44,7 +44,7 @@ def _error(mistake: Exception) -> int:
 
 def of_model(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a model at its real size."""
-    workload = find_model(str(options.model), options.size, options.dtype)
+    workload = find_model(str(options.model), options.size, {"dtype": options.dtype})
     return plan_for(
         workload.loss_fn,
         workload.init,

@@ -1,23 +1,25 @@
-"""The options of `python -m jvpipe.train`: given ones, else those of the run that is resumed, else the defaults."""
+"""The options of `python -m jvpipe.train`: given ones, else those of a file or a resumed run, else the defaults."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
 from jvpipe.cli import export
+from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import RunDir
 
-FIXED = ("model", "size", "dtype", "batch_size", "seed")
+FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
 OWN = ("process_id", "host_address")
 """Options that differ from process to process."""
 OF_PROCESSES = ("coordinator", "num_processes", "distributed", "host_timeout", *OWN)
 """Options that tell of the processes of one start."""
-NOT_KEPT = ("resume", "remeasure", "export", *OF_PROCESSES)
+NOT_KEPT = ("config", "resume", "remeasure", "export", *OF_PROCESSES)
 """Options that hold for one start alone."""
 
 
@@ -25,12 +27,18 @@ NOT_KEPT = ("resume", "remeasure", "export", *OF_PROCESSES)
 class Options:
     """Trains a model as a pipeline over the devices of this machine."""
 
+    config: str | None = None
+    """A file with any of these options, TOML or JSON such as a run's config.json; those given here win."""
     model: str = "bert"
     """Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME."""
     size: str | None = None
     """Which of its sizes; the smallest one if left out, or your object as it is."""
     dtype: str | None = None
     """The type to compute in (float32 or bfloat16); parameters are float32. The model's own if left out."""
+    sequence_length: int | None = None
+    """Tokens of a record, for models that have this field or one called tokens."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE replaces a field of the model, such as blocks=12; may be given again and again."""
     stages: int = 2
     """Over how many devices."""
     microbatches: int = 4
@@ -51,6 +59,13 @@ class Options:
     """Examples per step; the model's own if left out."""
     steps: int | None = None
     """The total number of steps, those before a resume included; the model's own if left out."""
+    optimizer: str | None = None
+    """What updates parameters: adamw, adam, nadamw, adafactor, lamb, lion, rmsprop, sgd or momentum, with a clipped
+    gradient; the model's own if left out."""
+    learning_rate: float | None = None
+    """Its highest learning rate; the model's own if left out."""
+    warmup: int | None = None
+    """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
     """A text file or a folder of them; by default the English prose that comes with Python."""
     seed: int = 0
@@ -87,12 +102,13 @@ class Options:
 
 
 def given(arguments: Sequence[str] | None) -> Options:
-    """The options of a command line, the others as they are by default."""
-    return parsed(Options, arguments, "jvpipe.train")
+    """The options of a command line, others as --config has them, or as they are by default."""
+    options = parsed(Options, arguments, "jvpipe.train")
+    return options if options.config is None else _parsed(arguments, _of_file(options))
 
 
 def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
-    """The options: given ones, else with --resume those of the run but --export, else the defaults.
+    """The options: given ones, else those of --config, else with --resume those of the run, else the defaults.
 
     Args:
         arguments: of the command line.
@@ -109,14 +125,32 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         saved = _options_in(config, before.config)
         if saved.get("data") and not options.data:
             print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
-        options = parsed(Options, arguments, "jvpipe.train", Options(**saved))
-    for name in ("stages", "microbatches", "batch_size", "steps", "checkpoint_every", "nas_steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        options = _parsed(arguments, saved | _of_file(options))
+    _check(options)
     if options.export and writes:
         export.check_writable(Path(options.export))
     return options
+
+
+def _parsed(arguments: Sequence[str] | None, before: Mapping[str, Any]) -> Options:
+    """The options of a command line, others as they were before."""
+    return parsed(Options, arguments, "jvpipe.train", Options(**before))
+
+
+def _check(options: Options) -> None:
+    """Raises ValueError for a number that cannot be."""
+    for name in ("stages", "microbatches", "sequence_length", "batch_size", "steps", "checkpoint_every", "nas_steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(name)} must be at least 1, not {value}")
+    if options.warmup is not None and options.warmup < 0:
+        raise ValueError(f"--warmup must be 0 steps or more, not {options.warmup}")
+    if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be above 0, not {options.learning_rate:g}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def kept_options(options: Options) -> dict[str, Any]:
@@ -127,7 +161,14 @@ def kept_options(options: Options) -> dict[str, Any]:
 def agreed_options(options: Options) -> list[tuple[str, str]]:
     """The options that all processes of a run must share, as text by name."""
     shared = ((name, value) for name, value in asdict(options).items() if name not in OWN)
-    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in shared]
+    return [(_flag(name), str(value)) for name, value in shared]
+
+
+def _of_file(options: Options) -> dict[str, Any]:
+    """The options that --config has."""
+    if options.config is None:
+        return {}
+    return read_options(Path(options.config), get_type_hints(Options), (*NOT_KEPT, "run_dir"))
 
 
 def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -137,8 +178,9 @@ def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         ValueError: one is of another type than the command line's.
     """
     types = get_type_hints(Options)
-    saved = {name: config[name] for name in types if name in config and name not in NOT_KEPT}
+    kept = [name for name in types if name in config and name not in NOT_KEPT]
+    saved = {name: as_type(config[name], types[name]) for name in kept}
     for name, value in saved.items():
-        if type(value) not in (get_args(types[name]) or (types[name],)):
+        if not is_type(value, types[name]):
             raise ValueError(f"{path} is not what a run wrote: {name} is {value!r}")
     return saved

@@ -11,7 +11,7 @@ OWN = str(Path(__file__).parents[1] / "own.py")
 
 
 def test_a_model_is_found_by_name_file_and_module() -> None:
-    assert find_model("bert", "tiny", "bfloat16").config.dtype == "bfloat16"
+    assert find_model("bert", "tiny", {"dtype": "bfloat16"}).config.dtype == "bfloat16"
     by_file, by_module = find_model(f"{OWN}:Plain"), find_model("tests.own:Plain")
     assert by_file.title == by_module.title == "Plain"
     assert by_file.settings == by_module.settings == {"blocks": 3}

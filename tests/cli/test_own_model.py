@@ -72,5 +72,7 @@ def test_sizes_and_fields_that_there_are_not() -> None:
         completed("own.py:full", "full", full, "dep")
     with pytest.raises(ValueError, match="it has no sizes, deep is none"):
         completed("own.py:Full", "Full", Full, "deep")
-    with pytest.raises(ValueError, match=r"--dtype bfloat16: own\.py:Plain is no dataclass with a field dtype"):
+    with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
+    with pytest.raises(ValueError, match="blocks=3 replaces the field of a dataclass, and Mine is none: make it one"):
+        completed("own.py:mine", "mine", without(""), None, {"blocks": "3"})

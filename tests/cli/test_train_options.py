@@ -27,7 +27,7 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
     options = parse(resume)
     assert (options.export, options.remeasure, options.data) == (None, False, "prose.txt")
-    assert {"export", "remeasure", "resume", *OF_PROCESSES} == set(NOT_KEPT)
+    assert {"config", "export", "remeasure", "resume", *OF_PROCESSES} == set(NOT_KEPT)
     assert not set(FIXED) & set(NOT_KEPT)
 
 
@@ -47,6 +47,9 @@ def test_saved_data_are_said_where_they_are_taken_for_granted(
         (["--resume"], "--resume needs --run-dir"),
         (["--stages", "0"], "--stages must be at least 1, not 0"),
         (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
+        (["--warmup", "-1"], "--warmup must be 0 steps or more, not -1"),
+        (["--learning-rate", "0"], "--learning-rate must be above 0, not 0"),
+        (["--learning-rate", "nan"], "--learning-rate must be above 0, not nan"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: list[str], told: str) -> None:

@@ -15,7 +15,7 @@ import jvpipe
 from jvpipe.cli.plan import main
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.presets import CORE
-from jvpipe.models.recipe import AdamW
+from jvpipe.models.recipe import Recipe
 from tests.own import Plain
 
 WIDE = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
@@ -34,7 +34,7 @@ def test_what_is_returned_is_what_the_command_prints(tmp_path: Path, capsys: pyt
     assert main([*options, "--json", str(out)]) == 0
     printed, model = capsys.readouterr().out, Plain()
     batch = next(iter(model.batches(0, 32)))
-    recipe = AdamW(1e-3).optimizer(1000)
+    recipe = Recipe(1e-3).optimizer(1000)
     found = jvpipe.plan_for(
         model.loss_fn, model.init, batch, 2, hardware="h100", microbatches=4, optimizer=recipe, title="Plain"
     )

@@ -1,0 +1,71 @@
+"""Options in a file: what is given wins, what is unknown is named, and a run's config.json is one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.train_options import NOT_KEPT, Options, given, kept_options, parse
+
+TOML = """
+model = "gpt2"
+batch-size = 16
+learning_rate = 1
+nas = false
+set = { blocks = 3, dropout = 0.5, name = "a b" }
+"""
+
+
+def test_a_file_has_options_and_those_of_the_command_line_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TOML)
+    options = parse(["--config", str(file), "--batch-size", "4"])
+    assert (options.model, options.batch_size, options.learning_rate) == ("gpt2", 4, 1.0)
+    assert options.set == ("blocks=3", "dropout=0.5", "name=a b")
+    assert options.stages == Options().stages
+    more = parse(["--config", str(file), "--set", "blocks=4"])
+    assert dict(each.split("=") for each in more.set)["blocks"] == "4"
+
+
+def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
+    file, wanted = (
+        tmp_path / "config.json",
+        Options(model="t5", stages=3, set=("blocks=4",), run_dir="there", resume=True),
+    )
+    recorded = {"model_config": {}, "parameters": {}, "data_digest": "a", "files": {}, "digest": "b"}
+    file.write_text(json.dumps(kept_options(wanted) | recorded))
+    options = given(["--config", str(file)])
+    assert (options.model, options.stages, options.set) == ("t5", 3, ("blocks=4",))
+    assert (options.run_dir, options.resume) == (None, False)
+    assert "config" in NOT_KEPT
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.toml", "batchsize = 3", "unknown option 'batchsize': did you mean 'batch_size'?"),
+        ("a.toml", "batch_size = 1.5", "batch_size is 1.5, and should be a whole number"),
+        ("a.json", '{"stages": true}', "stages is True, and should be a whole number"),
+        ("a.json", '{"set": [1]}', r"set is \(1,\), and should be a list of texts"),
+        ("a.json", '{"stages": 2', "cannot be read: Expecting"),
+        ("a.json", "[2]", "holds no options by name, but list"),
+        ("a.toml", "stages 2", "cannot be read"),
+        ("a.json", '{"seed": null}', "seed is None"),
+        ("there/is/none.toml", "", "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_none_is_told_in_one_line(name: str, content: str, told: str, tmp_path: Path) -> None:
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=told) as refused:
+        given(["--config", str(tmp_path / name)])
+    assert str(refused.value).startswith(f"--config {tmp_path / name}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_resumed_run_takes_a_file_before_what_it_was(tmp_path: Path) -> None:
+    RunDir(tmp_path).write_config({"stages": 3, "steps": 7, "seed": 1})
+    (tmp_path / "more.toml").write_text("steps = 9\n")
+    options = parse(["--run-dir", str(tmp_path), "--resume", "--config", str(tmp_path / "more.toml"), "--seed", "2"])
+    assert (options.stages, options.steps, options.seed) == (3, 9, 2)
