@@ -25,6 +25,7 @@ from jvpipe.cli.runplan import given_plan, kept_plan
 from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.phases import phase
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.agreement import versions
@@ -89,7 +90,8 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
-    data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
+    with phase("opening the data"):
+        data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
     hosts.agree("the data of the processes", [("their digest", data.digest)])
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
@@ -211,7 +213,7 @@ def _state(job: Job) -> jvpipe.State:
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
     if job.options.resume and job.run.checkpoints():
         last = job.run.checkpoints()[-1]
-        with job.run.advising():
+        with phase("restoring the last checkpoint"), job.run.advising():
             state = job.pipe.restore(last)
         job.data.train.set_state(jvpipe.checkpoint_extra(last)["data"])
     return state

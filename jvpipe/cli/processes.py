@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -137,15 +137,17 @@ class Watch:
     """A context manager: while several processes train, ends this one if another is gone or nothing goes on.
 
     A thread that waits for a device cannot be interrupted, so a second one looks; what it says is the last line.
+    `told` hears what goes on too.
     """
 
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts, self._stopped = hosts, threading.Event()
+    def __init__(self, hosts: Hosts, told: Callable[[str], None] = lambda doing: None) -> None:
+        self._hosts, self._told, self._stopped = hosts, told, threading.Event()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
         """Notes that the run goes on, and what comes now."""
         self._at_s, self._doing = time.monotonic(), doing
+        self._told(doing)
 
     def __enter__(self) -> "Watch":
         if self._hosts.count > 1:

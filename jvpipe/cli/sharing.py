@@ -48,6 +48,7 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
         mfu=_least(line.mfu for line in lines),
         bubble_fraction=all_work.bubble_fraction,
         peak_bytes={device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes},
+        busy_fraction={name: share for line in lines for name, share in line.busy_fraction.items()},
         swapped_bytes=sum(line.swapped_bytes for line in lines),
         copy_hidden_s=sum(line.copy_hidden_s for line in lines),
         copy_exposed_s=sum(line.copy_exposed_s for line in lines),

@@ -47,6 +47,7 @@ class StepNumbers:
             seconds=seconds,
             examples_per_s=job.batch_size / seconds,
             bubble_fraction=timeline.bubble_fraction(measured.spans),
+            busy_fraction=timeline.busy_fractions(measured.spans),
             peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
             staleness=job.pipe.ledger.versions.staleness(sum(job.pipe.plan.cuts)),
             swapped_bytes=measured.swapped_bytes,

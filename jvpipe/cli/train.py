@@ -15,6 +15,7 @@ from jvpipe.cli import export
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.processes import TRY_AGAIN, Watch, join, leave
+from jvpipe.cli.speech import Speech
 from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
 from jvpipe.runtime.hosts import ALONE, Hosts
@@ -33,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hosts = join(given(arguments))
             if hosts.process:  # the first one speaks for all
                 held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
+            speech = held.enter_context(Speech())
             options = hosts.together("options", lambda: parse(arguments, writes=not hosts.process))
-            code = run(options, hosts, held)
+            code = run(options, hosts, held, speech)
     except jvpipe.HostLost as lost:
         print(f"error: {lost}", file=sys.stderr)
         code = TRY_AGAIN
@@ -53,22 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if hosts.count == 1 else leave(hosts, code)
 
 
-def run(options: Options, hosts: Hosts, held: ExitStack) -> int:
+def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
     """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed.
 
     Args:
         options: of the command line.
         hosts: the processes that run it.
         held: what is kept until the command ends.
+        speech: tells how it goes.
     """
+    print(f"jvpipe {jvpipe.__version__}: {options.model}", flush=True)
+    speech.doing("preparing")
     try:
         job, state = prepare(options, hosts, held)
     except KeyboardInterrupt:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
         return 130
-    watch = held.enter_context(Watch(hosts))
+    watch = held.enter_context(Watch(hosts, speech.doing))
     with StopRequest() as stop:
-        state, signum = train(job, state, stop, watch)
+        state, signum = train(job, state, stop, watch, speech)
     if signum is not None:
         told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else resume_command(job)
         print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)

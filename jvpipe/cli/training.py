@@ -10,15 +10,15 @@ from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
 from jvpipe.cli.processes import Watch
 from jvpipe.cli.sharing import shared, shared_spans
+from jvpipe.cli.speech import Speech, places
 from jvpipe.cli.step_metrics import Done, StepNumbers
 from jvpipe.report import timeline
-from jvpipe.report.console import TrainingDisplay
 from jvpipe.report.metrics import MetricsLog
 from jvpipe.runtime.hosts import ALONE, Hosts
 from jvpipe.runtime.losses import nan_leaves
 
 
-def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, int | None]:
+def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech) -> tuple[Any, int | None]:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run.
 
     Args:
@@ -26,13 +26,14 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
         state: that to go on from.
         stop: heard between two steps, of whichever process.
         watch: told that steps are taken.
+        speech: told of each.
 
     Returns:
         The state, and the signal that stopped the run, if one did.
     """
     first, hosts = state.step, job.hosts
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
-    print(f"{job.workload.title}: {told}, run in {job.run.path}")
+    print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
     if first >= job.steps:
         return state, None
     job.pipe.session.monitor()
@@ -40,7 +41,7 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
     done: Done | None = None  # a step that is not yet logged
     signum: int | None = None
     with ExitStack() as opened:
-        log = _Log(job, stop, opened, first)
+        log = _Log(job, stop, opened, first, speech)
         try:
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
@@ -71,11 +72,12 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch) -> tuple[Any, i
 class _Log:
     """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
 
-    def __init__(self, job: Job, stop: StopRequest, opened: ExitStack, first: int) -> None:
-        self._job, self._stop, self._numbers, self.clock = job, stop, StepNumbers(job), Clock()
+    def __init__(self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech) -> None:
+        self._job, self._stop, self._speech, self._numbers, self.clock = job, stop, speech, StepNumbers(job), Clock()
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
-        self._display = opened.enter_context(TrainingDisplay(job.steps, first)) if writes else None
+        if writes:
+            opened.enter_context(speech.training(job.steps, first))
 
     def tell(self, done: Done | None, *, before: bool, hosts: Hosts | None = None) -> int | None:
         """Logs a step; returns the signal that some process was sent.
@@ -90,10 +92,10 @@ class _Log:
             measured = self._job.pipe.session.measured(before=before)
             own = self._numbers.of(done, measured, self.clock.lap_s()), timeline.busy(measured.spans)
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
-        if line is not None and self._log is not None and self._display is not None:
+        if line is not None and self._log is not None:
             line = replace(line, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
             self._log.append(line)
-            self._display.update(line)
+            self._speech.step(line, places(self._job.pipe))
         return signum
 
 

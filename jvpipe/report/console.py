@@ -1,17 +1,48 @@
 """A live display of a training run in the terminal."""
 
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from jvpipe.ir.sizes import format_bytes
 from jvpipe.report.metrics import StepMetrics
+
+_BAR = 16  # characters
+
+
+class Place(NamedTuple):
+    """What a row says of a device: the layers that are on it, and what it may hold."""
+
+    layers: str
+    limit_bytes: int | None = None
+
+
+def in_runs(numbers: Sequence[int]) -> str:
+    """Numbers in words, those that follow each other as one.
+
+    >>> in_runs([0, 1, 2, 7, 9, 10])
+    '0-2, 7, 9-10'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 class TrainingDisplay:
-    """Shows step, loss, examples/s, bubble and the peak bytes of each device while training runs.
+    """Shows where a run is, the numbers of its last step, and a row per device.
 
-    A context manager. Where `console` is not a terminal it prints nothing at all.
+    A context manager. Where `console` is not a terminal it prints nothing at all. What is printed there meanwhile
+    appears above it.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:
@@ -19,7 +50,8 @@ class TrainingDisplay:
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("step", total=total_steps, completed=step)
-        self._live = Live(self._progress, console=self._console, refresh_per_second=4)
+        shared = sys.stdout.isatty()  # else what is printed is for a file
+        self._live = Live(self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared)
 
     def __enter__(self) -> "TrainingDisplay":
         if self._console.is_terminal:
@@ -29,15 +61,20 @@ class TrainingDisplay:
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
 
-    def update(self, metrics: StepMetrics) -> None:
-        """Shows the numbers of a step that has ended."""
+    def update(self, metrics: StepMetrics, places: Mapping[str, Place]) -> None:
+        """Shows the numbers of a step that has ended.
+
+        Args:
+            metrics: of the step.
+            places: the devices of the run by name, in the order of their rows.
+        """
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(Group(self._progress, _numbers(metrics)))
+            self._live.update(Group(self._progress, _numbers(metrics), device_rows(metrics, places)))
 
 
 def _numbers(metrics: StepMetrics) -> Table:
-    """One column per number, one per device."""
+    """One column per number."""
     columns = {
         "loss": f"{metrics.loss:.4f}",
         "grad norm": f"{metrics.grad_norm:.3f}",
@@ -45,7 +82,35 @@ def _numbers(metrics: StepMetrics) -> Table:
         "examples/s": f"{metrics.examples_per_s:.1f}",
         "bubble": f"{metrics.bubble_fraction:.0%}",
     }
-    columns |= {f"{device} peak": f"{peak / 2**20:.1f} MiB" for device, peak in metrics.peak_bytes.items()}
     table = Table(*columns, box=None, pad_edge=False)
     table.add_row(*columns.values())
+    return table
+
+
+def device_rows(metrics: StepMetrics, places: Mapping[str, Place]) -> Table:
+    """A row per device: its layers, the most that it has held against what it may, and the share of a step it works.
+
+    Args:
+        metrics: of a step.
+        places: the devices by name.
+    """
+    table = Table(box=None, pad_edge=False)
+    table.add_column("device", no_wrap=True, max_width=16)
+    table.add_column("layers", no_wrap=True, max_width=20)
+    for title in ("peak", "limit"):
+        table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("", width=_BAR)
+    table.add_column("busy", no_wrap=True, justify="right")
+    table.add_column("", width=_BAR)
+    for name, (layers, limit) in places.items():
+        peak, busy = metrics.peak_bytes.get(name, 0), metrics.busy_fraction.get(name, 0.0)
+        table.add_row(
+            name,
+            layers,
+            format_bytes(peak),
+            format_bytes(limit) if limit else "none",
+            ProgressBar(limit, peak, _BAR) if limit else "",
+            f"{busy:.0%}",
+            ProgressBar(1.0, busy, _BAR),
+        )
     return table

@@ -15,8 +15,9 @@ class StepMetrics:
     """The metrics of one step; steps count from 1, `staleness` is in updates, per layer.
 
     `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
-    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. `elapsed_s` is the time since
-    the run began to train, evaluations and checkpoints included, over all its starts.
+    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. `busy_fraction` is the share
+    of the step that each device worked. `elapsed_s` is the time since the run began to train, evaluations and
+    checkpoints included, over all its starts.
 
     What there is not is left out of the line: `tokens_per_s` where the batch tells no tokens, `mfu` (see
     `jvpipe.cost.utilisation`) where the peak of a device is not known, `held_out_loss` where nothing was evaluated
@@ -43,6 +44,7 @@ class StepMetrics:
     held_out_loss: float | None = None
     aux: Mapping[str, float] = field(default_factory=dict)
     architecture: tuple[str, ...] = ()
+    busy_fraction: Mapping[str, float] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
         """The metrics that there are, by name."""

@@ -77,15 +77,33 @@ def busy(spans: Iterable[Span]) -> Busy:
     >>> busy([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
     Busy(seconds=2.0, elapsed_s=2.0, devices=2)
     """
+    worked_s, elapsed_s = _worked(spans)
+    return Busy(sum(worked_s.values(), 0.0), elapsed_s, len(worked_s))
+
+
+def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
+    """The share of each device's work in the time between the first start and the last end of all work.
+
+    >>> from jvpipe.ir.kinds import Kind
+    >>> busy_fractions([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 4.0, Kind.F)])
+    {'a': 0.25, 'b': 0.75}
+    """
+    worked_s, elapsed_s = _worked(spans)
+    return {device: seconds / elapsed_s if elapsed_s else 0.0 for device, seconds in worked_s.items()}
+
+
+def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
+    """The seconds that each device worked, and those between the first start and the last end."""
     work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
     if not work:
-        return Busy(0.0, 0.0, 0)
+        return {}, 0.0
     start_s, end_s = work[0].start_s, max(span.end_s for span in work)
-    busy_s, reached_s = 0.0, dict.fromkeys((span.device for span in work), start_s)
+    worked_s = dict.fromkeys((span.device for span in work), 0.0)
+    reached_s = dict.fromkeys(worked_s, start_s)
     for span in work:
-        busy_s += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
+        worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
         reached_s[span.device] = max(span.end_s, reached_s[span.device])
-    return Busy(busy_s, end_s - start_s, len(reached_s))
+    return worked_s, end_s - start_s
 
 
 def bubble_fraction(spans: Iterable[Span]) -> float:

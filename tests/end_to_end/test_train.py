@@ -65,7 +65,27 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "held-out loss" in done.stdout
     assert "predicting by token frequency" in done.stdout
     assert done.stderr == ""
+    (run.parent / "whole.out").write_text(done.stdout)
     return run
+
+
+def test_without_a_terminal_a_run_says_what_it_does(whole: Path) -> None:
+    first, *said = (whole.parent / "whole.out").read_text().splitlines()
+    assert first == f"jvpipe {jvpipe.__version__}: bert"
+    begun = next(i for i, line in enumerate(said) if line.startswith("bert tiny: steps 1 to 6, run in "))
+    phases = dict.fromkeys(m[1] for line in said[:begun] if (m := re.fullmatch(r"(.+) took \d+\.\d\d s", line)))
+    assert list(phases) == [
+        "opening the data",
+        "tracing and cutting the loss",
+        "tracing and cutting the optimizer",
+        "measuring layers and links",
+        "planning",
+        "compiling, or loading what was compiled",
+        "making and placing the parameters",
+    ]
+    step = re.compile(r"step (\d) of 6: loss \d+\.\d{4}, .* examples/s, bubble \d+%, peak .*iB")
+    first, *_, last = [m[1] for line in said[begun:] if (m := step.fullmatch(line))]
+    assert (first, last) == ("1", "6")
 
 
 def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:

@@ -47,6 +47,11 @@ def test_bubble_fraction_of_the_drawing() -> None:
     assert timeline.bubble_fraction(SPANS) == pytest.approx(1 - 12 / 18)
 
 
+def test_the_busy_shares_of_the_drawing() -> None:
+    assert timeline.busy_fractions(SPANS) == pytest.approx({"cpu:0": 6 / 9, "cpu:1": 6 / 9})
+    assert timeline.busy_fractions([]) == {}
+
+
 def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
     spans = [
         Span("a", "0F0", 0.0, 2.0, Kind.F),

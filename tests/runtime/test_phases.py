@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jvpipe.runtime.phases import phase
 from tests.session.tiny import begun
 
 
@@ -20,3 +21,9 @@ def test_phases_are_told_in_turn(caplog: pytest.LogCaptureFixture) -> None:
         "planning",
         "compiling, or loading what was compiled",
     ]
+
+
+def test_a_phase_is_known_by_its_name_from_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "jvpipe"), phase("waiting"):
+        assert [(r.levelname, vars(r)["phase"]) for r in caplog.records] == [("DEBUG", "waiting")]
+    assert [(r.levelname, vars(r)["phase"]) for r in caplog.records[1:]] == [("INFO", "waiting")]
