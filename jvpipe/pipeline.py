@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 from jvpipe._jax import Device
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.ir.values import ValueKind
@@ -95,7 +95,7 @@ class Pipeline:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         stages: int | Plan = 2,
         microbatches: int = 4,
         schedule: str | Schedule = "1f1b",

@@ -2,7 +2,7 @@
 
 import sys
 
-from jvpipe.cli.train import main
+from jvpipe.cli.shell import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("train"))

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 
+from jvpipe.ir.extras import extra
 from jvpipe.ir.names import did_you_mean
 from jvpipe.models.architecture import Supernet
 from jvpipe.models.fields import with_fields
@@ -146,12 +147,17 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     """
     if name not in _MODULES:
         raise ValueError(did_you_mean("model", name, list(_MODULES)))
-    return importlib.import_module(_MODULES[name]).workload(size, **options)
+    return _module(name).workload(size, **options)
 
 
 def sizes(name: str) -> list[str]:
     """The names of a model's sizes, the smallest first."""
-    return list(importlib.import_module(_MODULES[name]).SIZES)
+    return list(_module(name).SIZES)
+
+
+def _module(name: str) -> Any:
+    with extra("models"):
+        return importlib.import_module(_MODULES[name])
 
 
 def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:

@@ -11,6 +11,7 @@ import jvpipe
 from jvpipe import models
 from jvpipe.cli.found_model import ENTRY_POINTS
 from jvpipe.cost.presets import PRESETS
+from jvpipe.ir.extras import MissingExtraError
 from jvpipe.planners import PLANNERS
 from jvpipe.schedules import SCHEDULES
 
@@ -44,7 +45,7 @@ def names() -> str:
     <BLANKLINE>
     Planners: even, ...
     """
-    known = [f"{name} ({', '.join(models.sizes(name))})" for name in models.NAMES]
+    known = [f"{name} ({_sizes(name)})" for name in models.NAMES]
     known += [point.name for point in entry_points(group=ENTRY_POINTS)]
     lists = {
         "Planners": [planner.name for planner in PLANNERS],
@@ -53,3 +54,11 @@ def names() -> str:
     }
     lines = [f"Models: {', '.join(known)}; your own as file.py:NAME or package.module:NAME."]
     return "\n\n".join([*lines, *(f"{kind}: {', '.join(each)}." for kind, each in lists.items())])
+
+
+def _sizes(name: str) -> str:
+    """The sizes of a model, as far as what it is made with is installed."""
+    try:
+        return ", ".join(models.sizes(name))
+    except MissingExtraError as missing:
+        return str(missing)

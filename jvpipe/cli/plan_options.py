@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from jvpipe.cli.outputs import check_outputs
+from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import parse_bytes
-from jvpipe.report.figures import check_format
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
 from jvpipe.session.forecasts import planner_names
@@ -68,5 +68,7 @@ def check(options: Options) -> list[str]:
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
     check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})
     if options.figure is not None:
+        with extra("figures"):
+            from jvpipe.report.figures import check_format
         check_format(options.figure)
     return names

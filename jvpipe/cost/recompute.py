@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
 from jvpipe.programs.inline import merged
@@ -112,6 +110,9 @@ class Recompute:
             recomputed[c] -> needed[p]       recomputing c needs p
             recomputed[c] -> e -> sink       and repeats equation e, cut at its seconds
         """
+        from scipy.sparse import csr_array  # an eighth of what `import jvpipe` would take, and few models need it
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         n, columns = self.behind.shape
         needed, recomputed, equation = np.arange(n) + 2, np.arange(n) + 2 + n, np.arange(columns) + 2 + 2 * n
         own = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import optax
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import Path, TracedOptimizer, evaluate, scope, trace_optimizer, transformation
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
@@ -61,7 +61,7 @@ class OptimizerCut:
 
 
 def cut_optimizer(
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     params: Any,
     owners: Sequence[int],
     readers: Sequence[int],
@@ -88,6 +88,7 @@ def cut_optimizer(
 
     >>> import jax.numpy as jnp
     >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    >>> import optax
     >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     >>> cut = cut_optimizer(optimizer, params, owners=[0, 1], readers=[1, 1], microbatches=4)
     >>> [(piece.layer, piece.phase) for piece in cut.update]

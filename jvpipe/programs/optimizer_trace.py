@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.programs.inline import inlined
 from jvpipe.trace import jaxprs
 from jvpipe.trace.leaves import path_name, path_names
@@ -41,7 +41,7 @@ class TracedOptimizer:
 
 
 def trace_optimizer(
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     params: Tree,
     readers: Sequence[int],
     microbatches: int | None,
@@ -57,6 +57,8 @@ def trace_optimizer(
         microbatches: what the sums are divided by; None if it is an input, a float32.
         grad_norm: also return the norm of the gradients.
     """
+    import optax  # late, as in jvpipe/ir/optimizer.py
+
     leaves, tree = jax.tree.flatten(params)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     params = jax.tree.unflatten(tree, leaves)

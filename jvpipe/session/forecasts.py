@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import optax
-from rich.console import Console
-
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
+from jvpipe.ir.extras import extra
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes
 from jvpipe.planners import PLANNERS, find_planner
@@ -27,13 +26,10 @@ from jvpipe.report.answers import (
     Answer,
     as_json,
     best_first,
-    comparison,
     smallest_limit_bytes,
-    stage_table,
     summary,
     why_not,
 )
-from jvpipe.report.figures import check_format, timeline_figure
 from jvpipe.report.reasons import cut_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
@@ -115,6 +111,8 @@ class Forecast:
 
     def figure(self, path: str | Path) -> None:
         """Draws the simulation, with memory under it (png, svg or pdf)."""
+        with extra("figures"):
+            from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
         title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner)))
         timeline_figure(self.simulation, Path(path), self.problem.memory_limit_bytes, title)
@@ -128,8 +126,10 @@ class Forecast:
         found = [as_json(self.problem, each, self.lower_bound_s) for each in self.answers]
         return found[0] if len(found) == 1 else found
 
-    def show(self, console: Console) -> None:
-        """Prints one answer whole, several side by side."""
+    def show(self, console: Any) -> None:
+        """Prints one answer whole, several side by side, to a `rich.console.Console`."""
+        with extra("cli"):
+            from jvpipe.report.tables import comparison, stage_table
         first = self.answers[0]
         if len(self.answers) > 1:
             console.print(comparison(self.problem, self.answers))
@@ -140,6 +140,8 @@ class Forecast:
                 console.print(reason, highlight=False)
 
     def __str__(self) -> str:
+        with extra("cli"):
+            from rich.console import Console
         console = Console(width=160, color_system=None)
         with console.capture() as captured:
             self.show(console)
@@ -164,7 +166,7 @@ def plan_for(
     microbatches: int = 8,
     schedule: str | Schedule = "1f1b",
     planner: str | Sequence[str] = "jvpipe",
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     model_state: Tree = None,
     has_aux: bool = False,
     has_state: bool = False,
@@ -201,10 +203,14 @@ def plan_for(
     >>> found.plan.cuts, found.plan.planner
     ((2, 2, 2, 2), 'jvpipe')
     """
-    names, used = planner_names(planner), optax.adamw(1e-3) if optimizer is None else optimizer
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adamw(1e-3)
+    names = planner_names(planner)
     counts = whole_number("stages", stages), whole_number("microbatches", microbatches)
     rest = checked_schedule(schedule), model_state, has_aux, has_state
-    question = Question(loss_fn, params, batch, used, *counts, *rest)
+    question = Question(loss_fn, params, batch, optimizer, *counts, *rest)
     cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
     problem = question.problem(cluster, parse_bytes(memory_limit))
     found = asked(problem, names, title, question)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import optax
-
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.runtime.phases import phase
@@ -26,7 +25,7 @@ class OptimizerCutter:
         grad_norm: also compute the gradient's norm.
     """
 
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     params: Any
     microbatches: int
     grad_norm: bool

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import optax
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import MOST_BYTES
 from jvpipe.planners.model.problem import Problem
@@ -41,7 +41,7 @@ class Question:
     loss_fn: Callable[..., Any]
     params: Tree
     batch: Tree
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     stages: int
     microbatches: int
     schedule: Schedule

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import optax
-
 from jvpipe._jax import Device
+from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule
@@ -37,7 +36,7 @@ class Settings:
     """
 
     loss_fn: Callable[..., Any]
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     stages: int | Plan
     microbatches: int
     schedule: Schedule

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from jvpipe.cost.files.graph_parts import topological_order
 
@@ -27,6 +25,9 @@ def pieces(
     >>> pieces([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
     [(1, 2, 3), (4,)]
     """
+    from scipy.sparse import csr_array  # late: few need it
+    from scipy.sparse.csgraph import connected_components
+
     edges, place = list(edges), {node: i for i, node in enumerate(nodes)}
     bound = [pair for first, *rest in classes for other in rest for pair in ((first, other), (other, first))]
     ends = np.array([(place[a], place[b]) for a, b in (*edges, *bound)], dtype=np.int64).reshape(-1, 2)

@@ -3,14 +3,14 @@
 import shutil
 from pathlib import Path
 
-import orbax.checkpoint as ocp
-
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.generations import DamageError
 
 
 def read_by_orbax(folder: Path) -> Arrays:
     """Reads all arrays; raises DamageError if Orbax cannot."""
+    import orbax.checkpoint as ocp  # takes longer than all else that jvpipe imports
+
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             return dict(checkpointer.restore(folder, ocp.args.Composite(arrays=ocp.args.StandardRestore())).arrays)
