@@ -1,6 +1,7 @@
 """Every test and doctest sees the same process: CPU, eight devices, strict promotion, checked annotations."""
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from importlib.metadata import version
@@ -8,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+for limit in (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+):  # the workers' memory stays theirs: fewer page faults
+    os.environ.setdefault(limit, str(2**32))
 # Tests compile much and compute little, so the compiler need not try hard; what they compare is compiled alike. The
 # bits under its usual settings are looked at in tests/end_to_end/test_usual_settings.py.
 flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
@@ -76,6 +82,13 @@ def accept_optax() -> None:
 
 
 accept_optax()
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported out of the collector's sight: walking it again and again took a twelfth of the suite."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

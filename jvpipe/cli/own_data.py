@@ -49,7 +49,13 @@ def own_data(where: str, model: Any, data_path: Path | None, run_dir: Path, seed
 
 
 def shapes(where: str, model: Any, batch_size: int) -> Tree:
-    """The shapes of a batch of so many examples."""
+    """The shapes of a batch of so many examples.
+
+    Args:
+        where: how the model was named, for messages.
+        model: whose batches they are.
+        batch_size: examples per batch.
+    """
     told = f"--model {where}: batches(seed=0, batch_size={batch_size})"
     first = Counted(told, _iterator(told, model.batches(0, batch_size))).peek()
     _check_size(told, first, batch_size)

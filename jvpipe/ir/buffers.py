@@ -19,7 +19,7 @@ class Copy(StrEnum):
 
     OWN = "own"  # what reads it there reads this one
     UNUSED = "unused"  # a program yields it and nobody reads it
-    RERUN = "rerun"  # yielded by a forward that was recomputed
+    RECOMPUTED = "recomputed"  # yielded by a forward that was recomputed
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
     STALE = "stale"  # left behind by what has moved
@@ -28,7 +28,7 @@ class Copy(StrEnum):
     def is_read(self) -> bool:
         """Tells whether a program that reads the value there reads this copy, unless it is redirected."""
         match self:
-            case Copy.OWN | Copy.RERUN:
+            case Copy.OWN | Copy.RECOMPUTED:
                 return True
             case Copy.UNUSED | Copy.HOST | Copy.FETCHED | Copy.STALE:
                 return False
@@ -41,7 +41,7 @@ class Copy(StrEnum):
         match self:
             case Copy.HOST | Copy.FETCHED:
                 return True
-            case Copy.OWN | Copy.UNUSED | Copy.RERUN | Copy.STALE:
+            case Copy.OWN | Copy.UNUSED | Copy.RECOMPUTED | Copy.STALE:
                 return False
             case _:
                 assert_never(self)

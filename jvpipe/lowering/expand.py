@@ -69,15 +69,15 @@ class OneVersion:
     accumulates = True
 
     def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The parameter as it was before the step."""
+        """The parameter as it was before the step, whoever reads it (`Weights.reading` has the arguments)."""
         return Value(ValueKind.PARAMETER, p, version=0)
 
     def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
-        """Nothing."""
+        """Yields nothing: weights are read as they are (`Weights.shifts` has the arguments)."""
         return iter(())
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The one sum of the step."""
+        """The one sum of the step (`Weights.gradient` has the arguments)."""
         return Value(ValueKind.GRADIENT, p, layer, version=0)
 
 
@@ -365,7 +365,11 @@ class Expander:
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=True)
         reads = [self.read_by(layer, ref, m, back=True) for ref in layer.reads]
         writes = [
-            Write(self.written_by(ref, m), self._bytes_of(ref), Copy.RERUN if layout.drops(layer, ref) else Copy.UNUSED)
+            Write(
+                self.written_by(ref, m),
+                self._bytes_of(ref),
+                Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED,
+            )
             for ref in layer.writes
         ]
         writes += self._residuals(layer, m, layout, Copy.OWN)

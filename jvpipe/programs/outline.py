@@ -59,6 +59,11 @@ def calls(body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collec
     """Calls by the position of the equation whose results they make: one per candidate, and a last one for outputs.
 
     A value that several calls need is made by one of its own, unless it only moves what is there.
+
+    Args:
+        body: a layer's equations.
+        candidates: values of which each gets a call.
+        outputs: values that the last call makes.
     """
     callers: defaultdict[Var, set[int]] = defaultdict(set)  # which calls need a value
     callers |= {v: {len(body)} for v in outputs}

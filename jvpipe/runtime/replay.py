@@ -132,7 +132,7 @@ class Replay:
         factor = -use.shift if KINDS[kind].back else use.shift
         return self._run(weights.shifted([shape], factor), [plain, self._memory[p, use.version]])[0]
 
-    def _rerun(self, layer: Layer) -> list[Any]:
+    def _run_again(self, layer: Layer) -> list[Any]:
         """A layer's forward again, with the backward's weights: what it wrote, and new residuals."""
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
@@ -145,7 +145,7 @@ class Replay:
         """Reads for a backward what its forward read: recomputed if it was dropped."""
         if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) is Fate.RECOMPUTE:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
-            return self._rerun(producer)[producer.writes.index(ref)]
+            return self._run_again(producer)[producer.writes.index(ref)]
         return self._read(layer, ref, Kind.B)
 
     def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
@@ -154,7 +154,7 @@ class Replay:
             if kind == "input":
                 self._back(layer, layer.reads[i])
         if layer.id in self._fates.recomputed:
-            self._rerun(layer)
+            self._run_again(layer)
         arguments = []
         for kind, i in signature.sources:
             if kind == "residual":

@@ -83,7 +83,13 @@ class Question:
         )
 
     def costs(self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None) -> Costs:
-        """The estimated costs on a cluster, of this trace if one is given."""
+        """The estimated costs on a cluster.
+
+        Args:
+            cluster: on whose devices.
+            traced: the model, if it is traced already.
+            optimizer: then its optimizer, cut for that trace.
+        """
         if traced is None:
             model = self.trace()
             traced, optimizer = model.traced, self.cut(model.params, model.traced)

@@ -34,7 +34,7 @@ FEW_LAYERS = 8
 _PLACES = 3
 """How many places in a layer are tried."""
 
-KeepsBits = Callable[[Traced, int, Traced], bool]
+BitCheck = Callable[[Traced, int, Traced], bool]
 """Whether a layer of a model has the bits of the two that it is in another."""
 
 
@@ -58,7 +58,7 @@ class Splitter:
     """Cuts layers in two on a kind of device; `keeps_bits` says whether that changes no bit."""
 
     device: Accelerator
-    keeps_bits: KeepsBits
+    keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
         """A model with at least so many layers, if it can be cut so fine."""

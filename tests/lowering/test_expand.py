@@ -51,7 +51,7 @@ def test_sums_are_made_once_and_the_loss_is_summed_when_all_of_it_is_there() -> 
 def test_a_dropped_edge_is_made_again_before_the_first_backward_that_reads_it() -> None:
     lines = step(layout([3], fates={"t0": "recompute"}))
     again = next(line for line in lines if line.startswith("R0"))
-    assert again.endswith("-> tensor 0 micro-batch 0 rerun, residual 0 layer 0 micro-batch 0")
+    assert again.endswith("-> tensor 0 micro-batch 0 recomputed, residual 0 layer 0 micro-batch 0")
     assert "residual 0 layer 0 micro-batch 0 unused" in lines[0], "what its forward left nobody reads"
     kinds = [line.split(":")[0] for line in lines]
     assert kinds.index("B2") < kinds.index("R0") < kinds.index("B1")

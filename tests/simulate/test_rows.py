@@ -77,7 +77,7 @@ def test_swapped_values_leave_and_come_back() -> None:
         Buffer(Value(ValueKind.RESIDUAL, 0), 0, 20, Copy.HOST),
         Buffer(Value(ValueKind.RESIDUAL, 0), 0, 20, Copy.FETCHED),
         Buffer(Value(ValueKind.RESIDUAL, 1), 0, 7),
-        Buffer(Value(ValueKind.RESIDUAL, 1), 0, 5, Copy.RERUN),
+        Buffer(Value(ValueKind.RESIDUAL, 1), 0, 5, Copy.RECOMPUTED),
     )
     rows = (
         Row(Kind.F, 0, 0, 0, 0, (), (0,)),

@@ -126,7 +126,7 @@ def _simulated_best(problem: Problem) -> Decision:
         layers=2 * n if n <= HASTY_LAYERS else n // 2,
         steps=steps,
     )
-    for other in _rivals(problem):
+    for other in _rivals(problem, min(climb.rank(decision)[0] for decision in begin)):
         begin += [other, *(climb.with_best_fates(other.bounds) if n <= RIVAL_FATES_LAYERS else ())]
     return climb.top(begin)
 
@@ -137,8 +137,8 @@ def _link_share(problem: Problem, decision: Decision) -> float:
     return sum(stage.comm_s for stage in stages) / max(sum(stage.compute_s for stage in stages), 1e-300)
 
 
-def _rivals(problem: Problem) -> Iterator[Decision]:
-    """Yields the plans of the published planners that are quick enough for so many layers.
+def _rivals(problem: Problem, known_step_s: float) -> Iterator[Decision]:
+    """Yields the plans of the published planners that are quick enough for so many layers, and may be faster.
 
     Of very many layers, those that choose fates are asked only where a limit asks for fates.
     """
@@ -149,6 +149,6 @@ def _rivals(problem: Problem) -> Iterator[Decision]:
         rivals = [x for x in rivals if not x.needs_all_kept]
     for rival in rivals:
         with suppress(Infeasible):
-            decision = (rival.attempt or rival.decide)(problem)
+            decision = rival.attempt(problem, known_step_s) if rival.attempt else rival.decide(problem)
             if decision is not None:
                 yield decision

@@ -27,6 +27,7 @@ class Planner:
         asks_seconds: whether it looks at layers' seconds, which then have to be measured.
         rival_layers: for models of so many layers at most, `jvpipe` simulates its plan beside its own; 0 is never.
         attempt: as `decide`, but None where it finds nothing, at once: `decide` looks for a limit that would do then.
+            It is told the seconds of a step that is known already, and need not find a plan that cannot be faster.
         needs_all_kept: whether it finds nothing wherever no cuts keep everything under the limit.
     """
 
@@ -36,5 +37,5 @@ class Planner:
     fate_rule: FateRule = FateRule.KEEPS
     asks_seconds: bool = True
     rival_layers: int = 0
-    attempt: Callable[[Problem], Decision | None] | None = None
+    attempt: Callable[[Problem, float], Decision | None] | None = None
     needs_all_kept: bool = False

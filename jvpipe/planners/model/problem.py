@@ -92,7 +92,14 @@ class Decision:
         return Decision(tuple(bounds), (0,) * bounds[-1], tuple(replicas))
 
     def plan(self, costs: Costs, schedule: str, planner: str, devices: Sequence[int] | None = None) -> Plan:
-        """The decision as a plan; stage s runs on `devices[s]`."""
+        """The decision as a plan; stage s runs on `devices[s]`.
+
+        Args:
+            costs: those that it was made for.
+            schedule: the name of its schedule.
+            planner: the name of whoever decided.
+            devices: of each stage; None: stage s is on device s.
+        """
         layer_ids = costs.ids or tuple(range(len(costs.layers)))
         stages = []
         for s, (i, j) in enumerate(pairwise(self.bounds)):

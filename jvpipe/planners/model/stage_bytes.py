@@ -187,7 +187,13 @@ def _between_halves(costs: Costs, i: int, left: Sequence[LayerBytes], shared: Se
 
 
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone."""
+    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone.
+
+    Args:
+        costs: of the model.
+        layer: which one.
+        left: what its forward leaves, as it is chosen.
+    """
     if not costs.gives_cotangent(layer):
         return left.left + costs.made_bytes(layer)
     split = costs.layers[layer].split

@@ -45,13 +45,25 @@ class StageCost:
 
 
 def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
-    """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back."""
+    """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back.
+
+    Args:
+        problem: whose edges count.
+        i: the first layer.
+        j: the layer after the last.
+    """
     edges = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
     return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
 def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
-    """Bytes that layers [i, j) make for later stages, and of cotangents that come back."""
+    """Bytes that layers [i, j) make for later stages, and of cotangents that come back.
+
+    Args:
+        problem: whose edges count.
+        i: the first layer.
+        j: the layer after the last.
+    """
     edges = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
     return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
@@ -110,7 +122,13 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
 
 
 def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0) -> int:
-    """Counts the most that the stages of one device hold at once, of a schedule's vectors or a share of them."""
+    """Counts the most that the stages of one device hold at once.
+
+    Args:
+        held: what each of its stages holds.
+        vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
+        share: of these that is counted.
+    """
     most = max(
         sum(on_device_bytes(k, x.kept, x.swapped) + w * x.handed for x, (k, w) in zip(held, vector, strict=True))
         for vector in vectors

@@ -13,6 +13,7 @@ least, s counted from 0. M is also as long as the links are busy. T_0 is 1F1B's 
 no phase but the steady one: there M_s is minimised.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ class Suffix:
         return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
 
 
-def attempt(problem: Problem) -> Decision | None:
+def attempt(problem: Problem, _known_step_s: float = math.inf) -> Decision | None:
     """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)

@@ -6,6 +6,7 @@ the layers, transfers take less than stages, and what can be saved is spread eve
 divided in the same way; any number of stages will do. That takes phi^log2(S) steps; here segments are looked up.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Part:
 class BinaryPartition:
     """The best parts of segments between bounds, by segment and stages; `least` balances the bytes of least memory."""
 
-    def __init__(self, segments: Segments, least: bool = False) -> None:
-        self.segments = segments
+    def __init__(self, segments: Segments, least: bool = False, known_step_s: float = math.inf) -> None:
+        self.segments, self.known_step_s = segments, known_step_s
         self.bounds: list[int] = segments.cuts.tolist()
         self.crossing = segments.crossing_bytes
         self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
@@ -147,9 +148,20 @@ class BinaryPartition:
             q: the last one's.
         """
         chosen = Selection(self.segments, self.changes[self.segments.in_flight[s]], s, self.bounds[p], self.bounds[q])
+        chosen.enough_s = self.most_s(p)
         if chosen.may_fit:
             optimise(chosen)
         return chosen
+
+    def most_s(self, p: int) -> float:
+        """Says how long the stage that begins at bound p takes at most in plans that are faster than what is known.
+
+        It works off all micro-batches, and in a synchronous step the first of them passes the layers before it, twice.
+        """
+        problem = self.segments.problem
+        passed = problem.schedule.synchronous and not problem.splits
+        before_s = self.seconds[p] if passed else 0.0
+        return (self.known_step_s - before_s) / problem.microbatches
 
     def best(self, p: int, q: int, first: int, last: int) -> Part | None:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
@@ -168,11 +180,12 @@ class BinaryPartition:
     def _best(self, p: int, q: int, first: int, last: int) -> Part | None:
         if last - first == 1:
             stage = self.stage(first, p, q)
-            return None if stage.excess_bytes else Part(stage.seconds, (self.bounds[q],))
+            useful = stage.seconds < stage.enough_s and not stage.excess_bytes
+            return Part(stage.seconds, (self.bounds[q],)) if useful else None
         middle = first + (last - first + 1) // 2
         best = None
         for b in self.between(p, q, first, middle, last):
-            if best and self.floor_s(p, b, q, middle - first, last - middle) >= best.seconds:
+            if self.floor_s(p, b, q, middle - first, last - middle) >= (best.seconds if best else self.most_s(p)):
                 break  # farther from cb it only grows; algorithm 1 stops where nothing had to be saved, with less proof
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):
@@ -185,11 +198,11 @@ class BinaryPartition:
         return best
 
 
-def attempt(problem: Problem) -> Decision | None:
-    """Decides, without looking for a limit that would do; None if nothing is found."""
+def attempt(problem: Problem, known_step_s: float = math.inf) -> Decision | None:
+    """Decides, without looking for a limit that would do; None if nothing is found that may be faster than a step."""
     segments = Segments(problem)
     for least in (False, True):
-        search = BinaryPartition(segments, least)
+        search = BinaryPartition(segments, least, known_step_s)
         part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
         if part is not None:
             place = {b: at for at, b in enumerate(search.bounds)}

@@ -5,6 +5,7 @@ layers (`RECOMPUTE_CHAIN`) are not among the published planners' choices. A swap
 min(k, 2) of the k.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -96,7 +97,10 @@ class FateChanges:
 
 
 class Selection:
-    """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`."""
+    """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`.
+
+    From `enough_s` seconds on nobody wants it.
+    """
 
     def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
         problem = segments.problem
@@ -111,6 +115,7 @@ class Selection:
         self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
         self.held_bytes = sum(t.held_bytes for t in now)
         self.swapped_bytes = sum(t.swapped_bytes for t in now)
+        self.enough_s = math.inf
         self._given = segments.given(i)[i:j].tolist()
 
     @property
@@ -185,7 +190,7 @@ class Selection:
         score: Callable[[FateChange], float],
         allowed: Callable[[FateChange], bool],
     ) -> None:
-        """Takes changes, the best score first, until the stage fits or none is left that is allowed.
+        """Takes changes, the best score first, until the stage fits, none is left that is allowed, or it is too slow.
 
         Args:
             changes: those of a layer that is at a choice.
@@ -197,9 +202,12 @@ class Selection:
             choice = self.choices[layer - self.first]
             return [(-float(score(change)), -change.saved_bytes, choice, change) for change in changes(layer, choice)]
 
-        heap = [entry for layer in self.layers for entry in entries(layer)]
+        def is_wanted() -> bool:
+            return self.is_over and self.compute_s < self.enough_s
+
+        heap = [entry for layer in self.layers for entry in entries(layer)] if is_wanted() else []
         heapify(heap)
-        while heap and self.is_over:
+        while heap and is_wanted():
             _, _, choice, change = heappop(heap)
             if self.choices[change.layer - self.first] == choice and allowed(change):
                 self.take(change)

@@ -7,6 +7,7 @@ that is furthest over its limit. A neighbour that is as heavy passes a layer of 
 Initial cuts: `kernighan_lin.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, pairwise
@@ -44,7 +45,7 @@ def swap_recompute(stage: Selection) -> None:
     stage.spend(stage.changes.after, lambda change: change.saved_bytes, stage.host_has_room)
 
 
-def attempt(problem: Problem) -> Decision | None:
+def attempt(problem: Problem, _known_step_s: float = math.inf) -> Decision | None:
     """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.dawnpiper import MOST_BOUNDS, BinaryPartition, dawnpiper
+from jvpipe.planners.published.dawnpiper import MOST_BOUNDS, BinaryPartition, attempt, dawnpiper
 from tests.planners.small import best_bottleneck_s, chain, checked_bottleneck_s, large, limited, problems
 
 
@@ -127,3 +128,13 @@ def test_a_hundred_layers_on_eight_stages_fit() -> None:
     limit = problem.memory_limit_bytes
     assert limit is not None
     assert evaluate(problem, decision).peak_bytes <= limit
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problems())
+def test_a_plan_that_beats_a_known_step_is_found_all_the_same(problem: Problem) -> None:
+    decision = attempt(problem)
+    assert attempt(problem, known_step_s=0.0) is None
+    if decision is not None:
+        step_s = simulated_step_s(problem, evaluate(problem, decision).stages)
+        assert attempt(problem, known_step_s=1.001 * step_s) == decision
