@@ -96,7 +96,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (site / top).symlink_to(here / top)
     command = [sys.executable, "-m", "pip", "--python", str(root / "bin/python"), "--disable-pip-version-check"]
     install = [*command, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    subprocess.run(install, cwd=root, env={"PATH": ""}, check=True, capture_output=True, timeout=120)
     return root / "bin/python"
 
 
