@@ -53,6 +53,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
     """A planner that knows devices of several stages, from one that does not.
 
     It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do is what was seen to.
+    What looks at no limit answers all the same.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -77,25 +78,24 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
                 high = budget
             if low == limit:
                 break
-        if best is None:
-            raise _infeasible(problem, decide, apart, least)
-        return best
+        if best is not None:
+            return best
+        if least is None:
+            try:
+                return decide(replace(apart, memory_limit_bytes=1))  # whoever asks sees that it is over the limit
+            except Infeasible as error:
+                least = error
+        raise _infeasible(problem, decide, apart, least)
 
     return decided
 
 
 def _infeasible(
-    problem: Problem, decide: Callable[[Problem], Decision], apart: Problem, least: Infeasible | None
+    problem: Problem, decide: Callable[[Problem], Decision], apart: Problem, least: Infeasible
 ) -> Infeasible:
     """The answer when no budget does: what the decision of the smallest budget takes on the fullest device."""
     limit = problem.memory_limit_bytes
     assert limit is not None
-    if least is None:
-        try:
-            decide(replace(apart, memory_limit_bytes=1))
-        except Infeasible as error:
-            least = error
-    assert least is not None, "nothing fits into one byte"
     found = decide(replace(apart, memory_limit_bytes=least.smallest_limit_bytes))
     peaks = evaluate(problem, found).device_bytes
     enough = max(*peaks, limit + 1)

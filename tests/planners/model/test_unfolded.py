@@ -94,3 +94,11 @@ def test_stages_must_be_a_multiple_of_chunks() -> None:
         Problem(costs, 5, find_schedule("interleaved"), 4)
     with pytest.raises(ValueError, match=r"interleaved needs 2 x 4 = 8 stages, the model has 6 layers: one chunk per"):
         Problem(costs, 8, find_schedule("interleaved"), 4)
+
+
+@pytest.mark.parametrize("schedule", FAMILIES, ids=lambda schedule: f"{schedule.name} {schedule.chunks}")
+def test_a_planner_that_looks_at_no_limit_answers_as_without_one(schedule: Schedule) -> None:
+    problem = problem_of([layer()] * 12, schedule, 2, 4)
+    for planner in ("even", "torchgpipe", "gpipe"):
+        decide = find_planner(planner).decide
+        assert decide(replace(problem, memory_limit_bytes=10)) == decide(problem)
