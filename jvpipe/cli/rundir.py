@@ -53,8 +53,13 @@ class RunDir:
 
     @property
     def timeline(self) -> Path:
-        """A Chrome trace of the last measured step."""
+        """A Chrome trace of the last measured steps."""
         return self.path / "timeline.json"
+
+    @property
+    def profile(self) -> Path:
+        """What jax.profiler has written of some steps."""
+        return self.path / "profile"
 
     def checkpoint(self, step: int) -> Path:
         """The folder for the checkpoint of a step."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
 from jvpipe.runtime.hosts import Hosts
@@ -61,13 +61,21 @@ def _least(rates: Iterable[float | None]) -> float | None:
     return min((rate for rate in rates if rate is not None), default=None)
 
 
-def shared_spans(hosts: Hosts, spans: Sequence[Span]) -> list[Span]:
-    """The spans of all processes; their clocks meet where all have heard of all."""
+def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
+    """The pictures of all processes as one; their clocks meet where all have heard of all."""
     if hosts.count == 1:
-        return list(spans)
+        return picture
     hosts.exchange("clock", b"")
     zero_s = time.perf_counter()
-    mine = [[s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)] for s in spans]
-    told = hosts.exchange("timeline", json.dumps(mine).encode())
-    rows = (row for each in told for row in json.loads(each))
-    return [Span(device, name, start_s, end_s, Kind(kind), args) for device, name, start_s, end_s, kind, args in rows]
+    spans = [[s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)] for s in picture.spans]
+    rest = [[x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)]
+    told = [json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())]
+    all_spans, levels, hops = ([row for each in told for row in each[part]] for part in range(3))
+    return Picture(
+        tuple(
+            Span(device, name, start_s, end_s, Kind(kind), args)
+            for device, name, start_s, end_s, kind, args in all_spans
+        ),
+        tuple(Level(*row) for row in levels),
+        tuple(Hop(*row) for row in hops),
+    )

@@ -19,6 +19,18 @@ OWN = ("process_id", "host_address")
 """Options that differ from process to process."""
 OF_PROCESSES = ("coordinator", "num_processes", "distributed", "host_timeout", *OWN)
 """Options that tell of the processes of one start."""
+COUNTS = (
+    "stages",
+    "microbatches",
+    "sequence_length",
+    "batch_size",
+    "steps",
+    "checkpoint_every",
+    "nas_steps",
+    "timeline_steps",
+    "profile",
+)
+"""Options that are 1 at least."""
 NOT_KEPT = ("config", "resume", "remeasure", "export", *OF_PROCESSES)
 """Options that hold for one start alone."""
 
@@ -85,6 +97,10 @@ class Options:
     """Searches architectures by regularised evolution: one after another is trained, blocks keep their parameters."""
     nas_steps: int = 5
     """Steps that each architecture is trained for at a time."""
+    timeline_steps: int = 1
+    """How many steps timeline.json shows: the last ones."""
+    profile: int | None = None
+    """Profiles so many steps, from the second on, with jax.profiler; timeline.json shows these."""
     export: str | None = None
     """Writes the trained parameters to this .safetensors file."""
     coordinator: str | None = None
@@ -139,7 +155,7 @@ def _parsed(arguments: Sequence[str] | None, before: Mapping[str, Any]) -> Optio
 
 def _check(options: Options) -> None:
     """Raises ValueError for a number that cannot be."""
-    for name in ("stages", "microbatches", "sequence_length", "batch_size", "steps", "checkpoint_every", "nas_steps"):
+    for name in COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{_flag(name)} must be at least 1, not {value}")

@@ -9,7 +9,8 @@ from typing import Any
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
 from jvpipe.cli.processes import Watch
-from jvpipe.cli.sharing import shared, shared_spans
+from jvpipe.cli.recording import Recording
+from jvpipe.cli.sharing import shared
 from jvpipe.cli.speech import Speech, places
 from jvpipe.cli.step_metrics import Done, StepNumbers
 from jvpipe.report import timeline
@@ -31,17 +32,18 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
     Returns:
         The state, and the signal that stopped the run, if one did.
     """
-    first, hosts = state.step, job.hosts
+    first = state.step
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
     if first >= job.steps:
         return state, None
-    job.pipe.session.monitor()
-    job.pipe.adapt(job.options.adapt)
     done: Done | None = None  # a step that is not yet logged
     signum: int | None = None
     with ExitStack() as opened:
+        recording = opened.enter_context(Recording(job, first))
+        job.pipe.adapt(job.options.adapt)
         log = _Log(job, stop, opened, first, speech)
+        recording.after(first, state)
         try:
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
@@ -57,15 +59,13 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
                     watch.progress(f"the checkpoint of step {step}")
                     with log.clock.standing():
                         save(job, state, step, advanced[2])
+                recording.after(step, state)
                 if last:
                     break
             signum = log.tell(None, before=False)  # it may have come during the last step, or while that was saved
         except ValueError:  # the loss is no number: its step belongs into the log
             log.tell(done, before=False, hosts=ALONE)
             raise
-    spans = shared_spans(hosts, job.pipe.session.measured().spans)
-    if hosts.process == 0:
-        timeline.write(job.run.timeline, spans)
     return state, signum
 
 

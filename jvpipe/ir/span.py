@@ -1,8 +1,8 @@
-"""A stretch of time in which a device did one thing, measured or simulated."""
+"""What a timeline shows: stretches of time in which a device did one thing, copies between devices, bytes held."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jvpipe.ir.kinds import Kind
 
@@ -26,3 +26,29 @@ class Span:
     end_s: float
     kind: Kind
     args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Hop(NamedTuple):
+    """One end of a copy between devices: where it leaves, or where it `arrives`. Both ends have its `key`."""
+
+    key: str
+    device: str
+    at_s: float
+    arrives: bool
+
+
+class Level(NamedTuple):
+    """How many bytes a place holds from a moment on: a device, or the host."""
+
+    place: str
+    at_s: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All that a timeline shows of some steps; the levels of a place are in the order of time."""
+
+    spans: tuple[Span, ...]
+    levels: tuple[Level, ...] = ()
+    hops: tuple[Hop, ...] = ()

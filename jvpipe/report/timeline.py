@@ -2,29 +2,38 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jvpipe.ir.kinds import KINDS
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Hop, Picture, Span
 
 COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
 """The kinds of task that occupy a device; all others are copies beside them."""
 
 
-def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The spans in Chrome's trace format, one row per device, in microseconds since the first start.
+def chrome_trace(picture: Picture) -> dict[str, Any]:
+    """A picture in Chrome's trace format, in microseconds since the first start.
+
+    One row per device; a counter of bytes per place; an arrow from where a copy leaves to where it arrives.
 
     >>> from jvpipe.ir.kinds import Kind
-    >>> trace = chrome_trace([Span("cpu:0", "0F0", 1.0, 1.5, Kind.F)])
+    >>> trace = chrome_trace(Picture((Span("cpu:0", "0F0", 1.0, 1.5, Kind.F),)))
     >>> [event["name"] for event in trace["traceEvents"]]
     ['process_name', 'thread_name', 'thread_sort_index', '0F0']
     >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]
     (0.0, 500000.0)
     """
+    spans = picture.spans
     rows = {device: row for row, device in enumerate(in_order(span.device for span in spans))}
     origin_s = min((span.start_s for span in spans), default=0.0)
+
+    def at(seconds: float) -> float:
+        return (seconds - origin_s) * 1e6
+
     events = [_metadata("process_name", 0, name="jvpipe")]
     for device, row in rows.items():
         events += [
@@ -38,18 +47,48 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             "tid": rows[span.device],
             "name": span.name,
             "cat": span.kind,
-            "ts": (span.start_s - origin_s) * 1e6,
+            "ts": at(span.start_s),
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": dict(span.args),
         }
         for span in sorted(spans, key=lambda span: span.start_s)
     ]
+    for place, at_s, held in picture.levels:
+        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": held}}
+        events.append({"ph": "C", "pid": 0, **counted})
+    for number, ends in enumerate(_whole_hops(picture.hops)):
+        for hop in ends:
+            end = {"ph": "f", "bp": "e"} if hop.arrives else {"ph": "s"}
+            where = {"pid": 0, "tid": rows[hop.device], "ts": at(hop.at_s)}
+            events.append({**end, "id": number, "name": "copy", "cat": "copy", **where})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write(path: Path, spans: Sequence[Span]) -> None:
-    """Writes the Chrome trace of the spans to `path`."""
-    path.write_text(json.dumps(chrome_trace(spans)))
+def write(path: Path, picture: Picture) -> None:
+    """Writes the Chrome trace of a picture to `path`."""
+    path.write_text(json.dumps(chrome_trace(picture)))
+
+
+def joined(pictures: Sequence[Picture]) -> Picture:
+    """Pictures of steps as one; copies within different steps stay apart."""
+    spans = chain.from_iterable(picture.spans for picture in pictures)
+    levels = chain.from_iterable(picture.levels for picture in pictures)
+    hops = (hop._replace(key=f"{n} {hop.key}") for n, picture in enumerate(pictures) for hop in picture.hops)
+    return Picture(tuple(spans), tuple(levels), tuple(hops))
+
+
+def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
+    """The copies both of whose ends are known, each from where it leaves to where it arrives.
+
+    Ends are noted by different threads, which may wake in another order.
+    """
+    ends = defaultdict[str, list[Hop]](list)
+    for hop in sorted(hops, key=lambda hop: hop.arrives):
+        ends[hop.key].append(hop)
+    for both in ends.values():
+        if [hop.arrives for hop in both] == [False, True]:
+            leaves, arrives = both
+            yield [leaves._replace(at_s=min(leaves.at_s, arrives.at_s)), arrives]
 
 
 class Busy(NamedTuple):

@@ -46,6 +46,11 @@ class Bound:
     instructions: tuple[Instruction, ...]
 
     @cached_property
+    def named(self) -> tuple[Instruction, ...]:
+        """The instructions; a profiler sees each dispatch by the name of its row."""
+        return tuple(it._replace(run=_named(it.run, f"dispatch {it.row}")) for it in self.instructions)
+
+    @cached_property
     def targets(self) -> list[int]:
         """The place of what each row makes."""
         return [it.target for it in self.instructions]
@@ -180,6 +185,14 @@ def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
 
 def _nothing(*arrays: jax.Array) -> tuple[()]:
     return ()
+
+
+def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def annotated(*arrays: Any) -> Any:
+        with jax.profiler.TraceAnnotation(name):
+            return run(*arrays)
+
+    return annotated
 
 
 def _in_list(copy: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:

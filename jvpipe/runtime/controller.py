@@ -15,7 +15,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.binding import Bound
+from jvpipe.runtime.binding import Bound, Instruction
 from jvpipe.runtime.dispatch import dispatch_ready
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.hosts import Hosts
@@ -78,7 +78,7 @@ class Controller:
 
     `marks` are those of the run's rows that can fail and are not known to have gone well, in the order of dispatch: the
     first that failed is the cause of whatever failed after it. `first_step` is the number that messages give the first
-    step of a run.
+    step of a run. While it is `profiled`, tasks are named for a profiler.
     """
 
     ledger: Ledger
@@ -88,6 +88,7 @@ class Controller:
     marks: deque[Mark] = field(default_factory=deque)
     first_step: int = 0
     hosts: Hosts | None = None
+    profiled: bool = False
     _step: int = 0
 
     def run(
@@ -104,14 +105,15 @@ class Controller:
         lowered, monitor = bound.lowered, self.monitor
         live, peak = self.ledger.live, self.ledger.peak
         table: list[Any] = [*arrays, *[None] * (len(lowered.buffers) - lowered.persistent)]
-        self._begin(lowered, at)
-        instructions = bound.instructions
+        instructions = bound.named if self.profiled else bound.instructions
+        self._begin(lowered, instructions, at)
         arriving: Arriving = {}
         before, marked = list(live), len(self.marks)
         leaves_host = bound.leaves_host if self.host_limited else ()
         row = None
         try:
-            for index in dispatch_ready(lowered.rows, bound.targets, table, leaves_host):
+            ready = dispatch_ready(lowered.rows, bound.targets, table, leaves_host)
+            for index in ready if monitor is None else monitor.noting(ready):
                 it = instructions[index]
                 run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
                 live[target] += born
@@ -149,10 +151,10 @@ class Controller:
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
 
-    def _begin(self, lowered: Lowered, at: Moment) -> None:
+    def _begin(self, lowered: Lowered, instructions: Sequence[Instruction], at: Moment) -> None:
         self._step = at.step
         if self.monitor is not None:
-            self.monitor.begin(lowered)
+            self.monitor.begin(lowered, instructions, self.ledger.live, named=self.profiled)
         if self.hosts is not None:
             self.hosts.connected.begin()
 

@@ -13,7 +13,8 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -24,6 +25,7 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
+from jvpipe.runtime.binding import Instruction
 
 _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
 _HALVES = {Kind.I, Kind.W}
@@ -77,11 +79,24 @@ class Measured:
 class Record:
     """The marks of one step; `before` and `after` say when each place had ended what was asked of it.
 
-    `moves` is the record of the copies between the step before and it.
+    `moves` is the record of the copies between the step before and it. For pictures: `held` were the bytes in each
+    memory before it, `order` is that in which rows were dispatched, `times` are the starts and ends of all rows, once
+    it was read. The waits for rows are `named` for a profiler.
     """
 
-    def __init__(self, lowered: Lowered, before: list[float], moves: "Record | None" = None) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        before: list[float],
+        moves: "Record | None" = None,
+        instructions: Sequence[Instruction] = (),
+        held: Sequence[int] = (),
+        named: bool = False,
+    ) -> None:
         self.lowered, self.before, self.moves = lowered, before, moves
+        self.instructions, self.held, self.named = instructions, held, named
+        self.order: list[int] = []
+        self.times: dict[int, tuple[float, float]] = {}
         self.after = [0.0] * len(before)
         self.dispatched: dict[int, float] = {}
         self.ended: dict[int, float] = {}
@@ -93,25 +108,48 @@ Item = tuple[Record, int, jax.Array | None]
 
 
 class Monitor:
-    """Watches the steps of a run; what it knows of the last two can be asked for."""
+    """Watches the steps of a run; what it knows of the last `kept` can be asked for, of two at least."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], kept: int = 2) -> None:
         names = [str(device) for device in devices]
+        self.memories = [*names, "host"]
         self._names = [*names, *(f"{name} host" for name in names)]
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in range(3 * len(names))]
         self._last = [0.0] * len(self._queues)
-        self._records: deque[Record] = deque(maxlen=2)
+        self._records: deque[Record] = deque(maxlen=max(2, kept))
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):
             threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
 
-    def begin(self, lowered: Lowered) -> None:
-        """A step is about to be dispatched, or copies between two steps, which are told with the step after them."""
+    def begin(
+        self,
+        lowered: Lowered,
+        instructions: Sequence[Instruction] = (),
+        held: Sequence[int] = (),
+        *,
+        named: bool = False,
+    ) -> None:
+        """A step is about to be dispatched, or copies between two steps, which are told with the step after them.
+
+        Args:
+            lowered: its rows.
+            instructions: what they are bound to.
+            held: the bytes that are held before it, as the ledger counts them.
+            named: the waits for its rows are to be found by name in a profile.
+        """
         before = self.close()
-        moves = before if before and not _is_step(before.lowered) else None
-        self._now = Record(lowered, before.after if before else [0.0] * len(self._queues), moves)
+        moves = before if before and not _computes(before.lowered) else None
+        ended = before.after if before else [0.0] * len(self._queues)
+        self._now = Record(lowered, ended, moves, instructions, list(held), named)
         if _is_step(lowered):
             self._records.append(self._now)
+
+    def noting(self, order: Iterable[int]) -> Iterator[int]:
+        """Passes on the numbers of rows as they are dispatched."""
+        assert self._now is not None, "begun"
+        for index in order:
+            self._now.order.append(index)
+            yield index
 
     def dispatched(self, index: int, row: Row, mark: jax.Array | None) -> None:
         """Notes that a row has been dispatched.
@@ -151,6 +189,11 @@ class Monitor:
                 queue.put((record, -1, None))
         return record
 
+    def last(self, count: int) -> list[Record]:
+        """The records of the last steps, as many as are asked for or kept."""
+        self.close()
+        return list(self._records)[-count:]
+
     def measured(self, *, before: bool = False) -> Measured:
         """Reads the last step, or the one `before`; waits for its end."""
         self.close()
@@ -173,10 +216,12 @@ class Monitor:
             made |= dict.fromkeys(row.writes, end_s)
             if row.kind is Kind.FREE:
                 held.add(row.place)
+            record.times[index] = inputs_s, end_s
             if index not in record.ended:
                 continue
             place, dispatched_s = self._place(row, record.lowered), record.dispatched[index]
             start_s = min(end_s, max(free[place], inputs_s, dispatched_s))
+            record.times[index] = start_s, end_s
             if row.kind is Kind.OUT:
                 swapped += buffers[row.writes[0]].bytes
             elif row.kind is Kind.IN:
@@ -222,7 +267,9 @@ class Monitor:
                 record.passed[place].set()
                 continue
             try:
-                mark.block_until_ready()
+                named = jax.profiler.TraceAnnotation(str(record.lowered.rows[index])) if record.named else nullcontext()
+                with named:
+                    mark.block_until_ready()
             except Exception:  # whoever reads the result is told
                 continue
             finally:
@@ -230,5 +277,10 @@ class Monitor:
             record.ended[index] = self._last[place] = time.perf_counter()
 
 
-def _is_step(lowered: Lowered) -> bool:
+def _computes(lowered: Lowered) -> bool:
     return any(KINDS[row.kind].computes for row in lowered.rows)
+
+
+def _is_step(lowered: Lowered) -> bool:
+    """False for an evaluation too."""
+    return any(KINDS[row.kind].busy for row in lowered.rows)

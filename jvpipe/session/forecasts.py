@@ -119,7 +119,7 @@ class Forecast:
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""
-        timeline.write(Path(path), list(self.simulation.spans()))
+        timeline.write(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it; of several planners a list, the best first."""

@@ -12,6 +12,7 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.span import Picture
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.store import shared_store
@@ -25,6 +26,7 @@ from jvpipe.runtime.migrate import Migration, PlanChange
 from jvpipe.runtime.model_change import ModelChange
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.phases import phase
+from jvpipe.runtime.picture import picture
 from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
@@ -124,9 +126,17 @@ class Session:
         used = set().union(*(compiled.executables for compiled in self.compiled_plans))
         return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
-    def monitor(self, on: bool = True) -> None:
-        """Switches on the measuring of every task, or off."""
-        self.controller.monitor = Monitor(self.settings.devices) if on else None
+    def monitor(self, on: bool = True, kept: int = 2) -> None:
+        """Switches on the measuring of every task, or off; what is known of the last `kept` steps can be asked for."""
+        self.controller.monitor = Monitor(self.settings.devices, kept) if on else None
+
+    def pictures(self, steps: int = 1) -> list[Picture]:
+        """What there is to be seen of the last steps; waits for their end."""
+        monitor = self.controller.monitor
+        if monitor is None:
+            raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
+        labels = [self.graph.label(layer) for layer in self.graph.layers]
+        return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
         """Tells what ran when in the last step, or the one `before`, and what was swapped; waits for its end."""

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.ir.rows import Row
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Level, Picture, Span
 from jvpipe.ir.task import Task
 
 Space = Literal["device", "host"]
@@ -98,3 +98,9 @@ class Timeline:
             for place in places if end_s > start_s else ():
                 args = {"stage": task.stage, "microbatch": task.microbatch}
                 yield Span(self.resources[place], str(task), float(start_s), float(end_s), task.kind, args)
+
+    def picture(self) -> Picture:
+        """The spans, and the bytes over time, as a timeline shows them."""
+        changes = ((c.place, zip(c.t_s.tolist(), c.bytes.tolist(), strict=True)) for c in self.curves)
+        levels = (Level(place, t_s, held) for place, changing in changes for t_s, held in changing)
+        return Picture(tuple(self.spans()), tuple(levels))

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -111,9 +113,34 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
     rows = [
         e["args"]["name"]
         for e in json.loads((whole / "timeline.json").read_text())["traceEvents"]
-        if "name" in e["args"]
+        if e["name"] == "thread_name"
     ]
     assert {"cpu:0", "cpu:1"} <= set(rows)
+
+
+def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = train(text, run, "--steps", "5", "--stages", "2", "--microbatches", "4", "--profile", "2")
+    assert done.returncode == 0, done.stderr
+    stages = json.loads((run / "plan.json").read_text())["stages"]
+    layers = [(s, layer) for s, stage in enumerate(stages) for layer in stage["layers"]]
+    tasks = {f"{s}{kind}{m}[layer {layer}]" for s, layer in layers for kind in "FB" for m in range(4)}
+    (written,) = (run / "profile").rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(written))
+    seen = Counter(event.name for plane in data.planes for line in plane.lines for event in line.events)
+    assert {name: seen[name] for name in tasks} == dict.fromkeys(tasks, 2)  # steps
+    assert {name: seen[f"dispatch {name}"] for name in tasks} == dict.fromkeys(tasks, 2)
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    shown = Counter((e["name"], e["args"]["layer"]) for e in events if e["ph"] == "X" and e["cat"] in "FB")
+    assert shown == {
+        (task.split("[")[0], layer): 2 for s, layer in layers for task in tasks if f"layer {layer}]" in task
+    }
+    labels = {e["args"]["layer"]: e["args"]["layer_name"] for e in events if e["ph"] == "X" and e["cat"] == "F"}
+    told = (run / "plan.txt").read_text()
+    assert all(re.search(rf"layer +{layer} {labels[layer]} ", told) for _, layer in layers)
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) >= 2 * 2 * 4
+    most = {p: max(e["args"]["bytes"] for e in events if e["name"] == f"{p} bytes") for p in ("cpu:0", "cpu:1")}
+    assert most == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["peak_bytes"]
 
 
 def test_the_export_is_readable_without_jvpipe(whole: Path) -> None:

@@ -91,6 +91,14 @@ def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
     assert len(line["peak_bytes"]) == 3
     assert all(line["peak_bytes"].values())
     assert 0 <= line["bubble_fraction"] < 1
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(line["peak_bytes"]) <= set(names.values())
+    held = {name: [e["args"]["bytes"] for e in events if e["name"] == f"{name} bytes"] for name in line["peak_bytes"]}
+    assert all(0 < max(levels) <= line["peak_bytes"][name] for name, levels in held.items())  # of one step, of all
+    leave, arrive = ({e["id"]: names[e["tid"]] for e in events if e["ph"] == end} for end in "sf")
+    a, b, c = sorted(held, key=lambda name: int(name.split(":")[1]))
+    assert {(leave[i], arrive[i]) for i in arrive} >= {(a, b), (b, c), (c, b), (b, a)}
     config = json.loads((run / "config.json").read_text())
     assert "coordinator" not in config
     assert losses(run) == undisturbed[:saved]

@@ -14,7 +14,7 @@ from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Layer, Ref
 from jvpipe.ir.rows import Row
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Picture, Span
 from jvpipe.ir.task import Task
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
@@ -171,5 +171,5 @@ def test_a_kind_that_was_added_and_nothing_else_is_refused(place: str) -> None:
 
 def test_who_shows_kinds_or_counts_buffers_needs_to_know_nothing_of_them() -> None:
     assert str(A_ROW) == "0X0[layer 0]"
-    assert chrome_trace([Span("a", "0X0", 0.0, 1.0, NEW)])["traceEvents"][-1]["cat"] == "X"
+    assert chrome_trace(Picture((Span("a", "0X0", 0.0, 1.0, NEW),)))["traceEvents"][-1]["cat"] == "X"
     assert live([A_ROW], STEP.buffers, 0, (), ()).rows[0].frees == (0,)

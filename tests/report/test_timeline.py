@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report import timeline
 
 # Two stages, two micro-batches, backward twice as long as forward:
@@ -25,7 +25,7 @@ SPANS = [
 
 
 def test_one_named_row_per_device(tmp_path: Path) -> None:
-    timeline.write(tmp_path / "timeline.json", SPANS)
+    timeline.write(tmp_path / "timeline.json", Picture(tuple(SPANS)))
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {0: "cpu:0", 1: "cpu:1"}
@@ -38,8 +38,8 @@ def test_one_named_row_per_device(tmp_path: Path) -> None:
 
 
 def test_devices_are_in_the_order_of_their_numbers() -> None:
-    spans = [Span(f"cpu:{i}", "F", 0.0, 1.0, Kind.F) for i in (10, 2, 0)]
-    events = timeline.chrome_trace(spans)["traceEvents"]
+    spans = tuple(Span(f"cpu:{i}", "F", 0.0, 1.0, Kind.F) for i in (10, 2, 0))
+    events = timeline.chrome_trace(Picture(spans))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["cpu:0", "cpu:2", "cpu:10"]
 
 
@@ -64,4 +64,28 @@ def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
 
 def test_nothing_measured_is_no_bubble() -> None:
     assert timeline.bubble_fraction([]) == 0.0
-    assert timeline.chrome_trace([])["traceEvents"][0]["ph"] == "M"
+    assert timeline.chrome_trace(Picture(()))["traceEvents"][0]["ph"] == "M"
+
+
+def test_bytes_are_counters_and_copies_are_arrows() -> None:
+    levels = (Level("cpu:0", 0.0, 5), Level("cpu:0", 11.5, 9), Level("host", 12.0, 7))
+    hops = (
+        Hop("a", "cpu:1", 11.0, arrives=True),
+        Hop("a", "cpu:0", 10.5, arrives=False),
+        Hop("late", "cpu:0", 12.5, arrives=False),
+        Hop("late", "cpu:1", 12.0, arrives=True),
+        Hop("to nobody", "cpu:0", 11.5, arrives=False),
+    )
+    events = timeline.chrome_trace(Picture(tuple(SPANS), levels, hops))["traceEvents"]
+    counted = [(e["name"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    assert counted == [("cpu:0 bytes", 0.0, 5), ("cpu:0 bytes", 1.5e6, 9), ("host bytes", 2e6, 7)]
+    arrows = [(e["ph"], e["id"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 0, 0, 0.5e6), ("f", 0, 1, 1e6), ("s", 1, 0, 2e6), ("f", 1, 1, 2e6)]
+
+
+def test_copies_of_steps_that_are_shown_together_stay_apart() -> None:
+    ends = tuple(Hop("a", f"cpu:{i}", 10.0 + i, arrives=bool(i)) for i in range(2))
+    one = Picture(tuple(SPANS), (Level("cpu:0", 10.0, 3),), ends)
+    two = timeline.joined([one, one])
+    assert (two.spans, two.levels) == (one.spans * 2, one.levels * 2)
+    assert sum(e["ph"] == "s" for e in timeline.chrome_trace(two)["traceEvents"]) == 2
