@@ -67,6 +67,13 @@ class Full(Plain):
         return [examples(np.random.default_rng(HELD_OUT_SEED), 8)]
 
 
+class Worsens(Full):
+    """Whose parameters go uphill."""
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        return optax.sgd(-0.02)
+
+
 full = Full()
 full.sizes = {"deep": Full(5), "plain": Plain}  # type: ignore
 

@@ -54,9 +54,19 @@ class Job:
         searched = self.search.run(self.pipe, state, self.data.train, steps)
         return ((state, metrics, architecture.names()) for state, metrics, architecture in searched)
 
-    def ends_architecture(self, step: int) -> bool:
-        """True if another architecture follows after a step."""
-        return self.search is not None and step % self.search.steps == 0
+    def pauses(self, step: int) -> bool:
+        """Whether a step is waited for: it is evaluated or saved, or another architecture follows."""
+        ends_architecture = self.search is not None and step % self.search.steps == 0
+        return self.evaluates(step) or self.saves(step) or ends_architecture
+
+    def evaluates(self, step: int) -> bool:
+        """Whether held-out batches are evaluated after a step."""
+        every = self.options.eval_every
+        return every is not None and step % every == 0
+
+    def saves(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step, whatever comes of it."""
+        return step % self.options.checkpoint_every == 0
 
 
 class Start(NamedTuple):
@@ -200,6 +210,8 @@ def _open_data(
         kept = run.path if options.resume else Path(scratch)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+    if options.eval_every and not data.held_out:
+        raise ValueError(f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on")
     if options.resume:
         run.check({"data_digest": data.digest})
         run.check_files(files)

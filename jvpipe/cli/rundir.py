@@ -52,6 +52,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def best(self) -> Path:
+        """Which checkpoint had the least held-out loss."""
+        return self.path / "best.json"
+
+    @property
     def timeline(self) -> Path:
         """A Chrome trace of the last measured steps."""
         return self.path / "timeline.json"
@@ -69,9 +74,14 @@ class RunDir:
         """The whole checkpoints, oldest first."""
         return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
 
-    def prune(self) -> None:
-        """Deletes all but the last checkpoints, and what a killed process left of others; nothing else."""
-        kept = self.checkpoints()[-KEPT_CHECKPOINTS:]
+    def prune(self, keep: int = KEPT_CHECKPOINTS, best_step: int = 0) -> None:
+        """Deletes all but the last checkpoints and the best, and what a killed process left of others; nothing else.
+
+        Args:
+            keep: so many of the last.
+            best_step: that of the best; none is 0.
+        """
+        kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
                 delete_checkpoint(path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jvpipe
 from jvpipe.cli import export
+from jvpipe.cli.evaluating import held_out_loss
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.processes import TRY_AGAIN, Watch, join, leave
@@ -99,14 +100,10 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
     for change in job.pipe.session.history:
         print(replace(change, step=change.step + 1))
-    losses = []
-    for batch in job.data.held_out:
-        watch.progress("the evaluation")
-        losses.append(float(job.pipe.evaluate(state, batch)["loss"]))
-    if losses:
+    if (loss := held_out_loss(job, state, watch)) is not None:
         baseline = job.data.baseline_loss
         told = "" if math.isnan(baseline) else f", predicting by token frequency {baseline:.4f}"
-        print(f"held-out loss {sum(losses) / len(losses):.4f}{told}")
+        print(f"held-out loss {loss:.4f}{told}")
     if not job.options.export:
         return
     watch.progress("the export")

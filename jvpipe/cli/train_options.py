@@ -11,7 +11,7 @@ import tyro
 from jvpipe.cli import export
 from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -26,6 +26,9 @@ COUNTS = (
     "batch_size",
     "steps",
     "checkpoint_every",
+    "keep",
+    "eval_every",
+    "early_stop",
     "nas_steps",
     "timeline_steps",
     "profile",
@@ -91,6 +94,12 @@ class Options:
     stages, another planner, schedule or limit it is planned anew."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is always one of the last step."""
+    keep: int = KEPT_CHECKPOINTS
+    """How many of the last checkpoints are kept, beside the best one."""
+    eval_every: int | None = None
+    """Steps between evaluations on batches that training never sees; the best one's checkpoint is kept."""
+    early_stop: int | None = None
+    """Ends the run after so many evaluations that were no better than the best."""
     adapt: tyro.conf.FlagCreatePairsOff[bool] = False
     """Lets layers leave a device that has become slow, and come back."""
     nas: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -159,6 +168,10 @@ def _check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{_flag(name)} must be at least 1, not {value}")
+    if options.early_stop and not options.eval_every:
+        raise ValueError(f"--early-stop {options.early_stop} needs --eval-every, the steps between evaluations")
+    if options.nas and options.eval_every:
+        raise ValueError("--eval-every is for one model: a search is judged by its training losses (--nas)")
     if options.warmup is not None and options.warmup < 0:
         raise ValueError(f"--warmup must be 0 steps or more, not {options.warmup}")
     if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:

@@ -1,13 +1,15 @@
 """The training of a job: its steps, each logged, and its checkpoints."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from jvpipe.cli.evaluating import evaluations_before, held_out_loss
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
+from jvpipe.cli.keeping import Keeper, mark_best
 from jvpipe.cli.processes import Watch
 from jvpipe.cli.recording import Recording
 from jvpipe.cli.sharing import shared
@@ -16,7 +18,6 @@ from jvpipe.cli.step_metrics import Done, StepNumbers
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog
 from jvpipe.runtime.hosts import ALONE, Hosts
-from jvpipe.runtime.losses import nan_leaves
 
 
 def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech) -> tuple[Any, int | None]:
@@ -32,40 +33,50 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
     Returns:
         The state, and the signal that stopped the run, if one did.
     """
-    first = state.step
+    first, patience = state.step, job.options.early_stop
+    seen = evaluations_before(job)
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
-    if first >= job.steps:
+    if job.hosts.process == 0:
+        mark_best(job, seen)
+    if first >= job.steps or seen.over(patience):
+        print(seen.told(patience), end="")
         return state, None
     done: Done | None = None  # a step that is not yet logged
     signum: int | None = None
     with ExitStack() as opened:
         recording = opened.enter_context(Recording(job, first))
         job.pipe.adapt(job.options.adapt)
-        log = _Log(job, stop, opened, first, speech)
+        log, keeper = _Log(job, stop, opened, first, speech), Keeper(job, opened)
         recording.after(first, state)
         try:
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
+                keeper.check()
                 signum = log.tell(done, before=True)  # one step later, so that the pipeline never waits for a log
                 state, done = advanced[0], (step, *advanced[1:])
                 last = step == job.steps or signum is not None
-                saves = last or step % job.options.checkpoint_every == 0
-                if saves or job.ends_architecture(step):
+                if last or job.pauses(step):
                     job.pipe.wait(state)
-                    log.tell(done, before=False)
+                    with log.clock.standing():
+                        loss = held_out_loss(job, state, watch) if job.evaluates(step) else None
+                    seen = seen if loss is None else seen.after(step, loss)
+                    log.tell(done, before=False, loss=loss)
                     done = None
-                if saves:
+                last = last or seen.over(patience)
+                if last or job.saves(step) or step == seen.best_step:
                     watch.progress(f"the checkpoint of step {step}")
                     with log.clock.standing():
-                        save(job, state, step, advanced[2])
+                        keeper.save(state, step, advanced[2], seen)
                 recording.after(step, state)
                 if last:
                     break
+            keeper.finish()
             signum = log.tell(None, before=False)  # it may have come during the last step, or while that was saved
         except ValueError:  # the loss is no number: its step belongs into the log
             log.tell(done, before=False, hosts=ALONE)
             raise
+    print(seen.told(patience), end="")
     return state, signum
 
 
@@ -79,12 +90,15 @@ class _Log:
         if writes:
             opened.enter_context(speech.training(job.steps, first))
 
-    def tell(self, done: Done | None, *, before: bool, hosts: Hosts | None = None) -> int | None:
+    def tell(
+        self, done: Done | None, *, before: bool, loss: float | None = None, hosts: Hosts | None = None
+    ) -> int | None:
         """Logs a step; returns the signal that some process was sent.
 
         Args:
             done: the step; None if there is none to log.
             before: another one was dispatched since.
+            loss: on held-out batches after it, if they were evaluated.
             hosts: who is told; all processes unless given.
         """
         own = None
@@ -93,38 +107,10 @@ class _Log:
             own = self._numbers.of(done, measured, self.clock.lap_s()), timeline.busy(measured.spans)
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
         if line is not None and self._log is not None:
-            line = replace(line, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
+            line = replace(line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
             self._log.append(line)
             self._speech.step(line, places(self._job.pipe))
         return signum
-
-
-def save(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
-    """Saves the state and the place in the data, together and whole; older checkpoints go.
-
-    Args:
-        job: the run.
-        state: that after the step.
-        step: its number, from 1.
-        architecture: the names of its blocks, if the run searches.
-
-    Raises:
-        ValueError: a parameter is NaN; the older checkpoints stay.
-    """
-
-    def check() -> None:
-        if lost := next(nan_leaves(job.pipe.session.own_params(state)), None):
-            raise ValueError(
-                f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it are "
-                "whole; a lower learning rate may help"
-            )
-
-    job.hosts.together("parameters", check)
-    extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
-    extra |= {"architecture": list(architecture)} if job.search else {}
-    job.pipe.save(job.run.checkpoint(step), state, extra)
-    if job.hosts.process == 0:
-        job.run.prune()
 
 
 class Clock:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
@@ -59,7 +59,8 @@ class Hosts:
 
     `store` is what they tell one another through; every process asks the same things in the same order. `address` is
     that of this host for the others; by default that over which it reaches the first process. `names` are those of the
-    hosts, by process, once they are connected; `link` is that between two of them, once it is measured.
+    hosts, by process, once they are connected; `link` is that between two of them, once it is measured. What is told on
+    one `channel` does not wait for what is told on another.
     """
 
     process: int
@@ -70,10 +71,12 @@ class Hosts:
     names: Sequence[str] = ()
     link: Link | None = None
     transport: Transport | None = None
+    channel: str = ""
     _told: int = field(default=0, repr=False)
     _key: str = field(default="", repr=False)
     _awaited: str = field(default="", repr=False)
     _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=_ASKED), repr=False)
+    _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
         """Tells all processes a value, and returns everybody's by process.
@@ -84,7 +87,7 @@ class Hosts:
         if self.count == 1:
             return [value]
         self._told += 1
-        key, before = f"jvpipe/{self._told}/{name}/", self._key
+        key, before = f"jvpipe/{self.channel}{self._told}/{name}/", self._key
         self._key = f"{key}{self.process}"
         try:
             self.store.key_value_set(self._key, base64.b85encode(value).decode())
@@ -99,6 +102,15 @@ class Hosts:
             gone = self.gone(wait_s=_LOOK_S) or f"{self.named(0)} does not answer"
             raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came: {reason}") from error
         return list(map(base64.b85decode, told))
+
+    def aside(self, name: str) -> "Hosts":
+        """The same processes on a channel of their own, for another thread; every call gives the same one.
+
+        Args:
+            name: of the channel.
+        """
+        fresh = {"_told": 0, "_key": "", "_awaited": "", "_asides": {}}
+        return self._asides.setdefault(name, replace(self, channel=f"{self.channel}{name}/", **fresh))
 
     def _answer(self, key: str, process: int, name: str) -> str:
         """What a process tells under a key, as soon as it does."""

@@ -1,6 +1,6 @@
 """The states of a session on disk: saved by parameter path, restored under the plan of whoever restores."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,38 @@ from jvpipe.runtime.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.session.agreement import agreed_parts, agreed_rows
 from jvpipe.session.session import Session
 
 
-def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
+@dataclass(frozen=True)
+class Snapshot:
+    """A state on the host, which no step changes any more; of several processes what this one holds of it."""
+
+    arrays: Arrays
+    meta: dict[str, Any]
+    hosts: Hosts | None
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as a checkpoint, in any thread; of several processes all do, one checkpoint after another.
+
+        Args:
+            path: a folder.
+        """
+        if self.hosts is None:
+            save_checkpoint(path, self.arrays, self.meta)
+        else:
+            save_parts(self.hosts, path, self.arrays, self.meta)
+
+
+def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
+    """Copies a state to the host, to be written later; of several processes all call it.
 
     Args:
         session: what the state belongs to.
-        path: a folder.
         state: at rest, or in flight.
         extra: kept with it; what JSON can hold.
     """
@@ -37,9 +57,20 @@ def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
-        save_checkpoint(path, held(), meta)
-    else:
-        save_parts(hosts, path, hosts.together("state", held), meta)
+        return Snapshot(held(), meta, None)
+    return Snapshot(hosts.together("state", held), meta, hosts.aside("checkpoints"))
+
+
+def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:
+    """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
+
+    Args:
+        session: what the state belongs to.
+        path: a folder.
+        state: at rest, or in flight.
+        extra: kept with it; what JSON can hold.
+    """
+    snapshot(session, state, extra).write(path)
 
 
 def restore(session: Session, path: str | Path) -> State:

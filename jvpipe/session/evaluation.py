@@ -14,7 +14,7 @@ Tree = Any
 
 
 def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
-    """Runs the forward of a batch; nothing changes.
+    """Runs the forward of a batch; nothing changes, and what is measured of steps stays.
 
     Args:
         session: what the state belongs to.
@@ -39,6 +39,7 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
     session.limits.check(peaks, devices)
     for device, size in enumerate(beside):
         session.ledger.hold(device, size)
+    monitor, session.controller.monitor = session.controller.monitor, None
     try:
         if params:
             arrays = with_leaves(names_of(compiled, 0), arrays, ValueKind.PARAMETER, params, consume=False)
@@ -46,6 +47,7 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
         _, values = session.controller.run(compiled.evaluation, arrays, feeds, Moment(state.step))
         session.controller.settle()
     finally:
+        session.controller.monitor = monitor
         for device, size in enumerate(beside):
             session.ledger.drop(device, size)
     return session.metrics_of(compiled, values)

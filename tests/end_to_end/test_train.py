@@ -23,8 +23,7 @@ import jvpipe
 from experiments.faults.runs import page
 from jvpipe import models
 from jvpipe.cli import train as train_command
-from jvpipe.cli import training
-from jvpipe.cli.job import Job
+from jvpipe.cli.keeping import Keeper
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.commands import finished, running
@@ -303,14 +302,13 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
 
 def told_at_the_end(arguments: Sequence[str]) -> int:
     """The command line, which is sent a signal when its last step is done, before that is saved."""
-    save = training.save
+    save = Keeper.save
 
-    def saved(job: Job, state: Any, step: int, architecture: Sequence[str]) -> None:
-        if step == job.steps:
-            signal.raise_signal(signal.SIGTERM)
-        save(job, state, step, architecture)
+    def saved(*given: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        save(*given)
 
-    training.save = saved
+    Keeper.save = saved  # pyright: ignore[reportAttributeAccessIssue]
     return train_command.main(list(arguments))
 
 

@@ -1,0 +1,62 @@
+"""Checkpoints written beside the training: one at a time, in a thread of its own.
+
+What is written was copied to the host before, so no step waits for the disk, and none changes what is written. Orbax's
+CheckpointManager would give the thread and the retention as well, but with a format of its own: no digest of every
+file, none of our parts per process (its arrays are global ones that all processes hold together; ours lie with one
+process each, whatever the cut), no states in flight, and it decides alone what the folders are called and which go.
+With a handler that writes generations nothing of it would be left but the thread, which is this file.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class Writer:
+    """Runs one write at a time; what a write fails with is raised by whoever asks next.
+
+    A context manager: at its end what is under way is waited for; its failure is told unless something else went wrong.
+
+    >>> with Writer() as writer:
+    ...     writer.begin(lambda: print("written"))
+    written
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Begins a write, once the one before is done; raises what that failed with."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what the last write failed with, if it is known by now."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what is under way; raises what it failed with."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:
+                raise
