@@ -1,0 +1,54 @@
+"""Every command and every block of code in the README and in docs/ runs, at small sizes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
+from tests.forks import forked
+
+NOT_RUN = {"a GPU", "several hosts", "installs packages", "the whole suite", "the file is a profile of yours"}
+"""Why blocks are not run here: what they need is not here, or they would run these tests."""
+LANGUAGES = {"python", "sh", "toml", "yaml", "{toctree}", "{eval-rst}"}
+
+
+def test_what_is_not_run_says_why() -> None:
+    found = [block for page in PAGES for block in blocks(page)]
+    assert {block.why for block in found} - {None} == NOT_RUN
+    assert {block.language for block in found} <= LANGUAGES
+    assert all(block.file for block in found if block.language == "toml" and block.why is None)
+    assert all(block.why for block in found if block.language == "yaml")
+
+
+def test_commands_are_made_small() -> None:
+    command = "NPROC=1 python -m jvpipe.train --model gpt2 --size 124m --stages 8 --adapt --steps 500  # long"
+    small = ["--size", "tiny", "--stages", "4", "--adapt", "--steps", "2", "--batch-size", "8"]
+    assert words(command) == ["jvpipe.train", "--model", "gpt2", *small, "--data", "page.txt", "--planner", "even"]
+    assert words("make bert ARGS=") == words("python -m jvpipe.train --model bert")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
+    text = PAGES[page].read_text()
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^ {4}(?:python|pip|make|srun|import) .*", outside, re.MULTILINE) == []
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert "://" in link or (PAGES[page].parent / link).exists()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
+def test_code_runs(page: str, tmp_path: Path) -> None:
+    prepare(page, tmp_path)
+    with forked(run_code, page, stands=tmp_path) as running:
+        done = running.ended()
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))])
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    prepare(page, tmp_path)
+    for command in commands(page):
+        with forked(run_command, *words(command), stands=tmp_path) as running:
+            done = running.ended()
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
