@@ -10,12 +10,12 @@ import jax
 from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
 from jvpipe.planners import find_planner
 from jvpipe.report.explain import explain
 from jvpipe.report.order_reasons import order_reasons, search_reasons
-from jvpipe.report.reasons import cut_reasons
+from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
@@ -33,7 +33,6 @@ from jvpipe.session.arguments import (
     checked_name,
     checked_schedule,
     place_stages,
-    reported_limit,
     whole_number,
 )
 from jvpipe.session.background import beside_training
@@ -42,6 +41,7 @@ from jvpipe.session.model_switch import switch_model
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings
 from jvpipe.session.trigger import Rule
+from jvpipe.session.unlike import checked_speeds, device_limits
 from jvpipe.trace.leaves import is_initialiser, made_shapes
 
 Tree = Any
@@ -61,13 +61,17 @@ class Pipeline:
         planner: "jvpipe" (cuts and fates chosen jointly, for the step's seconds under the memory limit), "even",
             "torchgpipe" (balances measured seconds), "torchgpipe-size" (bytes of parameters), or one of "gpipe",
             "pipedream", "dapple", "vpipe", "dawnpiper", "adapipe", after the papers.
-        memory_limit: per device, bytes or a text such as "16GiB"; by default what the devices report, if they do.
+        memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one for each; by default what
+            each reports, if they do.
         host_memory_limit: for swapped values of all devices together, and what `update_model` parks.
         fates: of tensors by name, such as `{"*/attention/*": "swap"}`: "keep", "swap" or "recompute".
         checkpoint: torchgpipe's modes, which micro-batches are computed again from their stage's input: "always",
             "except_last" or "never".
         devices: one per stage, by default the first of `jax.devices()`; name one twice to share it. Where the schedule
-            runs several stages per device, `stages` and `devices` count the devices that the pipeline passes.
+            runs several stages per device, `stages` and `devices` count the devices that the pipeline passes. Unlike
+            devices get stages in the order that is best for planner "jvpipe".
+        speeds: how fast each device is beside the others, such as `[2.0, 1.0]`; layers are measured on one device of
+            each kind unless given.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -100,11 +104,12 @@ class Pipeline:
         microbatches: int = 4,
         schedule: str | Schedule = "1f1b",
         planner: str = "jvpipe",
-        memory_limit: int | str | None = None,
+        memory_limit: int | str | Sequence[int | str] | None = None,
         host_memory_limit: int | str | None = None,
         fates: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
         devices: Sequence[Device] | None = None,
+        speeds: Sequence[float] | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -125,6 +130,7 @@ class Pipeline:
             check_chooser(schedule, planner)
         used, places = place_stages(stages, devices, schedule)
         hosts = present_hosts()
+        planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
         self.session = Session(
             Settings(
                 loss_fn=loss_fn,
@@ -133,7 +139,7 @@ class Pipeline:
                 microbatches=microbatches,
                 schedule=schedule,
                 planner=planner,
-                memory_limit_bytes=parse_bytes(memory_limit) or reported_limit(used, hosts),
+                limits=device_limits(parse_limits(memory_limit), used, planned, hosts),
                 host_limit_bytes=parse_bytes(host_memory_limit),
                 fates=checked_fates(fates),
                 checkpoint=None if checkpoint is None else checked_name("checkpoint", checkpoint, "always"),
@@ -144,6 +150,7 @@ class Pipeline:
                 grad_norm=grad_norm,
                 remeasure=remeasure,
                 hosts=hosts,
+                speeds=checked_speeds(speeds, planned),
             )
         )
 
@@ -163,12 +170,13 @@ class Pipeline:
         planned = session.planned  # of another plan its reasons are none
         holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
         reasons: list[str] = []
+        layer_s = session.compiled_plans.layer_s
         if planned and holds:
-            reasons = cut_reasons(planned.problem, planned.decision)
+            layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
+            reasons = [*device_reasons(planned.problem), *cut_reasons(planned.problem, planned.decision)]
             reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
             reasons += [search_reasons(planned.found)] if planned.found else []
-        graph, layer_s = session.graph, session.compiled_plans.layer_s
-        return explain(graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
+        return explain(session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 
     # A run
 

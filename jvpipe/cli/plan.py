@@ -12,11 +12,11 @@ from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
-from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecasts import Forecast, asked, plan_for
-from jvpipe.session.question import on_cluster
+from jvpipe.session.question import on_cluster, profile_slowness
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,9 +67,10 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a profile of a model, under its limit and over its links unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
-    limit = parse_bytes(options.memory_limit) or file.memory_limit_bytes
-    stages = schedule.stages_on(options.stages)
-    problem = Problem(file.costs, stages, schedule, options.microbatches, limit, peer=file.link)
+    limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, options.stages)
+    problem = Problem(file.costs, schedule.stages_on(options.stages), schedule, options.microbatches, peer=file.link)
+    slowness = profile_slowness(cluster, options.stages, len(file.costs.layers))
+    problem = problem.told_apart(slowness, limits)
     return asked(problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph))
 
 

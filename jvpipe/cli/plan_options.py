@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jvpipe.cli.outputs import check_outputs
 from jvpipe.ir.extras import extra
-from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
 from jvpipe.session.forecasts import planner_names
@@ -30,7 +30,7 @@ class Options:
     hardware: str | None = None
     """A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph."""
     memory_limit: str | None = None
-    """What each device may hold, such as 16GiB; for a model, what the hardware has."""
+    """What each device may hold, such as 16GiB, or 24GiB,11GiB for two; for a model, what the hardware has."""
     schedule: str = "1f1b"
     """In which order the micro-batches run."""
     planner: str = "jvpipe"
@@ -64,7 +64,7 @@ def check(options: Options) -> list[str]:
     names = planner_names(options.compare or [options.planner])
     for name in names:
         check_chooser(find_schedule(options.schedule), name)
-    parse_bytes(options.memory_limit)
+    limits_of_each(parse_limits(options.memory_limit), options.stages)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
     check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})
     if options.figure is not None:

@@ -65,7 +65,7 @@ class Options:
     plan: str | None = None
     """A plan to follow, such as the plan.json of a run: nothing is planned then."""
     memory_limit: str | None = None
-    """What each device may hold, such as 2GiB."""
+    """What each device may hold, such as 2GiB, or 24GiB,11GiB for two."""
     host_memory_limit: str | None = None
     """What values swapped to the host may take there, of all devices together."""
     checkpoint: str | None = None

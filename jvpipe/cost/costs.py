@@ -5,7 +5,7 @@ from the jaxpr, or read from a profile that others took.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -47,6 +47,10 @@ class SplitCost:
         """All that is there between the halves."""
         return self.handed_bytes + self.kept_bytes
 
+    def slower(self, times: float) -> "SplitCost":
+        """The same on a device that takes so many times longer."""
+        return replace(self, input_s=times * self.input_s, weight_s=times * self.weight_s)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
@@ -67,6 +71,20 @@ class LayerCost:
     input_bytes: int = 0
     temporary_bytes: int = 0
     split: SplitCost | None = None
+
+    def slower(self, times: float) -> "LayerCost":
+        """The same layer on a device that takes so many times longer for it.
+
+        >>> LayerCost("block", 1.0, 2.0, (Option(0, extra_s=0.5),)).slower(2.0).options[0].extra_s
+        1.0
+        """
+        return replace(
+            self,
+            forward_s=times * self.forward_s,
+            backward_s=times * self.backward_s,
+            options=tuple(replace(option, extra_s=times * option.extra_s) for option in self.options),
+            split=self.split and self.split.slower(times),
+        )
 
 
 @dataclass(frozen=True, slots=True)

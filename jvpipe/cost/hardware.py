@@ -54,7 +54,7 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines of equal devices.
+    """Machines of devices: all are `device`, or those of `unlike`, machine by machine, the first of which is `device`.
 
     `host` is the link of each device to its host, `peer` the one between devices of a machine, `network` the one
     between machines. `peer_uses_host` says that transfers between devices take the host's links (PCIe): then they
@@ -70,11 +70,22 @@ class Cluster:
     network: Link = INFINITE
     peer_uses_host: bool = True
     host_memory_bytes: int | None = None
+    unlike: tuple[Accelerator, ...] = ()
 
     @property
     def devices(self) -> int:
         """The number of devices."""
         return self.devices_per_machine * self.machines
+
+    @property
+    def accelerators(self) -> tuple[Accelerator, ...]:
+        """What each device is.
+
+        >>> small, large = (Accelerator(name, 10**9, 1e9, {}) for name in ("small", "large"))
+        >>> [each.name for each in Cluster("mixed", large, 2, unlike=(large, small)).accelerators]
+        ['large', 'small']
+        """
+        return self.unlike or (self.device,) * self.devices
 
     def between(self, a: int, b: int) -> Link:
         """The link from device `a` to device `b`; devices are counted machine by machine."""

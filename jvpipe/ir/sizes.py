@@ -1,6 +1,7 @@
 """Sizes in bytes, as people write them."""
 
 import re
+from collections.abc import Sequence
 
 _BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
@@ -24,6 +25,43 @@ def parse_bytes(size: int | str | None) -> int | None:
     if size_bytes > MOST_BYTES:
         raise ValueError(f"memory limit {size!r} is more than {MOST_BYTES} bytes, which no device has: leave it out")
     return int(size_bytes)
+
+
+def parse_limits(sizes: int | str | Sequence[int | str] | None) -> int | tuple[int, ...] | None:
+    """One limit for all devices, or one for each: of a sequence, or a text with commas.
+
+    >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
+    ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
+    """
+    if isinstance(sizes, str) and "," in sizes:
+        sizes = sizes.split(",")
+    if sizes is None or isinstance(sizes, int | str) or not isinstance(sizes, Sequence):
+        return parse_bytes(sizes)
+    limits = [parse_bytes(size) for size in sizes]
+    if not limits or None in limits:
+        raise ValueError(f"memory limits {sizes!r}: give one size for all devices, or one for each")
+    return tuple(limit for limit in limits if limit is not None)
+
+
+def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
+    """The limit of each of so many devices; none if there is no limit.
+
+    Raises:
+        ValueError: there are more or fewer limits than devices.
+
+    >>> limits_of_each(24, 3), limits_of_each((24, 11), 2), limits_of_each(None, 2)
+    ((24, 24, 24), (24, 11), ())
+    """
+    if limits is None:
+        return ()
+    each = (limits,) * devices if isinstance(limits, int) else limits
+    if len(each) != devices:
+        told = ", ".join(map(format_bytes, each))
+        raise ValueError(
+            f"{len(each)} memory limits ({told}) for {devices} devices: give one for each device, in their order, or "
+            "a single one for all"
+        )
+    return each
 
 
 def format_bytes(size: int) -> str:

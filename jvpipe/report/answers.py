@@ -29,7 +29,7 @@ class Answer:
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""
         limit = problem.memory_limit_bytes
-        return self.evaluation is not None and (limit is None or self.evaluation.peak_bytes <= limit)
+        return self.evaluation is not None and (limit is None or self.evaluation.limit_bytes <= limit)
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
@@ -63,7 +63,7 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         }
     costs = problem.costs
     ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.decision.plan(costs, problem.schedule.name, answer.planner, problem.places)
+    plan = answer.plan or answer.decision.plan(costs, problem.schedule.name, answer.planner, problem.where)
     stages = [
         {
             "layers": list(ids[i:j]),
@@ -93,11 +93,14 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
-    first, limit = answers[0], problem.memory_limit_bytes
+    first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
-    peaks = [stage.peak_bytes for stage in first.evaluation.stages]
+    stages = first.evaluation.stages
+    over = [stage.peak_bytes + problem.less_bytes(s) for s, stage in enumerate(stages)]
+    s = over.index(max(over))
+    limit = problem.limit_of(problem.places[s])
     return (
-        f"{first.planner} looks at no limit: its plan takes {max(peaks)} bytes on stage {peaks.index(max(peaks))}, and "
+        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes on stage {s}, and "
         f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
     )
 
@@ -105,7 +108,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
     """A limit that one of the answers would keep."""
     would_do = [answer.infeasible.smallest_limit_bytes for answer in answers if answer.infeasible is not None]
-    return min(would_do + [answer.evaluation.peak_bytes for answer in answers if answer.evaluation is not None])
+    return min(would_do + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None])
 
 
 def summary(problem: Problem, answer: Answer, bound_s: float) -> str:

@@ -37,17 +37,17 @@ def check_format(path: str | Path) -> None:
 
 
 def timeline_figure(
-    timeline: Timeline | Sequence[Span], path: str | Path, limit_bytes: int | None = None, title: str = ""
+    timeline: Timeline | Sequence[Span], path: str | Path, limits: Sequence[int] = (), title: str = ""
 ) -> None:
     """Draws a timeline to `path` (the suffix says the format: png, svg, pdf).
 
     A row for each device, and a thinner one for each link with traffic; a box for each task, with the number of its
-    micro-batch where it fits. Under it, if the timeline knows them, bytes over time per device, and `limit_bytes`.
+    micro-batch where it fits. Under it, if the timeline knows them, bytes over time per device, and their `limits`.
 
     Args:
         timeline: simulated, or measured spans.
         path: of the picture; its suffix says the format: png, svg, pdf.
-        limit_bytes: a line in the curves of bytes.
+        limits: lines in the curves of bytes.
         title: of the picture.
     """
     spans = list(timeline.spans() if isinstance(timeline, Timeline) else timeline)
@@ -62,7 +62,7 @@ def timeline_figure(
     end_s = max((span.end_s for span in spans), default=1.0)
     _draw_rows(axes[0], spans, rows, (end_s - start_s) or 1.0)
     if curves:
-        _draw_curves(axes[1], curves, end_s, limit_bytes)
+        _draw_curves(axes[1], curves, end_s, limits)
     axes[-1].set_xlim(start_s, end_s)
     axes[-1].xaxis.set_major_formatter(EngFormatter(unit="s"))
     axes[0].set_title(title, loc="left", fontsize=10)
@@ -97,7 +97,7 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
     _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limit_bytes: int | None) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limits: Sequence[int]) -> None:
     """Bytes as steps; what lies on the host is dotted."""
     for i, curve in enumerate(curves):
         if curve.space == "device" or curve.most_bytes:
@@ -110,10 +110,8 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limit_bytes:
                 linewidth=1.3,
                 label=f"{curve.place}: {format_bytes(curve.most_bytes)}",
             )
-    if limit_bytes is not None:
-        axes.axhline(
-            limit_bytes, color="black", linestyle="--", linewidth=1, label=f"limit: {format_bytes(limit_bytes)}"
-        )
+    for limit in sorted(set(limits), reverse=True):
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"limit: {format_bytes(limit)}")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size)).replace(".00", "")))

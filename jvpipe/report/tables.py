@@ -25,7 +25,7 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
     for s, ((i, j), cost) in enumerate(zip(pairwise(decision.bounds), evaluation.stages, strict=True)):
         seconds = (cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s)
         table.add_row(
-            str(s),
+            f"{s}, {problem.name_of(s)}" if problem.traits else str(s),
             f"{ids[i]} to {ids[j - 1]} ({j - i})",
             *(f"{1e3 * x:.2f}" for x in seconds),
             str(cost.in_flight),

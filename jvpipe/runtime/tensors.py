@@ -96,12 +96,12 @@ def parked_bytes(parked: Mapping[Identity, Any]) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that each device, and the host, may hold at any instant.
+    """Bytes that each device, and the host, may hold at any instant: one number for all devices, or one for each.
 
     On the host `parked` arrays, which the present model lacks, lie beside what is swapped.
     """
 
-    device_bytes: int | None = None
+    device_bytes: int | Sequence[int] | None = None
     host_bytes: int | None = None
     parked: Mapping[Identity, Any] = field(default_factory=dict)
 
@@ -116,21 +116,27 @@ class Limits:
         Raises:
             MemoryLimitExceeded: it would.
         """
-        worst, host, beside = max(peaks[:HOST], key=lambda peak: peak.bytes), peaks[HOST], parked_bytes(self.parked)
-        if self.device_bytes is not None and worst.bytes > self.device_bytes:
-            raise _exceeded(str(devices[peaks.index(worst)]), worst, self.device_bytes, idle)
+        own, host, beside = peaks[:HOST], peaks[HOST], parked_bytes(self.parked)
+        if self.device_bytes is not None:
+            given = self.device_bytes
+            limits = [given] * len(own) if isinstance(given, int) else given
+            over = [peak.bytes - limit for peak, limit in zip(own, limits, strict=True)]
+            if max(over) > 0:
+                d = over.index(max(over))
+                raise _exceeded(str(devices[d]), own[d], limits[d], idle, max(peak.bytes for peak in own))
         if self.host_bytes is not None and host.bytes + beside > self.host_bytes:
             holders = (*host.holders, ("parked", beside)) if beside else host.holders
             raise _exceeded(
-                "the host", replace(host, bytes=host.bytes + beside, holders=holders), self.host_bytes, idle
+                "the host", replace(host, bytes=host.bytes + beside, holders=holders), self.host_bytes, idle, 0
             )
 
 
-def _exceeded(place: str, peak: Peak, limit: int, idle: str) -> MemoryLimitExceeded:
+def _exceeded(place: str, peak: Peak, limit: int, idle: str, most: int) -> MemoryLimitExceeded:
+    """The error; one limit for all devices must be at least the `most` that one holds."""
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(
         f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
         f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",
-        peak.bytes,
+        max(most, peak.bytes),
     )

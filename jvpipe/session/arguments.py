@@ -1,16 +1,14 @@
 """Checks of what a user gives: devices, batches, the optimizer."""
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jvpipe._jax import Device, Tracer, is_own
+from jvpipe._jax import Device, Tracer
 from jvpipe.ir.plan import Plan
-from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.trace.keys import is_key
@@ -198,13 +196,3 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
             )
         order.append(left[process].pop(0))
     return tuple(order)
-
-
-def reported_limit(devices: Sequence[Device], hosts: Hosts | None = None) -> int | None:
-    """The memory that the smallest of the devices of all processes reports; None if they do not (CPUs)."""
-    stats = [device.memory_stats() for device in devices if is_own(device)]
-    limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
-    if hosts is not None:
-        told = hosts.exchange("devices' memory", json.dumps(limits).encode())
-        limits = [limit for process in told for limit in json.loads(process)]
-    return min(limits, default=None)

@@ -56,9 +56,10 @@ class CompiledPlans:
         self.settings, self._store = settings, store
         self._follows = present is not None  # which waits meanwhile: finer layers are not tried
         self.runs: Runs = {} if present is None else present.runs
-        self._room_bytes = limit = settings.memory_limit_bytes
-        if present is not None and limit is not None:
-            self._room_bytes = limit - present.current.peaks[0].bytes
+        first = settings.places[0] if settings.places else 0  # the device that layers are timed on
+        self._room_bytes = settings.limits[first] if settings.limits else None
+        if present is not None and self._room_bytes is not None:
+            self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
         self._warmup: dict[Any, CompiledPlan] = {}
         self._leaves: dict[Name, Leaf] = {}

@@ -13,9 +13,9 @@ from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.extras import extra
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import parse_bytes
+from jvpipe.ir.sizes import parse_limits
 from jvpipe.planners import PLANNERS, find_planner
-from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.model.forecast import forecast, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -30,7 +30,7 @@ from jvpipe.report.answers import (
     summary,
     why_not,
 )
-from jvpipe.report.reasons import cut_reasons
+from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
@@ -97,13 +97,13 @@ class Forecast:
 
     @property
     def reasons(self) -> list[str]:
-        """Why each cut is where it is."""
-        return cut_reasons(self.problem, self._decision)
+        """How devices differ, and why each cut is where it is."""
+        return [*device_reasons(self.problem), *cut_reasons(self.problem, self._decision)]
 
     @cached_property
     def lower_bound_s(self) -> float:
         """Seconds of a step that no plan under the limit is below."""
-        return lower_bound(self.problem) if self.answers[0].decision is not None else math.inf
+        return least_bound(self.problem) if self.answers[0].decision is not None else math.inf
 
     def why_not(self) -> str:
         """Why no plan keeps the limit, and what would."""
@@ -115,7 +115,7 @@ class Forecast:
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
         title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner)))
-        timeline_figure(self.simulation, Path(path), self.problem.memory_limit_bytes, title)
+        timeline_figure(self.simulation, Path(path), self.problem.limits, title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""
@@ -162,7 +162,7 @@ def plan_for(
     stages: int = 4,
     *,
     hardware: str | Cluster = "a100-40gb",
-    memory_limit: int | str | None = None,
+    memory_limit: int | str | Sequence[int | str] | None = None,
     microbatches: int = 8,
     schedule: str | Schedule = "1f1b",
     planner: str | Sequence[str] = "jvpipe",
@@ -179,8 +179,8 @@ def plan_for(
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
         stages: how many devices.
-        hardware: a cluster, by name such as "h100", as a TOML file, or as it is.
-        memory_limit: per device, bytes or "16GiB"; what the devices have unless given.
+        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
+        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
         microbatches: how many a batch is split into.
         schedule: by name, or one with options.
         planner: by name; several are compared, "all" of them if that is said.
@@ -212,7 +212,7 @@ def plan_for(
     rest = checked_schedule(schedule), model_state, has_aux, has_state
     question = Question(loss_fn, params, batch, optimizer, *counts, *rest)
     cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
-    problem = question.problem(cluster, parse_bytes(memory_limit))
+    problem = question.problem(cluster, parse_limits(memory_limit))
     found = asked(problem, names, title, question)
     return with_splits(question, found) if names == ["jvpipe"] else found
 
@@ -277,7 +277,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
         question: names the model, which is traced again.
         whole: the answer with whole layers.
     """
-    first, schedule = whole.answers[0], question.schedule
+    first = whole.answers[0]
     cluster, decision, given = whole.problem.cluster, first.decision, first.plan
     if cluster is None or decision is None or given is None:
         return whole
@@ -286,14 +286,13 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
         return whole
     start_s = time.perf_counter()
     model = question.trace()
-    open_order = replace(whole.problem, schedule=schedule, stages=schedule.stages_on(question.stages))
 
     def cut(traced: Traced) -> OptimizerCut:
         return question.cut(model.params, traced)
 
     def plan(traced: Traced) -> CutCandidate:
         optimizer = cut(traced)
-        finer = replace(open_order, costs=question.costs(cluster, traced, optimizer))
+        finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
         return CutCandidate(traced, optimizer, ask(first.planner, finer))
 
     begin = CutCandidate(model.traced, cut(model.traced), planned)

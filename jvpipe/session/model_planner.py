@@ -71,12 +71,12 @@ class ModelPlanner:
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        limited = chooses and settings.memory_limit_bytes is not None and not settings.fates  # which name whole layers
+        limited = chooses and settings.limits and not settings.fates  # which name whole layers
         best, rounds = (
             splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
         )
         if chooses and finer and settings.schedule != AUTO:  # whose orders even out what whole layers leave uneven
-            best = splitter.better(best, self._candidate, rounds, limited=limited)
+            best = splitter.better(best, self._candidate, rounds, limited=bool(limited))
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
         return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
 
@@ -90,8 +90,10 @@ class ModelPlanner:
             settings.schedule,
             settings.microbatches,
             settings.places,
-            settings.memory_limit_bytes,
+            settings.limits,
             settings.host_limit_bytes,
+            settings.speeds,
+            fixed=settings.hosts is not None,
         )
         known = self.runs, self.room_bytes, self.archive, self.between_hosts
         with phase("measuring layers and links"):

@@ -1,20 +1,25 @@
 """From a traced model to its plan: what must be measured is measured, and the planner asked."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import FateRule, find_planner
+from jvpipe.planners.joint.device_orders import least_of, orders, worth_searching
 from jvpipe.planners.joint.floor import Floor, floor
 from jvpipe.planners.joint.order_search import Found, find_order
+from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
@@ -25,6 +30,7 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, may_split
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.unlike import given_slowness, measured_slowness
 from jvpipe.trace.graph import Traced
 
 _ATTEMPTS = 5
@@ -35,20 +41,26 @@ _NEAR = 1.2
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan; `places[s]` is the device of stage s."""
+    """A request for a plan; `places[s]` is the device of stage s.
+
+    `limits` are what each device may hold (none: there is no limit), `speeds` how fast each is beside the others (none:
+    what is measured tells). Unlike devices get stages in another order if that is better, unless they are `fixed`.
+    """
 
     planner: str
     stages: int
     schedule: Schedule
     microbatches: int
     places: tuple[int, ...]
-    memory_limit_bytes: int | None = None
+    limits: tuple[int, ...] = ()
     host_limit_bytes: int | None = None
+    speeds: tuple[float, ...] = ()
+    fixed: bool = False
 
     @property
     def chooses(self) -> bool:
         """True if fates are to be chosen: by a planner that does, under a limit."""
-        return self.memory_limit_bytes is not None and find_planner(self.planner).fate_rule is FateRule.CHOOSES
+        return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
     @property
     def splits(self) -> bool:
@@ -67,14 +79,25 @@ class Planned:
 
     @property
     def layer_s(self) -> list[float] | None:
-        """Seconds of each layer's forward and backward, if they were measured."""
+        """Seconds of each layer's forward and backward on the device that was measured, if one was."""
         seconds = [layer.forward_s + layer.backward_s for layer in self.problem.costs.layers]
         return seconds if any(seconds) else None
 
     @property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated."""
+        return simulated_step_s(self.problem, evaluate(self.problem, self.decision).stages)
+
+    @property
+    def placed(self) -> list[LayerCost]:
+        """The layers, as the devices take them that they are on."""
+        stages = enumerate(pairwise(self.decision.bounds))
+        return [layer for s, (i, j) in stages for layer in self.problem.layers_on(s)[i:j]]
+
+    @property
     def recompute_s(self) -> float:
         """Seconds per step of all devices together that go into what layers do not keep."""
-        chosen = zip(self.problem.costs.layers, self.decision.choices, strict=True)
+        chosen = zip(self.placed, self.decision.choices, strict=True)
         return self.problem.microbatches * sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
 
 
@@ -104,30 +127,38 @@ def measure(
         between_hosts: the link from the devices of one process to those of another, if there are several: it is the
             slowest, and counts for all.
     """
-    first, *others = (devices[place] for place in dict.fromkeys(request.places))
+    first, *others = used = [devices[place] for place in dict.fromkeys(request.places)]
     others = [device for device in others if is_own(device)]
-    links = None
+    links, slowness = None, None
     if not find_planner(request.planner).asks_seconds:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
         costs: Costs = costs_of(
             traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
         )
     else:
-        options = {"fates": request.chooses, "split": request.splits, "known": known}
-        options |= {"room_bytes": room_bytes, "archive": archive}
-        costs = measured_costs(traced, first, store, optimizer, request.microbatches, **options)
+        timed = {"room_bytes": room_bytes, "archive": archive}
+        wanted = {"fates": request.chooses, "split": request.splits, "known": known}
+        costs = measured_costs(traced, first, store, optimizer, request.microbatches, **wanted, **timed)
+        other_costs = partial(measured_costs, traced, store=store, fates=False, **timed)
+        slowness = None if request.speeds else measured_slowness(used, other_costs, costs)
         links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
-    return Problem(
+    problem = Problem(
         costs,
         request.stages,
         request.schedule,
         request.microbatches,
-        request.memory_limit_bytes,
-        request.host_limit_bytes,
+        host_limit_bytes=request.host_limit_bytes,
         host=links.host if links and request.chooses else INFINITE,
         peer=between_hosts or (links.send if links else INFINITE),
         peer_uses_host=links is not None and request.chooses and links.send_uses_host,
     )
+    numbers = request.places[: problem.devices]
+    if slowness is None:
+        each = [given_slowness(request.speeds, numbers[0], d, len(costs.layers)) for d in numbers]
+    else:
+        each = [slowness[used.index(devices[d])] for d in numbers]
+    limits, names = [request.limits[d] for d in numbers if request.limits], [str(devices[d]) for d in numbers]
+    return problem.told_apart(each, limits, names, numbers)
 
 
 def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned:
@@ -144,71 +175,108 @@ def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], S
     Raises:
         MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the limit that it names.
     """
-    limit, planner = request.memory_limit_bytes, find_planner(request.planner)
+    limit, planner = problem.memory_limit_bytes, find_planner(request.planner)
     if limit is None or not planner.asks_seconds:
-        return ask(request.planner, problem, request.places)
+        return ask(request.planner, problem, request.places, fixed=request.fixed)
+    less = {each.device: each.less_bytes for each in problem.traits}
+
+    def needed_of(plan: Plan) -> Sequence[int]:
+        held = zip(held_bytes_of(plan), plan.stages, strict=True)
+        return [size + less.get(stage.devices[0], 0) for size, stage in held]
+
     roomy = request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit  # others may hold less than 1F1B
-    least = None if roomy else _least(request, problem, limit, held_bytes_of)
-    planned = _unlimited(request, problem, held_bytes_of) or _within(request, problem, least, held_bytes_of)
+    least = None if roomy else _least(request, problem, limit, needed_of)
+    planned = _unlimited(request, problem, needed_of) or _within(request, problem, least, needed_of)
     if planned is None:
-        least = least or _least(request, problem, limit, held_bytes_of)
-        planned = _planned(request, problem, least.decision)
+        least = least or _least(request, problem, limit, needed_of)
+        planned = _planned(request.planner, least.problem, least.floor.decision, request.places)
         if request.planner != "jvpipe":
             told = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
             _log.warning(told, request.planner, limit)
     return planned
 
 
-def _least(request: Request, problem: Problem, limit: int, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Floor:
-    """The plan that holds the least, if it keeps the limit."""
+class _Least(NamedTuple):
+    """The plan that holds the least, and the order of devices that it is for."""
 
-    def held_bytes(decision: Decision) -> Sequence[int]:
-        return held_bytes_of(_planned(request, problem, decision).plan)
+    floor: Floor
+    problem: Problem
 
-    least = floor(problem, held_bytes, limit, keeps=find_planner(request.planner).fate_rule is FateRule.KEEPS)
-    if least.bytes > limit:
+
+def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> _Least:
+    """The plan that holds the least, if it keeps the limit; of unlike devices in the best of their orders."""
+    every = [problem] if request.fixed else orders(problem)
+    by_room = {tuple(each.less_bytes for each in one.traits): one for one in reversed(every)}
+    found = list[_Least]()
+    for one in reversed(by_room.values()):
+        found.append(_Least(_floor(request, one, limit, needed_of), one))
+        if found[-1].floor.bytes <= limit:
+            return found[-1]
+    least = min(found, key=lambda x: x.floor.bytes)
+    stage, enough = least.floor.stage, least.floor.bytes
+    if not problem.traits:
         raise MemoryLimitExceeded(
-            f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {least.stage} would "
-            f"hold the most. A limit of {least.bytes:,} bytes would do; so may more stages or more micro-batches",
-            least.bytes,
+            f"no plan of {request.planner} keeps the limit of {limit:,} bytes per device: stage {stage} would "
+            f"hold the most. A limit of {enough:,} bytes would do; so may more stages or more micro-batches",
+            enough,
         )
-    return least
+    less = {each.device: each.less_bytes for each in problem.traits}
+    own = limit - less[least.problem.where[stage]]
+    alike = _floor(request, replace(problem, traits=()), 0, lambda plan: _without(less, needed_of(plan), plan))
+    raise MemoryLimitExceeded(
+        f"no plan of {request.planner} keeps the limits of the devices: at best {least.problem.name_of(stage)}, which "
+        f"may hold {own:,} bytes, would hold {enough - limit:,} more. {alike.bytes:,} bytes for each would do; so may "
+        "more stages or more micro-batches",
+        alike.bytes,
+    )
 
 
-def _unlimited(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned | None:
+def _floor(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> Floor:
+    def needed_bytes(decision: Decision) -> Sequence[int]:
+        return needed_of(_planned(request.planner, problem, decision, request.places).plan)
+
+    return floor(problem, needed_bytes, limit, keeps=find_planner(request.planner).fate_rule is FateRule.KEEPS)
+
+
+def _without(less: Mapping[int, int], needed: Sequence[int], plan: Plan) -> list[int]:
+    """What devices hold, of what limits they need if some may hold less than others."""
+    return [size - less[stage.devices[0]] for size, stage in zip(needed, plan.stages, strict=True)]
+
+
+def _unlimited(request: Request, problem: Problem, needed_of: Callable[[Plan], Sequence[int]]) -> Planned | None:
     """The plan of no limit, for a planner that chooses fates, if the lists say that it keeps the limit.
 
     It may keep it even if the planner, whose count is near what the lists hold and never much below it, counts more.
     """
-    limit, free = request.memory_limit_bytes, replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+    limit, free = problem.memory_limit_bytes, replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
     assert limit is not None
     if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
         return None
-    planned = ask(request.planner, free, request.places)
-    near = evaluate(planned.problem, planned.decision).peak_bytes <= _NEAR * limit
+    planned = ask(request.planner, free, request.places, fixed=request.fixed)
+    near = evaluate(planned.problem, planned.decision).limit_bytes <= _NEAR * limit
     planned = replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
-    return planned if near and max(held_bytes_of(planned.plan)) <= limit else None
+    return planned if near and max(needed_of(planned.plan)) <= limit else None
 
 
 def _within(
-    request: Request, problem: Problem, least: Floor | None, held_bytes_of: Callable[[Plan], Sequence[int]]
+    request: Request, problem: Problem, least: _Least | None, needed_of: Callable[[Plan], Sequence[int]]
 ) -> Planned | None:
     """The planner's plan under the limit; should the lists hold more than it counts, under a limit smaller by as much.
 
     At first the planner may count as much as it does for the plan that holds the least.
     """
-    limit = request.memory_limit_bytes
+    limit = problem.memory_limit_bytes
     assert limit is not None
-    counted = evaluate(problem, least.decision).peak_bytes if least else limit
+    counted = evaluate(least.problem, least.floor.decision).limit_bytes if least else limit
     asked, before = replace(problem, memory_limit_bytes=max(limit, counted)), None
     for _ in range(_ATTEMPTS):
         try:
-            planned = ask(request.planner, asked, request.places)
+            planned = ask(request.planner, asked, request.places, fixed=request.fixed)
         except Infeasible:
             return None
         if planned.plan == before:
             return None
-        over = max(held_bytes_of(planned.plan)) - limit
+        over = max(needed_of(planned.plan)) - limit
         if over <= 0:
             return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
         asked = replace(asked, memory_limit_bytes=max((asked.memory_limit_bytes or 0) - over, 1))
@@ -216,29 +284,36 @@ def _within(
     return None
 
 
-def ask(planner: str, problem: Problem, places: Sequence[int] | None = None) -> Planned:
-    """Asks a planner, and for the order of tasks too where it is left open.
+def ask(planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False) -> Planned:
+    """Asks a planner, and for the order of tasks too where it is left open; `jvpipe` also for that of unlike devices.
 
     Args:
         planner: by its name.
         problem: to be answered; that of the answer has its order.
-        places: of the stages, or of the devices where the order is open; their numbers unless given.
+        places: of the stages, or of the devices where the order is open; their numbers unless given. Unlike devices
+            have numbers of their own.
+        fixed: the devices stay in the order that they have.
 
     Raises:
         Infeasible: it finds nothing that keeps the limit.
     """
+    chooses = problem.traits and planner == "jvpipe" and not fixed  # other planners are to do as their papers say
+    asked = worth_searching(problem) if chooses else [problem]
+    return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
+
+
+def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
+    """The answer for devices in this order."""
     if problem.schedule != AUTO:
-        decision = find_planner(planner).decide(problem)
-        plan = decision.plan(problem.costs, problem.schedule.name, planner, places or problem.places)
-        return Planned(plan, problem, decision)
+        return _planned(planner, problem, find_planner(planner).decide(problem), places)
     found = find_order(problem)
     plan = found.plan(problem.costs, planner)
-    at = places or range(problem.devices)
+    at = [each.device for each in problem.traits] or places or range(problem.devices)
     stages = (replace(stage, devices=(at[stage.devices[0]],)) for stage in plan.stages)
     answered = replace(problem, schedule=found.schedule, stages=len(plan.stages))
     return Planned(replace(plan, stages=tuple(stages)), answered, found.decision, found)
 
 
-def _planned(request: Request, problem: Problem, decision: Decision) -> Planned:
-    places: Sequence[int] = request.places
-    return Planned(decision.plan(problem.costs, request.schedule.name, request.planner, places), problem, decision)
+def _planned(planner: str, problem: Problem, decision: Decision, places: Sequence[int] | None) -> Planned:
+    where = problem.where if problem.traits or places is None else places
+    return Planned(decision.plan(problem.costs, problem.schedule.name, planner, where), problem, decision)

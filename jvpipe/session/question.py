@@ -8,10 +8,10 @@ import jax
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.hardware import INFINITE, Cluster, Link
+from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import MOST_BYTES
+from jvpipe.ir.sizes import MOST_BYTES, limits_of_each
 from jvpipe.planners.model.problem import Problem
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
@@ -83,10 +83,10 @@ class Question:
         )
 
     def costs(self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None) -> Costs:
-        """The estimated costs on a cluster.
+        """The estimated costs on the first device of a cluster.
 
         Args:
-            cluster: on whose devices.
+            cluster: on whose first device.
             traced: the model, if it is traced already.
             optimizer: then its optimizer, cut for that trace.
         """
@@ -95,6 +95,26 @@ class Question:
             traced, optimizer = model.traced, self.cut(model.params, model.traced)
         split = may_split(self.schedule, self.stages, self.microbatches)
         return estimate(traced, cluster, optimizer, self.microbatches, split=split)
+
+    def slowness(self, cluster: Cluster, traced: Traced, costs: Costs) -> list[tuple[float, ...]]:
+        """How many times longer each device takes for each layer than these costs say; none for those like the first.
+
+        Args:
+            cluster: has the devices.
+            traced: the model.
+            costs: on the first of them.
+        """
+        first_s = [layer.forward_s + layer.backward_s for layer in costs.layers]
+        known: dict[str, tuple[float, ...]] = {str(cluster.device): ()}
+
+        def of(kind: Accelerator) -> tuple[float, ...]:
+            if str(kind) not in known:
+                other = estimate(traced, replace(cluster, device=kind, unlike=()), fates=False).layers
+                other_s = [layer.forward_s + layer.backward_s for layer in other]
+                known[str(kind)] = tuple(b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True))
+            return known[str(kind)]
+
+        return [of(kind) for kind in cluster.accelerators[: self.stages]]
 
     def held_bytes(self, plan: Plan) -> list[int]:
         """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
@@ -105,12 +125,32 @@ class Question:
         run = CompiledPlan(traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store())
         return [peak.bytes for peak in run.peaks[:-1]]
 
-    def problem(self, cluster: Cluster, memory_limit_bytes: int | None = None) -> Problem:
-        """What a planner is asked; the limit is what the devices have unless one is given."""
+    def problem(self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None) -> Problem:
+        """What a planner is asked.
+
+        Args:
+            cluster: of whose devices the first ones are used.
+            memory_limit: for all, or for each; what the devices have unless given.
+        """
         check_devices(self.stages, cluster)
-        stages, limit = self.schedule.stages_on(self.stages), memory_limit_bytes or cluster.device.memory_bytes
-        problem = Problem(self.costs(cluster), stages, self.schedule, self.microbatches, limit)
-        return on_cluster(problem, cluster)
+        limits = limits_of_each(memory_limit, self.stages)
+        model = self.trace()
+        return self.problem_of(cluster, limits, model.traced, self.cut(model.params, model.traced))
+
+    def problem_of(self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut) -> Problem:
+        """The same of a trace of the model.
+
+        Args:
+            cluster: has the devices.
+            limits: what each may hold; none: what it has.
+            traced: the model.
+            optimizer: in pieces.
+        """
+        costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
+        limits = limits or tuple(device.memory_bytes for device in used)
+        problem = Problem(costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches)
+        slowness, names = self.slowness(cluster, traced, costs), [device.name for device in used]
+        return on_cluster(problem.told_apart(slowness, limits, names), cluster)
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
@@ -126,6 +166,21 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
         host_limit_bytes=cluster.host_memory_bytes,
         cluster=cluster,
     )
+
+
+def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[tuple[float, ...]]:
+    """How many times longer devices take than a profile says, which is taken for one of the cluster's first device.
+
+    Args:
+        cluster: of whose devices the products per second are compared; None: they are alike.
+        devices: how many are used.
+        layers: of the profile.
+    """
+    if cluster is None:
+        return [()] * devices
+    check_devices(devices, cluster)
+    rates = [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
+    return [() if rate == rates[0] else (rates[0] / rate,) * layers for rate in rates]
 
 
 def check_devices(stages: int, cluster: Cluster) -> None:

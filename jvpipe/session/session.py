@@ -69,7 +69,7 @@ class Session:
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
         parked = self.known_models.parked
-        self.limits = Limits(settings.memory_limit_bytes, settings.host_limit_bytes, parked=parked)
+        self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
         if settings.hosts is not None:

@@ -22,7 +22,7 @@ class Settings:
         microbatches: how many a batch is split into.
         schedule: in which order they run.
         planner: the name of what chooses cuts and fates.
-        memory_limit_bytes: for each device.
+        limits: in bytes, what each device may hold; none: there is no limit.
         host_limit_bytes: for swapped and parked values on the host.
         fates: of tensors, by patterns of their names.
         checkpoint: torchgpipe's mode.
@@ -33,6 +33,7 @@ class Settings:
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured.
         hosts: the processes of the run, if there are several.
+        speeds: how fast each device is beside the others; none: what is measured tells.
     """
 
     loss_fn: Callable[..., Any]
@@ -41,7 +42,7 @@ class Settings:
     microbatches: int
     schedule: Schedule
     planner: str
-    memory_limit_bytes: int | None
+    limits: tuple[int, ...]
     host_limit_bytes: int | None
     fates: Mapping[str, str]
     checkpoint: str | None
@@ -52,3 +53,4 @@ class Settings:
     grad_norm: bool
     remeasure: bool = False
     hosts: Hosts | None = None
+    speeds: tuple[float, ...] = ()

@@ -36,9 +36,9 @@ def _measured_once() -> Any:
 
     def measure(request: planning.Request, *given: Any) -> Problem:
         if not known:
-            found = planning.measure(replace(request, memory_limit_bytes=1), *given)
+            found = planning.measure(replace(request, limits=(1, 1)), *given)
             known.append(replace(found, costs=replace(found.costs, layers=tuple(map(timed, found.costs.layers)))))
-        return replace(known[0], memory_limit_bytes=request.memory_limit_bytes)
+        return replace(known[0], memory_limit_bytes=max(request.limits, default=None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_planner, "measure", measure)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -86,7 +87,7 @@ def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Probl
 
 def limited(problem: Problem, memory_limit_bytes: int | None, host_limit_bytes: int | None = None) -> Problem:
     """The problem under another limit."""
-    return Problem(**{**vars(problem), "memory_limit_bytes": memory_limit_bytes, "host_limit_bytes": host_limit_bytes})
+    return replace(problem, memory_limit_bytes=memory_limit_bytes, host_limit_bytes=host_limit_bytes)
 
 
 def chain(

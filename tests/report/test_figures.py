@@ -24,7 +24,7 @@ def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:
     )
     found = simulate_lists(one_f_one_b(4, 8), [load] * 4)
     path = tmp_path / "timeline.svg"
-    timeline_figure(found, path, limit_bytes=2 * 2**30, title="four stages")
+    timeline_figure(found, path, limits=(2 * 2**30,), title="four stages")
     said = words(path).split("\n")
     for what in ["four stages", "stage 3", "stage 0 host", "stage 0 to 1", "forward", "recompute", "swap out", "send"]:
         assert what in said

@@ -13,8 +13,8 @@ import pytest
 
 import jvpipe
 from jvpipe.cli.plan import main
-from jvpipe.cost.hardware import Cluster
-from jvpipe.cost.presets import CORE
+from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.cost.presets import CORE, H100, RTX_2080TI
 from jvpipe.models.recipe import Recipe
 from tests.own import Plain
 
@@ -92,9 +92,30 @@ def test_the_plans_peak_is_the_ledgers(schedule: str) -> None:
     assert schedule != "1f1b" or all(h <= c <= 1.1 * h for h, c in zip(held, counted, strict=True))
 
 
+def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
+    mixed = Cluster("mixed", H100, 2, unlike=(RTX_2080TI, H100), peer=Link(1e12), host=Link(1e12))
+    found = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed)
+    slow, fast = sorted(found.plan.stages, key=lambda stage: len(stage.layers))
+    assert (slow.devices, fast.devices) == ((0,), (1,))
+    assert any("(RTX 2080 Ti): 11.00 GiB" in reason for reason in found.reasons)
+    assert "device 1 (H100 80 GB)" in str(found)
+    held = [stage["peak_bytes"] for stage in found.to_json()["stages"]]
+    limits = dict(enumerate(found.problem.limits))
+    assert all(size <= limits[stage.devices[0]] for size, stage in zip(held, found.plan.stages, strict=True))
+    assert found.lower_bound_s <= found.step_s
+    found.figure(tmp_path / "plan.svg")
+    again = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, schedule="auto", memory_limit="4GiB,3GiB")
+    assert again.problem.limits == (4 * 2**30, 3 * 2**30)
+    compared = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, planner="all")
+    assert compared.step_s == pytest.approx(found.step_s)
+    told = {each["planner"]: [x["devices"] for x in each["stages"]] for each in compared.to_json()}
+    assert told["jvpipe"] == [list(x.devices) for x in found.plan.stages]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"memory_limit": ["1GiB"] * 3}, r"3 memory limits \(1.00 GiB, 1.00 GiB, 1.00 GiB\) for 4 devices: give one"),
         ({"hardware": "h10"}, "h100"),
         ({"stages": 0}, "stages must be a whole number of at least 1"),
         ({"stages": 9, "hardware": Cluster("two", CORE, 2)}, "9 stages need as many devices, two has 2"),

@@ -5,9 +5,11 @@ devices_per_machine = 4
 machines = 2                 # by default 1: then there is no network
 peer_uses_host = false       # by default true: PCIe carries swapped tensors and activations alike
 host_memory_bytes = "256GiB" # by default without limit
-device = "a100-40gb"         # the device of a preset, or a table:
+device = "a100-40gb"         # the device of a preset, or a table (below); or one for each device that there is:
+devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_bytes = "8GiB" }]
+                             # machine by machine; the counts may be left out then
 
-[device]
+[device]                     # or [[devices]], one after the other; what is left out is as in the preset it is `like`
 name = "our GPU"
 memory_bytes = "24GiB"
 memory_bytes_per_s = 0.7e12
@@ -23,6 +25,7 @@ import math
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,17 +67,22 @@ def read_cluster(path: Path) -> Cluster:
         table = _Table(path, text, tomllib.loads(text))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    table.know("name devices_per_machine machines peer_uses_host host_memory_bytes device host peer network")
-    per_machine, machines = table.count("devices_per_machine"), table.count("machines", 1)
+    table.know("name devices_per_machine machines peer_uses_host host_memory_bytes device devices host peer network")
+    devices, machines = _devices(table), table.count("machines", 1)
+    per_machine = table.count("devices_per_machine", max(1, len(devices) // machines) if devices else None)
+    if devices and len(devices) != per_machine * machines:
+        there = f"{machines} x {per_machine} = {per_machine * machines}"
+        raise table.wrong("devices", f"names {len(devices)} devices, there are {there}: name one for each")
     needed = ["host", *(["peer"] if per_machine > 1 else []), *(["network"] if machines > 1 else [])]
     links = {name: _link(table, name, name in needed) for name in ("host", "peer", "network")}
     memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
     return Cluster(
         table.text_of("name", path.stem),
-        _device(table),
+        devices[0] if devices else _device(table),
         per_machine,
         machines,
         **links,
+        unlike=devices if len(set(map(str, devices))) > 1 else (),
         peer_uses_host=table.flag("peer_uses_host", True),
         host_memory_bytes=memory,
     )
@@ -88,25 +96,59 @@ def _link(table: "_Table", name: str, needed: bool) -> Link:
     return Link(link.number("bytes_per_s"), link.number("latency_s", 0.0, zero=True))
 
 
+def _devices(table: "_Table") -> tuple[Accelerator, ...]:
+    """The devices of a list, one by one; none if there is no list."""
+    if "devices" not in table.entries:
+        return ()
+    if "device" in table.entries:
+        raise table.wrong("device", "and devices are both there: keep one of them")
+    entries = table.entries["devices"]
+    if not isinstance(entries, list) or not entries:
+        raise table.wrong("devices", f"must be a list, one for each device, not {entries!r}")
+    return tuple(_accelerator(table, "devices", entry, f"devices[{d}].") for d, entry in enumerate(entries))
+
+
 def _device(table: "_Table") -> Accelerator:
-    named = table.entries.get("device")
-    if isinstance(named, str):
-        if named not in PRESETS:
-            raise table.wrong("device", did_you_mean("hardware", named, list(PRESETS)))
-        return PRESETS[named].device
-    device = table.inner("device", "a table, or the name of a preset")
-    device.know("name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s")
-    rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
-    if "float32" not in rates.entries:
-        raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
+    return _accelerator(table, "device", table.value("device", "a table, or the name of a preset"), "device.")
+
+
+def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelerator:
+    """A device from what the file says under a key: the name of a preset, or a table.
+
+    Args:
+        table: where the key is.
+        key: of the entry.
+        entry: what it says.
+        prefix: of the entry's own keys.
+    """
+    if isinstance(entry, str):
+        return _preset(table, key, entry)
+    if not isinstance(entry, dict):
+        raise table.wrong(key, f"must be a table, or the name of a preset, not {entry!r}")
+    device = _Table(table.path, table.text, entry, prefix)
+    device.know("like name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s")
+    like = _preset(device, "like", device.text_of("like", "")) if "like" in entry else None
+    if like is None or "flops_per_s" in entry:
+        rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
+        if "float32" not in rates.entries:
+            raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
+        flops_per_s = {dtype: rates.number(dtype) for dtype in rates.entries}
+    else:
+        flops_per_s = like.flops_per_s
     return Accelerator(
-        device.text_of("name", "device"),
-        device.size("memory_bytes"),
-        device.number("memory_bytes_per_s"),
-        {dtype: rates.number(dtype) for dtype in rates.entries},
-        device.number("launch_s", 5e-6, zero=True),
-        device.number("elementwise_per_s", math.inf),
+        device.text_of("name", like.name if like else "device"),
+        like.memory_bytes if like and "memory_bytes" not in entry else device.size("memory_bytes"),
+        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None),
+        flops_per_s,
+        device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
+        device.number("elementwise_per_s", like.elementwise_per_s if like else math.inf),
     )
+
+
+def _preset(table: "_Table", key: str, name: str) -> Accelerator:
+    if name not in PRESETS:
+        raise table.wrong(key, did_you_mean("hardware", name, list(PRESETS)))
+    return PRESETS[name].device
 
 
 @dataclass(frozen=True)
@@ -189,10 +231,13 @@ def _line_of(text: str, key: str) -> int | None:
     lines = text.splitlines()
     *tables, last = key.split(".")
     current: list[str] = []
+    counts: Counter[str] = Counter()  # of tables of a list, so far
     header = None
     for number, line in enumerate(lines, 1):
-        if match := re.match(r"\s*\[([^\[\]]+)\]", line):
-            current = [part.strip(" \"'") for part in match[1].split(".")]
+        if match := re.match(r"\s*(\[+)([^\[\]]+)\]", line):
+            nth = f"[{counts[match[2]]}]" if len(match[1]) > 1 else ""
+            counts[match[2]] += 1
+            current = [part.strip(" \"'") for part in (match[2].strip() + nth).split(".")]
             header = number if current in (tables, [*tables, last]) else header
             if current == [*tables, last]:
                 return number

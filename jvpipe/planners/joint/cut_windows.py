@@ -51,16 +51,15 @@ class Reach:
         pricing, segments = self.pricing, self.pricing.segments
         tier, stages = pricing.tiers[-1], []
         for s, (i, j) in enumerate(pairwise(bounds)):
-            static = segments.static_bytes(s)
-            room = pricing.limit_bytes - float(static[j] - static[i])
-            stages.append(Segment(s, i, j, tier, room, float(segments.compute_s[j] - segments.compute_s[i]), 0.0))
+            static, compute_s = segments.static_bytes(s), segments.compute_of(s)
+            room = pricing.limit_bytes - segments.problem.less_bytes(s) - float(static[j] - static[i])
+            stages.append(Segment(s, i, j, tier, room, float(compute_s[j] - compute_s[i]), 0.0))
         return DualBounds(pricing, stages).solve()
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
         """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""
         segments = self.pricing.segments
-        low = float(np.diff(segments.compute_s).max(initial=0.0))
-        low = max(low, float(segments.compute_s[-1]) / segments.problem.stages)
+        low = max(float(np.diff(segments.least_compute_s).max(initial=0.0)), segments.share_s)
         if self.left(low)[-1] == segments.n:
             return low
         high = 2 * low
@@ -97,13 +96,13 @@ class Reach:
         return reached[::-1]
 
     def _after(self, s: int, i: int, cap_s: float) -> int:
-        compute_s, cuts = self.pricing.segments.compute_s, self.pricing.segments.cuts
+        compute_s, cuts = self.pricing.segments.compute_of(s), self.pricing.segments.cuts
         end = int(np.searchsorted(compute_s, compute_s[i] + cap_s * (1 + 1e-12), "right")) - 1
         reached = i + self._longest(s, i, end, cap_s, forwards=True)
         return int(cuts[np.searchsorted(cuts, reached, "right") - 1])
 
     def _before(self, s: int, j: int, cap_s: float) -> int:
-        compute_s, cuts = self.pricing.segments.compute_s, self.pricing.segments.cuts
+        compute_s, cuts = self.pricing.segments.compute_of(s), self.pricing.segments.cuts
         start = int(np.searchsorted(compute_s, compute_s[j] - cap_s * (1 + 1e-12), "left"))
         reached = j - self._longest(s, start, j, cap_s, forwards=False)
         return int(cuts[np.searchsorted(cuts, reached)])
@@ -144,8 +143,9 @@ class Reach:
         """The same for sums that begin at the first of these layers."""
         segments, (alpha, mu), rows, over = self.pricing.segments, prices, [], []
         bounds = slice(layers.start, layers.stop + 1)
-        fixed = alpha * segments.compute_s[bounds] + mu * segments.static_bytes(s, bounds)
-        for view, (work_s, link_s) in self._views:
+        limit_bytes = self.pricing.limit_bytes - segments.problem.less_bytes(s)
+        fixed = alpha * segments.compute_of(s)[bounds] + mu * segments.static_bytes(s, bounds)
+        for view, (work_s, link_s) in self._views(s):
             cost = mu * self.pricing.held_bytes(s, view, layers)
             if alpha:
                 cost += alpha * work_s[layers] + (1 - alpha) * link_s[layers]  # infinite where the tier lacks a choice
@@ -153,15 +153,21 @@ class Reach:
                 cost = np.where(np.isfinite(work_s[layers]), cost, np.inf)
             least = cost.min(1)
             rows.append(sums(np.where(np.isfinite(least), least, 0.0)) + fixed)
-            over.append([mu * (view.low * view.by_low - self.pricing.limit_bytes)])
+            over.append([mu * (view.low * view.by_low - limit_bytes)])
         shape = len(self.pricing.tiers), 2, -1
         return np.array(over).reshape(shape), np.array(rows).reshape(shape)
 
+    def _views(self, s: int) -> list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]:
+        """Every tier by each of two bounds, with the seconds of its choices on stage s."""
+        slowness = self.pricing.segments.problem.slowness(s)
+        if slowness not in self._views_known:
+            pairs = [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]
+            self._views_known[slowness] = [(view, self.pricing.seconds(s, view, slice(None))) for view in pairs]
+        return self._views_known[slowness]
+
     @cached_property
-    def _views(self) -> list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]:
-        """Every tier by each of two bounds, with the seconds of its choices."""
-        pairs = [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]
-        return [(view, self.pricing.seconds(view, slice(None))) for view in pairs]
+    def _views_known(self) -> dict[tuple[float, ...], list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]]:
+        return {}
 
 
 PRICES_CAP_TOLERANCE = 1e-2

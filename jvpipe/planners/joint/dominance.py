@@ -35,6 +35,7 @@ class Growth:
     ) -> None:
         layers = slice(i, j)
         self.i, self.table, self.in_flight, self.tier = i, pricing.choices, pricing.segments.in_flight[s], tier
+        self.extra_s = pricing.extra_s(s)
         self.high = tier.high if tier else np.inf
         self.held = self.table.held_bytes(self.in_flight, layers)
         self.given = pricing.segments.given(i)[layers]
@@ -61,7 +62,7 @@ class Growth:
         """Every state with every choice of the next layer, the `at`-th; choices that the tier lacks hold too much."""
         table, layer, columns = self.table, self.i + at, self.columns[at]
         grown = np.empty((6, states.shape[1], len(columns)))
-        grown[EXTRA] = states[EXTRA][:, None] + table.extra_s[layer, columns]
+        grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
         run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
         run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]

@@ -12,10 +12,11 @@ its neighbours well.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
@@ -57,13 +58,30 @@ class Pricing:
             tier: of which bound layers' working bytes are.
             layers: which of the model's.
         """
-        return *self.seconds(tier, layers), self.held_bytes(s, tier, layers)
+        return *self.seconds(s, tier, layers), self.held_bytes(s, tier, layers)
 
-    def seconds(self, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Gives extra seconds and link seconds of layers' choices, whatever the stage."""
+    def extra_s(self, s: int) -> PerChoice:
+        """Gives the extra seconds of all choices on the device of a stage."""
+        slowness = self.segments.problem.slowness(s)
+        if slowness not in self._extra_s:
+            self._extra_s[slowness] = self.choices.extra_s * np.array(slowness)[:, None]
+        return self._extra_s[slowness]
+
+    @cached_property
+    def _extra_s(self) -> dict[tuple[float, ...], PerChoice]:
+        return {(): self.choices.extra_s}
+
+    def seconds(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Gives extra seconds and link seconds of layers' choices on a stage.
+
+        Args:
+            s: the stage.
+            tier: in which choices are to be; others take infinitely long.
+            layers: which of the model's.
+        """
         choices = self.choices
         there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
-        extra_s = np.where(there, choices.extra_s[layers], np.inf)
+        extra_s = np.where(there, self.extra_s(s)[layers], np.inf)
         return extra_s, 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
 
     def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:

@@ -105,12 +105,13 @@ class _Search:
 
 
 def _untimed(problem: Problem) -> Problem:
-    """The problem with seconds that no clock has measured, and without a limit."""
+    """The problem with seconds that no clock has measured, the same on all devices, and without a limit."""
     layers = tuple(
         replace(x, forward_s=1.0, backward_s=2.0, options=tuple(replace(o, extra_s=1.0) for o in x.options))
         for x in problem.costs.layers
     )
-    return replace(problem, costs=replace(problem.costs, layers=layers), memory_limit_bytes=None)
+    traits = tuple(replace(each, slowness=()) for each in problem.traits)
+    return replace(problem, costs=replace(problem.costs, layers=layers), memory_limit_bytes=None, traits=traits)
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:

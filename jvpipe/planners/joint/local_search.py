@@ -18,7 +18,7 @@ from jvpipe.planners.joint.unqueued import Load, least_steps_s
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
 
 SIMULATED_PLACES = 24
 """Other places of a bound that are simulated at most, where there are more bounds than one."""
@@ -78,7 +78,8 @@ class LocalSearch:
         key = decision.bounds, decision.choices
         if key not in self.ranks:
             stages = [self._cost(cell, decision.choices) for cell in cells(decision.bounds)]
-            peak, host = max(device_bytes(self.problem, stages)), sum(x.host_bytes for x in stages)
+            peak = needed_limit_bytes(self.problem, device_bytes(self.problem, stages))
+            host = sum(x.host_bytes for x in stages)
             memory, swapped = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
             fits = (memory is None or peak <= memory) and (swapped is None or host <= swapped)
             step_s = float(f"{simulated_step_s(self.problem, stages):.9e}") if fits else np.inf

@@ -26,16 +26,17 @@ def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
     Args:
         problem: whose stages and devices count.
         cuts: where a stage may begin or end; at least one more than there are stages.
-        layer_s: seconds of each layer's forward and backward.
+        layer_s: seconds of each layer's forward and backward, on a device as the costs say.
     """
-    total = np.concatenate([[0.0], np.cumsum(layer_s)])[cuts]
-    grid = np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None])
-    _, found = least_path([grid] * problem.stages, np.maximum)
+    times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
+    totals = np.array([np.concatenate([[0.0], np.cumsum(layer_s * each)])[cuts] for each in times])
+    grids = [np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None]) for total in totals]
+    _, found = least_path([grids[place] for place in problem.places], np.maximum)
     assert found is not None, "there are enough cuts"
     best, places = list(found), np.array(problem.places)
 
     def rank(bounds: Sequence[int]) -> tuple[float, float]:
-        stages_s = np.diff(total[list(bounds)])
+        stages_s = totals[places, bounds[1:]] - totals[places, bounds[:-1]]
         devices_s = np.bincount(places, stages_s, problem.devices)
         return float(devices_s.max().round(12)), float((devices_s**2).sum() + (stages_s**2).sum())
 
@@ -69,11 +70,15 @@ def with_fates(
         if before is not None and all(before[s] == bounds[s : s + 2] for s in stages):
             continue
 
-        def fits(price: float, stages: Sequence[int] = stages, mine: tuple = mine) -> bool:
+        def fits(
+            price: float,
+            stages: Sequence[int] = stages,
+            mine: tuple = mine,
+            limit: int | None = problem.limit_of(d),
+        ) -> bool:
             for s in stages:
                 _choose(problem, s, bounds, price, choices)
             held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
-            limit = problem.memory_limit_bytes
             return limit is None or joint_bytes(held, mine, share) <= limit
 
         if fits(0.0):
@@ -104,7 +109,7 @@ def _relax(
     choices: list[int],
 ) -> None:
     """Makes the choices of a device's layers those that are wanted, one by one, where there is room."""
-    limit = problem.memory_limit_bytes
+    limit = problem.limit_of(problem.places[stages[0]])
     assert limit is not None
     held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
     for k, s in enumerate(stages):

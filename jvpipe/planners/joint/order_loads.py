@@ -38,7 +38,7 @@ class Loads:
     @staticmethod
     def of(problem: Problem, stages: Sequence[StageCost]) -> "Loads":
         """The loads of evaluated stages."""
-        places, limit = problem.places, problem.memory_limit_bytes
+        places, limits = problem.places, [problem.limit_of(d) for d in range(problem.devices)]
         held = [stage.held for stage in stages if stage.held is not None]
         mine = [[x for x, place in zip(held, places, strict=True) if place == d] for d in range(problem.devices)]
         taken = [sum(x.static for x in some) + max(x.beyond for x in some) for some in mine]
@@ -57,7 +57,7 @@ class Loads:
             return_s=(0.0, *(s if there else 0.0 for s, there in zip(after, away, strict=False))),
             kept_bytes=tuple(float(x.kept + x.swapped) for x in held),
             handed_bytes=tuple(float(x.handed) for x in held),
-            room_bytes=tuple(float("inf") if limit is None else float(limit - n) for n in taken),
+            room_bytes=tuple(float("inf") if x is None else float(x - n) for x, n in zip(limits, taken, strict=True)),
             splits=tuple(x.weight_s > 0 for x in stages),
         )
 

@@ -278,7 +278,7 @@ def _with_moved_bounds(best: _Candidate, tasks: int) -> _Candidate:
 
     Under a limit fates are chosen again, for what the order has in flight.
     """
-    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1)).cuts
+    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, traits=())).cuts
     tries = tasks // sum(map(len, best.order)) // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
     if min(best.decision.choices) < -1:
         return best
@@ -321,7 +321,7 @@ def _simulated(one: _Candidate) -> Found | None:
     problem = replace(one.problem, schedule=schedule)
     found = evaluate(problem, one.decision)
     limit = problem.memory_limit_bytes
-    if limit is not None and found.peak_bytes > limit:
+    if limit is not None and found.limit_bytes > limit:
         return None
     step_s = simulated_step_s(problem, found.stages)
     return Found(one.decision, schedule, one.family, step_s, one.loads.bound_s())
@@ -350,7 +350,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | 
     other = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
     found, limit = evaluate(other, decision), problem.memory_limit_bytes
     host = problem.host_limit_bytes
-    if limit is not None and found.peak_bytes > limit:
+    if limit is not None and found.limit_bytes > limit:
         return None
     if host is not None and sum(stage.host_bytes for stage in found.stages) > host:
         return None

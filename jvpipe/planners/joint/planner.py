@@ -65,7 +65,7 @@ def _kept_best(problem: Problem, refine: bool) -> Decision | None:
     if problem.memory_limit_bytes is None or not _may_keep_all(problem):
         return None
     best = jvpipe(replace(problem, memory_limit_bytes=None, host_limit_bytes=None), refine)
-    return best if evaluate(problem, best).peak_bytes <= problem.memory_limit_bytes else None
+    return best if evaluate(problem, best).limit_bytes <= problem.memory_limit_bytes else None
 
 
 def _may_keep_all(problem: Problem) -> bool:
@@ -73,7 +73,7 @@ def _may_keep_all(problem: Problem) -> bool:
     limit = problem.memory_limit_bytes
     if limit is None or len(problem.costs.layers) <= HASTY_LAYERS:
         return limit is None or least_kept_bytes(problem) <= limit
-    return evaluate(problem, even(problem)).peak_bytes <= limit
+    return evaluate(problem, even(problem)).limit_bytes <= limit
 
 
 def _surrogate_best(problem: Problem) -> Decision:
@@ -91,7 +91,7 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     if len(problem.costs.layers) <= HASTY_LAYERS or not plain.feasible:
         return True
     slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.result.paths[0]))
-    return slowest_s * problem.stages > IMBALANCE_WORTH_SWAPS * float(plain.table.pricing.segments.compute_s[-1])
+    return slowest_s > IMBALANCE_WORTH_SWAPS * plain.table.pricing.segments.share_s
 
 
 def _simulated_best(problem: Problem) -> Decision:

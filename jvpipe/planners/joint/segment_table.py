@@ -270,7 +270,7 @@ class Table:
         if held > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, np.inf, np.inf)
         link_s = query.traffic_s + 2 * self.pricing.segments.problem.host.seconds(swapped)
-        compute_s = query.compute_s + float(choices.extra_s[layers, choices_of].sum())
+        compute_s = query.compute_s + float(self.pricing.extra_s(cell[0])[layers, choices_of].sum())
         return StageChoices(choices_of, max(compute_s, link_s), held, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:

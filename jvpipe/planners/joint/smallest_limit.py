@@ -51,6 +51,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.in_flight) + 1)
+    high += max(map(segments.problem.less_bytes, range(segments.problem.stages)))
     while high - low > LIMIT_TOLERANCE * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
         reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
@@ -198,11 +199,14 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     """Says where the plan of min_bytes_plan is over the limit, and by how much."""
     plan, limit = min_bytes_plan(pricing), int(pricing.limit_bytes)
     i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
-    over = plan.peak_bytes - limit
+    over, problem = plan.peak_bytes - limit, pricing.segments.problem
+    own = limit - problem.less_bytes(plan.stage)
+    where = f" of {problem.name_of(plan.stage)}" if problem.traits else " per device"
+    each = ", or as much more on each device" if problem.traits else ""
     return Infeasible(
-        f"no plan keeps the limit of {limit} bytes per device: at best, stage {plan.stage} (layers {i} to {j - 1}) "
-        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes; raise the limit, add "
-        "stages, or use smaller micro-batches",
+        f"no plan keeps the limit of {own} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
+        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{each}; raise the limit, "
+        "add stages, or use smaller micro-batches",
         stage=plan.stage,
         excess_bytes=over,
         smallest_limit_bytes=plan.peak_bytes,

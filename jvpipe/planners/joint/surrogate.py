@@ -137,7 +137,7 @@ def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
     """What a plan takes at least whose slowest stage is above a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
-    return float(pricing.segments.compute_s[-1]) + (problem.microbatches - 1) * cap_s
+    return float(pricing.segments.least_compute_s[-1]) + (problem.microbatches - 1) * cap_s
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:

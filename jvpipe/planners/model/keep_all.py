@@ -23,22 +23,24 @@ class KeepAll:
         self.problem = problem
         self.segments = Segments(problem)
         self.cuts = self.segments.cuts
+        self._compute_s: dict[tuple[float, ...], Grid] = {}
 
-    @cached_property
-    def forward_s(self) -> Grid:
-        """Seconds of the forward."""
-        return self._inside(self._block.forward_s)
+    def forward_s(self, s: int) -> Grid:
+        """Counts the seconds of stage s's forward."""
+        return self._inside(between(self.segments.forward_of(s), self.cuts, self.cuts))
 
-    @cached_property
-    def compute_s(self) -> Grid:
-        """Seconds of the forward and the backward."""
-        extra_s = sums(layer.options[0].extra_s for layer in self.problem.costs.layers)
-        return self._inside(self._block.compute_s + between(extra_s, self.cuts, self.cuts))
+    def compute_s(self, s: int) -> Grid:
+        """Counts the seconds of stage s's forward and backward."""
+        slowness = self.problem.slowness(s)
+        if slowness not in self._compute_s:
+            extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
+            total = self.segments.compute_of(s) + extra_s
+            self._compute_s[slowness] = self._inside(between(total, self.cuts, self.cuts))
+        return self._compute_s[slowness]
 
-    @cached_property
-    def seconds(self) -> Grid:
-        """How far apart micro-batches are: of the work and of what takes the stage's own link, the longer."""
-        return np.maximum(self.compute_s, self._block.traffic_s)
+    def seconds(self, s: int) -> Grid:
+        """Says how far apart micro-batches are: of stage s's work and of what takes its own link, the longer."""
+        return np.maximum(self.compute_s(s), self._block.traffic_s)
 
     @cached_property
     def comm_s(self) -> Grid:
@@ -46,7 +48,7 @@ class KeepAll:
         return self._inside(self._block.comm_s)
 
     def peak_bytes(self, s: int) -> Grid:
-        """Counts the bytes on the device of stage s."""
+        """Counts the bytes on the device of stage s, and those that it has less than others."""
         in_flight, fixed = self.segments.in_flight[s], self.segments.fixed_bytes(s, self.cuts, self.cuts)
         static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
         return self._inside(StageBytes(in_flight, static, self._kept_bytes, np.zeros(()), self._beyond_bytes).peak)
@@ -62,7 +64,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> Block:
-        """All segments; only bytes depend on the stage."""
+        """All segments: what crosses their bounds depends on no stage."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property

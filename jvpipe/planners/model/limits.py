@@ -30,7 +30,7 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
     assert limit is not None, "without a limit everything may be kept"
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
-    below, enough = limit, evaluate(problem, decision).peak_bytes
+    below, enough = limit, evaluate(problem, decision).limit_bytes
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // LIMIT_GROWTH_PARTS)  # a planner may count more bytes than there are
     decision = nearer
@@ -41,7 +41,7 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
             below = middle
         else:
             enough, decision = middle, nearer
-    peaks = [stage.peak_bytes for stage in evaluate(problem, decision).stages]
+    peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(evaluate(problem, decision).stages)]
     stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "

@@ -129,8 +129,37 @@ class Segments:
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in shared if not x.per_version).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in shared if x.per_version).spans()
         self._rows: dict[tuple[int, int], Block] = {}
+        self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {(): (self.forward_s, self.compute_s)}
         self._early_known: dict[tuple[int, ...], Spans] = {}
         self._late_known: dict[int, Spans] = {}
+
+    def forward_of(self, s: int) -> OverJ:
+        """Gives the sums of the layers' forwards on the device of a stage."""
+        return self._seconds(s)[0]
+
+    def compute_of(self, s: int) -> OverJ:
+        """Gives the sums of the layers' forwards and backwards on the device of a stage."""
+        return self._seconds(s)[1]
+
+    def _seconds(self, s: int) -> tuple[OverJ, OverJ]:
+        slowness = self.problem.slowness(s)
+        if slowness not in self._timed:
+            forward_s, compute_s = (np.diff(x) * slowness for x in self._timed[()])
+            self._timed[slowness] = sums(forward_s), sums(compute_s)
+        return self._timed[slowness]
+
+    @cached_property
+    def least_compute_s(self) -> OverJ:
+        """Sums of what layers take on the fastest device for each."""
+        if not self.problem.traits:
+            return self.compute_s
+        return sums(np.minimum.reduce([np.diff(self.compute_of(s)) for s in range(self.problem.stages)]))
+
+    @cached_property
+    def share_s(self) -> float:
+        """What the slowest stage takes at least, however the work is divided."""
+        rates = (1 / min(self.problem.slowness(s), default=1.0) for s in range(self.problem.stages))
+        return float(self.compute_s[-1]) / sum(rates)
 
     def _mirrored(self, layers: Cuts) -> Cuts:
         """What a segment sends is what it would receive if the layers ran the other way."""
@@ -189,7 +218,7 @@ class Segments:
         return self._early(s).over(starts, ends) + self._backwards(self._late(s), starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts parameters, gradients, optimizer, shared values and what waits.
+        """Counts parameters, gradients, optimizer, shared values, what waits, and what the device may not hold.
 
         Args:
             s: the stage.
@@ -198,7 +227,8 @@ class Segments:
         """
         tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
         shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(self.versions[s], copies)
-        return between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
+        fixed = between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
+        return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
         """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
@@ -234,8 +264,8 @@ class Segments:
             starts,
             ends,
             inside=ends > starts[:, None],
-            forward_s=between(self.forward_s, starts, ends),
-            compute_s=between(self.compute_s, starts, ends),
+            forward_s=between(self.forward_of(s), starts, ends),
+            compute_s=between(self.compute_of(s), starts, ends),
             comm_s=seconds(peer, received) + seconds(peer, returned),
             traffic_s=seconds(peer, transit) if self.problem.peer_uses_host else np.zeros_like(transit),
             fixed_bytes=self.fixed_bytes(s, starts, ends),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, stage_bytes
 from jvpipe.schedules.schedule import Holding
@@ -78,11 +78,11 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         j: the layer after its last.
         choices: those of all layers of the model.
     """
-    layers, held = problem.costs.layers[i:j], stage_bytes(problem, s, i, j, choices)
+    layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
     chosen = zip(layers, choices[i:j], strict=True)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
-    halves = [halves_s(problem.costs, layer) for layer in range(i, j)] if problem.splits else []
+    halves = [halves_s(problem.costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held.swapped)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
@@ -100,9 +100,14 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     )
 
 
-def halves_s(costs: Costs, layer: int) -> tuple[float, float]:
-    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a cotangent in W."""
-    cost = costs.layers[layer]
+def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
+    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a cotangent in W.
+
+    Args:
+        costs: those of the model.
+        layer: which of its layers.
+        cost: what it takes on its device.
+    """
     if not costs.gives_cotangent(layer):
         return 0.0, cost.backward_s
     return (cost.split.input_s, cost.split.weight_s) if cost.split else (cost.backward_s, 0.0)
@@ -119,6 +124,13 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)
     return tuple(joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
+
+
+def needed_limit_bytes(problem: Problem, held: Sequence[int]) -> int:
+    """Counts the least limit, that of the roomiest device, under which devices may hold so many bytes each."""
+    if not problem.traits:
+        return max(held)
+    return max(size + each.less_bytes for size, each in zip(held, problem.traits, strict=True))
 
 
 def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0) -> int:
@@ -148,6 +160,7 @@ class Evaluation:
     step_s: float
     bottleneck_s: float
     device_bytes: tuple[int, ...]
+    limit_bytes: int  # the least limit that it keeps
 
     @property
     def peak_bytes(self) -> int:
@@ -159,7 +172,9 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """What a decision takes, by the stated surrogate."""
     check(problem, decision)
     stages = tuple(stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(decision.bounds)))
-    return Evaluation(stages, surrogate(problem, stages), slowest_s(problem, stages), device_bytes(problem, stages))
+    held = device_bytes(problem, stages)
+    limit_bytes = needed_limit_bytes(problem, held)
+    return Evaluation(stages, surrogate(problem, stages), slowest_s(problem, stages), held, limit_bytes)
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
@@ -209,6 +224,6 @@ def check(problem: Problem, decision: Decision) -> None:
 
 
 def excess_bytes(problem: Problem, evaluation: Evaluation) -> int:
-    """By how many bytes the fullest device is over the limit; not above 0 if every stage fits."""
+    """By how many bytes a device is over its limit at most; not above 0 if every stage fits."""
     limit = problem.memory_limit_bytes
-    return evaluation.peak_bytes - limit if limit is not None else -1
+    return evaluation.limit_bytes - limit if limit is not None else -1

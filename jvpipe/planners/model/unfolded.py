@@ -1,7 +1,8 @@
 """Planners for one stage per device, asked about devices of several stages, or of backwards in two halves.
 
 Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches, and whose limit is a
-budget, the same for all. The largest budget is sought at which all stages of each device keep the limit together.
+budget, the same part of each device's limit. The largest budget is sought at which all stages of each device keep the
+limit together.
 """
 
 from collections.abc import Callable
@@ -46,14 +47,28 @@ def unfolded(problem: Problem) -> Problem:
     """
     name = f"{problem.schedule.name}, unfolded"
     costs = replace(problem.costs, together=problem.together)
-    return replace(problem, costs=costs, schedule=Schedule(name=name, lists=UnfoldedLists(problem.schedule)))
+    traits = tuple(problem.traits[place] for place in problem.places) if problem.traits else ()
+    schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
+    return replace(problem, costs=costs, schedule=schedule, traits=traits)
+
+
+def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
+    """The unfolded problem whose stages may each hold the same part of what their device may hold.
+
+    Args:
+        apart: the problem.
+        limit: that of the roomiest device.
+        budget: the part of it.
+    """
+    traits = tuple(replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.traits)
+    return replace(apart, memory_limit_bytes=budget, traits=traits)
 
 
 def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
     """A planner that knows devices of several stages, from one that does not.
 
     It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do is what was seen to.
-    What looks at no limit answers all the same.
+    A planner that looks at no limit answers all the same.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -62,17 +77,17 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         apart, limit = unfolded(problem), problem.memory_limit_bytes
         if limit is None:
             return decide(apart)
-        best, least = None, None
+        best, refused = None, None
         low, high = 0, limit
         for budget in [limit, *[0] * (BUDGETS - 1)]:
             budget = budget or (low + high) // 2
+            asked = with_budget(apart, limit, budget)
             try:
-                found = decide(replace(apart, memory_limit_bytes=budget))
+                found = decide(asked)
             except Infeasible as error:
-                low, least = budget, least or error
+                low, refused = budget, refused or (asked, error)
                 continue
-            peak = evaluate(problem, found).peak_bytes
-            if peak <= limit:
+            if evaluate(problem, found).limit_bytes <= limit:
                 best, low = found, budget
             else:
                 high = budget
@@ -80,29 +95,32 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
                 break
         if best is not None:
             return best
-        if least is None:
+        if refused is None:
+            asked = with_budget(apart, limit, 1)
             try:
-                return decide(replace(apart, memory_limit_bytes=1))  # whoever asks sees that it is over the limit
+                return decide(asked)  # it looks at no limit
             except Infeasible as error:
-                least = error
-        raise _infeasible(problem, decide, apart, least)
+                refused = asked, error
+        raise _infeasible(problem, decide, *refused)
 
     return decided
 
 
 def _infeasible(
-    problem: Problem, decide: Callable[[Problem], Decision], apart: Problem, least: Infeasible
+    problem: Problem, decide: Callable[[Problem], Decision], asked: Problem, refused: Infeasible
 ) -> Infeasible:
-    """The answer when no budget does: what the decision of the smallest budget takes on the fullest device."""
+    """The answer when no budget does: what the decision of a budget that is too small takes at its least."""
     limit = problem.memory_limit_bytes
     assert limit is not None
-    found = decide(replace(apart, memory_limit_bytes=least.smallest_limit_bytes))
-    peaks = evaluate(problem, found).device_bytes
-    enough = max(*peaks, limit + 1)
+    found = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
+    evaluation = evaluate(problem, found)
+    held, enough = evaluation.device_bytes, max(evaluation.limit_bytes, limit + 1)
+    over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(held)]
+    d = over.index(max(over))
     return Infeasible(
-        f"no plan found fits {limit} bytes per device under {problem.schedule.name}: device {peaks.index(max(peaks))} "
-        f"would hold {max(peaks)} bytes. Raise the limit, add devices, or use smaller micro-batches",
-        stage=problem.places.index(peaks.index(max(peaks))),
+        f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: device {d} would "
+        f"hold {held[d]} bytes. Raise the limit, add devices, or use smaller micro-batches",
+        stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
         decision=found,

@@ -42,13 +42,13 @@ def dapple(problem: Problem) -> Decision:
     kept, devices = KeepAll(problem), problem.stages
     places = np.arange(len(kept.cuts))
     # The plan behind T_PL(j, m), for each j: seconds of its stages and transfers, and whether there is one.
-    plan, there = [_finite(kept.compute_s[0])], _fits(kept, 0)[0]
+    plan, there = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
-        stage_s, fits = _finite(kept.compute_s), _fits(kept, m - 1) & there[:, None]
+        stage_s, fits = _finite(kept.compute_s(m - 1)), _fits(kept, m - 1) & there[:, None]
         way = [*(seconds[:, None] for seconds in plan), _finite(kept.comm_s), stage_s]
         if m < devices:
-            way += [_finite(kept.comm_s[:, -1]), _finite(kept.compute_s[:, -1]) / (devices - m)]
+            way += [_finite(kept.comm_s[:, -1]), _finite(kept.compute_s(m)[:, -1]) / (devices - m)]
         begin = np.where(fits, latency_s(way, problem.microbatches), np.inf).argmin(0)
         plan = [seconds[begin] for seconds in plan] + [_finite(kept.comm_s)[begin, places], stage_s[begin, places]]
         there = fits[begin, places]
@@ -87,4 +87,4 @@ def _finite(grid: np.ndarray) -> np.ndarray:
 
 def _fits(kept: KeepAll, s: int) -> np.ndarray:
     """Where a segment can be stage s."""
-    return np.isfinite(kept.where_it_fits(s, kept.compute_s))
+    return np.isfinite(kept.where_it_fits(s, kept.compute_s(s)))

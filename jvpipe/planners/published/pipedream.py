@@ -35,8 +35,8 @@ def pipedream(problem: Problem, replicate: bool = False) -> Decision:
 
 def _straight(problem: Problem) -> Decision:
     kept = KeepAll(problem)
-    slowest = np.maximum(kept.seconds, kept.comm_s)
-    _, places = least_path((kept.where_it_fits(s, slowest) for s in range(problem.stages)), np.maximum)
+    stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
+    _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
     if places is None:
         raise nothing_fits("pipedream", problem.memory_limit_bytes, least_peaks(kept))
     return kept.decision(places)

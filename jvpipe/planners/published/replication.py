@@ -81,7 +81,7 @@ class _Fastest:
 
     def device(self, s: int) -> Grid:
         """A^0."""
-        return self.kept.where_it_fits(s, self.kept.compute_s)
+        return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
     def share(self, level: _Level, m: int, cost: Grid) -> Grid:
         """T^k, from A^(k-1)."""

@@ -100,6 +100,7 @@ class Selection:
     """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`.
 
     From `enough_s` seconds on nobody wants it.
+    But that what changes add is as long on all devices, and bytes include those that the device has less than others.
     """
 
     def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
@@ -107,6 +108,7 @@ class Selection:
         self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
         self.in_flight = segments.in_flight[s]
         self.choices = [0] * (j - i)
+        self._through_s = segments.compute_of(s)
         row = segments.row(s, i)
         self.fixed_bytes = int(row.fixed_bytes[0, j])
         self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
@@ -125,7 +127,7 @@ class Selection:
 
     def later_s(self, layer: int) -> float:
         """Counts forward and backward seconds of the stage's layers after this one."""
-        total = self.segments.compute_s
+        total = self._through_s
         return float(total[self.layers.stop] - total[layer + 1])
 
     @property

@@ -1,5 +1,6 @@
 """Clusters in TOML: what is read, and what is said about mistakes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,66 @@ def test_a_mistake_is_named_with_its_file_line_and_field(tmp_path: Path, old: st
     assert old in GOOD
     with pytest.raises(ValueError, match=message):
         find_cluster(written(tmp_path, GOOD.replace(old, new, 1)))
+
+
+MIXED = """\
+host.bytes_per_s = 1e10
+peer.bytes_per_s = 1e10
+devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_bytes = "8GiB" }]
+"""
+TABLES = """\
+machines = 2
+host.bytes_per_s = 1e10
+network.bytes_per_s = 1e9
+
+[[devices]]
+like = "a100-40gb"
+
+[[devices]]
+name = "ours"
+memory_bytes = "11GiB"
+memory_bytes_per_s = 5e11
+flops_per_s = { float32 = 1e13 }
+"""
+
+
+def test_devices_may_be_unlike(tmp_path: Path) -> None:
+    found = find_cluster(written(tmp_path, MIXED))
+    assert (found.devices, found.devices_per_machine, found.device) == (3, 3, PRESETS["a100-40gb"].device)
+    assert [x.name for x in found.accelerators] == ["A100 40 GB", "RTX 2080 Ti", "old card"]
+    card = PRESETS["2080ti"].device
+    assert found.accelerators[2] == replace(card, name="old card", memory_bytes=8 * 2**30)
+    found = find_cluster(written(tmp_path, TABLES))
+    assert (found.devices_per_machine, found.machines) == (1, 2)
+    assert found.accelerators[1] == Accelerator("ours", 11 * 2**30, 5e11, {"float32": 1e13})
+
+
+def test_devices_that_are_alike_are_as_one_device(tmp_path: Path) -> None:
+    found = find_cluster(written(tmp_path, MIXED.replace('"2080ti", {', '"a100-40gb", {').split(", {")[0] + "]\n"))
+    assert (found.unlike, found.devices, found.device.name) == ((), 2, "A100 40 GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "message"),
+    [
+        (MIXED, '"2080ti", {', '"2080it", {', r"lab.toml:3: devices unknown hardware '2080it': did you mean '2080ti'"),
+        (MIXED, "like =", "lik =", r"lab.toml: devices\[2\].lik is unknown.*did you mean 'like'"),
+        (TABLES, '"a100-40gb"', '"a100"', r"lab.toml:6: devices\[0\].like unknown hardware 'a100': did you mean"),
+        (TABLES, "5e11", "-5e11", r"lab.toml:11: devices\[1\].memory_bytes_per_s must be a number above 0"),
+        (TABLES, "machines = 2", "devices_per_machine = 3", r"devices names 2 devices, there are 1 x 3 = 3: name one"),
+        (TABLES, "machines = 2", 'device = "p40"', r"lab.toml:1: device and devices are both there"),
+        (
+            MIXED,
+            '["a100-40gb", "2080ti", {',
+            "[5, {",
+            r"lab.toml:3: devices must be a table, or the name of a preset, not 5",
+        ),
+    ],
+)
+def test_a_mistake_in_a_list_of_devices(tmp_path: Path, text: str, old: str, new: str, message: str) -> None:
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        find_cluster(written(tmp_path, text.replace(old, new, 1)))
 
 
 def test_a_link_that_is_a_number(tmp_path: Path) -> None:

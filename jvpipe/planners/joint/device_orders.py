@@ -1,0 +1,126 @@
+"""Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device has which stage.
+
+Of few devices all orders are looked at that differ; of more those by speed and by memory, both ways. Which of them are
+worth a whole search is told by the surrogate's optimum of 1F1B, or of the schedule itself where devices run one stage.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import factorial, prod
+from typing import TypeVar
+
+from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
+
+MOST_ORDERS = 12
+"""Of devices that can stand in so many orders at most, all are looked at."""
+SEARCHED_ORDERS = 2
+"""Orders that are worth a whole search."""
+
+T = TypeVar("T")
+Kind = tuple[tuple[float, ...], int]
+"""What makes a device like others: `Traits.kind`."""
+
+
+def orders(problem: Problem) -> list[Problem]:
+    """The problem with its devices in each order that is looked at, the one that is given first; alike ones as given.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 6)
+    >>> problem = Problem(costs, 3, find_schedule("1f1b"), 4).told_apart([(), (2.0,) * 6, ()], [9, 9, 9])
+    >>> [one.where for one in orders(problem)]
+    [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    """
+    devices, traits = range(len(problem.traits)), problem.traits
+    if not devices:
+        return [problem]
+    if _all_orders(problem):
+        wanted = _distinct(problem)
+    else:
+        keys = [x.mean_slowness for x in traits], [float(x.less_bytes) for x in traits]
+        wanted = [sorted(devices, key=key.__getitem__, reverse=back) for key in keys for back in (False, True)]
+    by_kind = {tuple(traits[d].kind for d in order): order for order in reversed([list(devices), *wanted])}
+    return [problem.in_order(order) for order in reversed(by_kind.values())]
+
+
+def _all_orders(problem: Problem) -> bool:
+    """Whether all orders are looked at."""
+    counts = Counter(each.kind for each in problem.traits).values()
+    return factorial(len(problem.traits)) // prod(map(factorial, counts)) <= MOST_ORDERS
+
+
+def _distinct(problem: Problem) -> list[list[int]]:
+    """The orders that differ in the kinds of their devices."""
+    kinds = [each.kind for each in problem.traits]
+    of_kind = {kind: [d for d, other in enumerate(kinds) if other == kind] for kind in kinds}
+    rows = _arrangements(Counter(kinds))
+    return [[of_kind[kind][row[:at].count(kind)] for at, kind in enumerate(row)] for row in rows]
+
+
+def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
+    """Yields all rows of so many of each."""
+    if not left:
+        yield ()
+    for kind in left:
+        for rest in _arrangements(left - Counter([kind])):
+            yield kind, *rest
+
+
+def worth_searching(problem: Problem) -> list[Problem]:
+    """The problem in the orders that promise most: those of the fastest plans, or else of the least limits."""
+    every = orders(problem)
+    if len(every) <= SEARCHED_ORDERS:
+        return every
+    return sorted(every, key=_promise)[:SEARCHED_ORDERS]
+
+
+def _promise(problem: Problem) -> tuple[float, float]:
+    """Seconds of a step, or the limit that would do."""
+    plain = problem.schedule != AUTO and problem.schedule.chunks == 1 and not problem.splits
+    asked = problem if plain else replace(problem, stages=problem.devices, schedule=ONE_F_ONE_B)
+    try:
+        return evaluate(asked, jvpipe(asked, refine=False)).step_s, 0.0
+    except Infeasible as error:
+        return math.inf, error.smallest_limit_bytes
+
+
+def least_bound(problem: Problem) -> float:
+    """Simulated seconds per step that no plan is below, whatever the order of the devices: see `lower_bound`."""
+    if not problem.traits:
+        return lower_bound(problem)
+    if _all_orders(problem):
+        return min(map(lower_bound, orders(problem)))
+    every = [each.slowness or (1.0,) * len(problem.costs.layers) for each in problem.traits]
+    fastest = tuple(map(min, zip(*every, strict=True)))
+    best = tuple(replace(each, slowness=fastest, less_bytes=0) for each in problem.traits)
+    return lower_bound(replace(problem, traits=best))
+
+
+def least_of(problems: Sequence[Problem], ask: Callable[[Problem], T], step_s: Callable[[T], float]) -> T:
+    """The fastest answer to problems that differ in the order of their devices.
+
+    Args:
+        problems: at least one.
+        ask: answers one, or raises `Infeasible`.
+        step_s: seconds of an answer's step.
+
+    Raises:
+        Infeasible: there is no answer to any; the one that names the least limit.
+    """
+    answers, refused = list[T](), list[Infeasible]()
+    for problem in problems:
+        try:
+            answers.append(ask(problem))
+        except Infeasible as error:
+            refused.append(error)
+    if not answers:
+        raise min(refused, key=lambda error: error.smallest_limit_bytes)
+    return min(answers, key=step_s) if len(answers) > 1 else answers[0]

@@ -1,0 +1,69 @@
+"""How devices differ: given speeds and limits, reported memory, measured layers."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.session import unlike
+from jvpipe.session.unlike import checked_speeds, device_limits, measured_slowness
+
+Patch = pytest.MonkeyPatch
+
+
+def devices(patch: Patch, *limits: int | None) -> list[Any]:
+    """Devices that report so much memory."""
+    found = jax.devices()[: len(limits)]
+    patch.setattr(unlike, "_reported", lambda device: limits[found.index(device)])
+    return found
+
+
+def test_limits_are_as_given_else_as_reported(monkeypatch: Patch) -> None:
+    assert device_limits(7, devices(monkeypatch, 1, 2), 2, None) == (7, 7)
+    assert device_limits((24, 11), devices(monkeypatch, 1, 2), 2, None) == (24, 11)
+    assert device_limits(None, devices(monkeypatch, 2400, 1100), 2, None) == (2400, 1100)
+    assert device_limits(None, devices(monkeypatch, None, None), 2, None) == ()
+
+
+def test_those_that_report_nearly_the_same_are_alike(monkeypatch: Patch) -> None:
+    assert device_limits(None, devices(monkeypatch, 1000, 990, 500, 995), 4, None) == (990, 990, 500, 990)
+
+
+def test_a_plan_for_some_devices_needs_limits_for_these(monkeypatch: Patch) -> None:
+    assert device_limits((24, 11), devices(monkeypatch, *[None] * 4), 2, None) == (24, 11, 11, 11)
+    with pytest.raises(ValueError, match=r"2 memory limits .* for 3 devices: give one for each device"):
+        device_limits((24, 11), devices(monkeypatch, *[None] * 3), 3, None)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ([1.0, -1.0], "each must be a number above 0"),
+        ([1.0, float("inf")], "each must be a number above 0"),
+        ("fast", "each must be a number above 0"),
+        ([1.0, True], "each must be a number above 0"),
+        ([1.0], "1 speeds for 2 devices: give one for each"),
+    ],
+)
+def test_speeds_that_are_none(speeds: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        checked_speeds(speeds, 2)
+
+
+def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch) -> None:
+    asked, cards = list[str](), dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True))
+    monkeypatch.setattr(unlike, "_kind", cards.__getitem__)
+    monkeypatch.setattr(unlike, "is_own", lambda device: cards[device] != "V100")
+
+    def costs(forward_s: float) -> Costs:
+        return Costs(tuple(LayerCost("layer", (1 + i) * forward_s, 2.0, (Option(0),)) for i in range(2)))
+
+    def measured_on(device: Any) -> Costs:
+        asked.append(cards[device])
+        return costs(3.0)
+
+    found = measured_slowness(list(cards), measured_on, costs(1.0))
+    assert asked == ["small"]
+    assert found[:4] == [(), (5 / 3, 2.0), (5 / 3, 2.0), ()]
+    assert found[4] == pytest.approx((495 / 15.7,) * 2)
