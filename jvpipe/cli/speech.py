@@ -84,8 +84,8 @@ def places(pipe: Pipeline) -> dict[str, Place]:
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         layers[stage.devices[0]] += stage.layers
-    limit_bytes = session.limits.device_bytes
-    return {str(session.settings.devices[d]): Place(in_runs(layers[d]), limit_bytes) for d in sorted(layers)}
+    devices, limits = session.settings.devices, session.settings.limits
+    return {str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None) for d in sorted(layers)}
 
 
 class _ToLines(logging.Handler):

@@ -228,7 +228,7 @@ class Segments:
         tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
         shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(self.versions[s], copies)
         fixed = between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
-        return fixed + self.problem.less_bytes(s)
+        return fixed + self.problem.less_bytes(s) if self.problem.traits else fixed
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
         """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
