@@ -142,7 +142,7 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("share", [0.8, 1.2])
 def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(schedule: str, share: float) -> None:
-    problem = two(12, 3, share, schedule)
+    problem = two(9, 3, share, schedule)
     bound, ours = least_bound(problem), np.inf
     for one in orders(problem):
         for planner in PLANNERS:
