@@ -12,6 +12,7 @@ from jvpipe.cli import export
 from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
+from jvpipe.report.trackers import check_tracker
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -100,6 +101,8 @@ class Options:
     """Steps between evaluations on batches that training never sees; the best one's checkpoint is kept."""
     early_stop: int | None = None
     """Ends the run after so many evaluations that were no better than the best."""
+    track: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb; may be given again."""
     adapt: tyro.conf.FlagCreatePairsOff[bool] = False
     """Lets layers leave a device that has become slow, and come back."""
     nas: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -154,6 +157,8 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
     _check(options)
     if options.export and writes:
         export.check_writable(Path(options.export))
+    for tracker in options.track if writes else ():
+        check_tracker(tracker)
     return options
 
 

@@ -15,8 +15,10 @@ from jvpipe.cli.recording import Recording
 from jvpipe.cli.sharing import shared
 from jvpipe.cli.speech import Speech, places
 from jvpipe.cli.step_metrics import Done, StepNumbers
+from jvpipe.cli.train_options import kept_options
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog
+from jvpipe.report.trackers import TRACKERS, TrackedRun, Tracker
 from jvpipe.runtime.hosts import ALONE, Hosts
 
 
@@ -87,8 +89,10 @@ class _Log:
         self._job, self._stop, self._speech, self._numbers, self.clock = job, stop, speech, StepNumbers(job), Clock()
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
+        self._trackers: list[Tracker] = []
         if writes:
             opened.enter_context(speech.training(job.steps, first))
+            self._trackers += _trackers(job, first, opened)
 
     def tell(
         self, done: Done | None, *, before: bool, loss: float | None = None, hosts: Hosts | None = None
@@ -109,8 +113,19 @@ class _Log:
         if line is not None and self._log is not None:
             line = replace(line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
             self._log.append(line)
+            for tracker in self._trackers:
+                tracker.log(line.step, line.numbers())
             self._speech.step(line, places(self._job.pipe))
         return signum
+
+
+def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
+    """What else is told of each step, until `opened` is closed."""
+    run = TrackedRun(job.run.path, kept_options(job.options), first)
+    for name in dict.fromkeys(job.options.track):
+        tracker = TRACKERS[name](run)
+        opened.callback(tracker.close)
+        yield tracker
 
 
 class Clock:

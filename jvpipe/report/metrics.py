@@ -50,6 +50,19 @@ class StepMetrics:
         """The metrics that there are, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None and value not in ((), {})}
 
+    def numbers(self) -> dict[str, float]:
+        """All that are numbers, by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
+        found: dict[str, float] = {}
+        for name, value in self.told().items():
+            match value:
+                case int() | float():
+                    found[name] = value
+                case Mapping():
+                    found |= {f"{name}/{key}": each for key, each in value.items()}
+                case tuple() if name == "staleness":
+                    found[name] = max(value)
+        return found
+
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
         return json.dumps(_speakable(self.told()), allow_nan=False)
