@@ -206,9 +206,11 @@ class _Least(NamedTuple):
 def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> _Least:
     """The plan that holds the least, if it keeps the limit; of unlike devices in the best of their orders."""
     every = [problem] if request.fixed else orders(problem)
-    by_room = {tuple(each.less_bytes for each in one.traits): one for one in reversed(every)}
+    by_room: dict[tuple[int, ...], Problem] = {}
+    for one in every:
+        by_room.setdefault(tuple(each.less_bytes for each in one.traits), one)
     found = list[_Least]()
-    for one in reversed(by_room.values()):
+    for one in by_room.values():
         found.append(_Least(_floor(request, one, limit, needed_of), one))
         if found[-1].floor.bytes <= limit:
             return found[-1]

@@ -47,8 +47,10 @@ def orders(problem: Problem) -> list[Problem]:
     else:
         keys = [x.mean_slowness for x in traits], [float(x.less_bytes) for x in traits]
         wanted = [sorted(devices, key=key.__getitem__, reverse=back) for key in keys for back in (False, True)]
-    by_kind = {tuple(traits[d].kind for d in order): order for order in reversed([list(devices), *wanted])}
-    return [problem.in_order(order) for order in reversed(by_kind.values())]
+    by_kind: dict[tuple[Kind, ...], list[int]] = {}
+    for order in [list(devices), *wanted]:
+        by_kind.setdefault(tuple(traits[d].kind for d in order), order)
+    return [problem.in_order(order) for order in by_kind.values()]
 
 
 def _all_orders(problem: Problem) -> bool:
