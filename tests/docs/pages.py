@@ -16,6 +16,7 @@ PAGES = {path.name: path for path in FILES}
 WHY = r"(?:<!-- not run: (?P<why>.*?) -->\n)?"
 BLOCK = re.compile(rf"^{WHY}```(?P<language>.*?)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 PROSE = "page.txt"
+EVERY = {"--eval-every", "--profile", "--checkpoint-every"}
 README = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import jvpipe
@@ -86,7 +87,8 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
     if int(options.get("--stages") or 0) > 4:
         options["--stages"] = "4"  # small models have few layers
     if module == "jvpipe.train":
-        options |= {"--steps": "2", "--batch-size": "8"} | ({"--nas-steps": "1"} if "--nas" in options else {})
+        options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(EVERY & options.keys(), "1")
+        options |= {"--nas-steps": "1"} if "--nas" in options else {}
         options |= {"--data": PROSE} if options.get("--model") in NAMES else {}
         options |= {"--planner": "even"} if "--planner" not in options and "--plan" not in options else {}
     if "--resume" in options:  # the model stays as it is
