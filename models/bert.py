@@ -6,6 +6,7 @@ What differs from the paper makes it learn in far fewer steps: layer norm stands
 (arXiv:2002.04745); a token knows where the others are by a bias on its attention (ALiBi, arXiv:2108.12409, as in
 MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segment and no next-sentence task
 (arXiv:1907.11692). The output projection is the token embedding transposed, applied at the masked positions alone.
+With `published` it is as in the paper (`bert_published.py`).
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models import bert_published
 from jvpipe.models.transformer import (
     Block,
     Parts,
@@ -27,6 +29,7 @@ from jvpipe.models.transformer import (
     distance_bias,
     dropped,
     embedding,
+    layer_norm,
     linear,
     normed,
     prediction_loss,
@@ -36,11 +39,12 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class BertConfig(TransformerConfig):
-    """The shape of a BERT; of a record's tokens the share `mask_rate` is predicted."""
+    """The shape of a BERT; of a record's tokens the share `mask_rate` is predicted. `published`: as in the paper."""
 
     vocabulary: int = 30522
     tokens: int = 128
     mask_rate: float = 0.15
+    published: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,9 +56,9 @@ class BertConfig(TransformerConfig):
         """K: how many tokens of a record are predicted at most (its first token is special)."""
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
-    def bias(self, tokens: int) -> Float[Array, "H T T"]:
+    def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
         """Less, the farther away a token is."""
-        return distance_bias(self.heads, tokens)
+        return None if self.published else distance_bias(self.heads, tokens)
 
 
 SIZES = {
@@ -71,7 +75,7 @@ class Embeddings(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
@@ -83,9 +87,9 @@ class Head(nnx.Module):
     """From a masked position's vector to the logits of the token that stood there."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
-        self.input_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.input_norm = layer_norm(config, rngs)
         self.transform = linear(config, rngs, config.width, config.width)
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
@@ -96,6 +100,11 @@ class Head(nnx.Module):
 
 def parts(config: BertConfig) -> Parts:
     """The model taken apart."""
+    if config.published:
+        head = bert_published.Head
+        return Parts(
+            config, {"embeddings": bert_published.Embeddings, "blocks": bert_published.PublishedBlock, "head": head}
+        )
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
 
@@ -105,18 +114,27 @@ def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], 
     The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 and `weights` [B, K] float32; a
     position of weight 0 does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
     """
-    model = parts(config)
+    logits = logits_function(config)
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        key = rng if config.dropout > 0 else None
+        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
+
+    return loss_fn
+
+
+def logits_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
+    """The logits of tokens at `positions`, `logits(params, batch, key)`; without dropout if the key is None."""
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B K V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)
         x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
-        return prediction_loss(model.part("head", params["head"])(x, embeddings.tokens), batch)
+        return model.part("head", params["head"])(x, embeddings.tokens)
 
-    return loss_fn
+    return logits
 
 
 def abstract_batch(config: BertConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -144,6 +162,9 @@ def open_data(config: BertConfig, data_path: Path | None, run_dir: Path, seed: i
         masked=config.masked,
         mask_rate=config.mask_rate,
     )
+
+
+FORMAT = bert_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:

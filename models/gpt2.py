@@ -6,7 +6,7 @@ Layer norm stands before each sublayer and after the last block; positions are l
 token embedding transposed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,11 @@ from jvpipe.models.transformer import (
     TransformerConfig,
     dropped,
     embedding,
+    layer_norm,
     normed,
     prediction_loss,
 )
+from jvpipe.models.weights import Format, Source, linear, norm, only, table
 from jvpipe.models.workload import Data, Workload, sized
 
 
@@ -58,7 +60,7 @@ class Embeddings(nnx.Module):
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
-        self.positions = embedding(config, rngs, config.tokens, spread=0.01)
+        self.positions = embedding(config, rngs, config.positions or config.tokens, spread=0.01)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
@@ -71,7 +73,7 @@ class Head(nnx.Module):
     """From a position's vector to the logits of the next token."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32; the embedding of `tokens` is the tied projection."""
@@ -89,17 +91,26 @@ def loss_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], 
     The batch holds `tokens` and `targets` [B, T] int32 and `weights` [B, T] float32; a position of weight 0 (padding)
     does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
     """
-    model = parts(config)
+    logits = logits_function(config)
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        key = rng if config.dropout > 0 else None
+        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
+
+    return loss_fn
+
+
+def logits_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
+    """The logits of next tokens, `logits(params, batch, key)`; without dropout if the key is None."""
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)
-        return prediction_loss(model.part("head", params["head"])(x, embeddings.tokens), batch)
+        return model.part("head", params["head"])(x, embeddings.tokens)
 
-    return loss_fn
+    return logits
 
 
 def abstract_batch(config: Gpt2Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -114,6 +125,40 @@ def open_data(config: Gpt2Config, data_path: Path | None, run_dir: Path, seed: i
     from jvpipe.models.text import open_next_tokens  # a plan needs no data, nor the libraries that read it
 
     return open_next_tokens(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+
+
+def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Gpt2Config` that config.json tells."""
+    only(told, "activation_function", "gelu_new")
+    return {
+        "blocks": told["n_layer"],
+        "width": told["n_embd"],
+        "heads": told["n_head"],
+        "vocabulary": told["vocab_size"],
+        "positions": told["n_positions"],
+        "tokens": told["n_positions"],
+        "feed_forward": told.get("n_inner") or 0,
+        "epsilon": told.get("layer_norm_epsilon", 1e-5),
+        "dropout": told.get("resid_pdrop", 0.1),
+    }
+
+
+def _sources(config: Gpt2Config) -> dict[str, Source]:
+    """Where each parameter is in a folder."""
+    found = table("embeddings.tokens", "wte") | table("embeddings.positions", "wpe") | norm("head.norm", "ln_f")
+    for i in range(config.blocks):
+        ours, theirs = f"blocks.{i:03}", f"h.{i}"
+        found |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        found |= linear(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
+        found |= linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
+        found |= norm(f"{ours}.feed_forward_norm", f"{theirs}.ln_2")
+        found |= linear(f"{ours}.expand", f"{theirs}.mlp.c_fc", turned=False)
+        found |= linear(f"{ours}.contract", f"{theirs}.mlp.c_proj", turned=False)
+    return found
+
+
+FORMAT = Format(_fields, _sources, (".attn.bias", ".attn.masked_bias", "lm_head"))
+"""GPT2LMHeadModel and GPT2Model."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:

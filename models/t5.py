@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models import t5_published
 from jvpipe.models.transformer import (
     Block,
     Parts,
@@ -28,6 +29,7 @@ from jvpipe.models.transformer import (
     distance_bias,
     dropped,
     embedding,
+    layer_norm,
     linear,
     mixture,
     normed,
@@ -39,10 +41,20 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True)
 class T5Config(TransformerConfig):
-    """The shape of a T5; `blocks` are those of the encoder, and as many has the decoder."""
+    """The shape of a T5; `blocks` are those of the encoder, and as many has the decoder.
+
+    `published`: as in the paper (`t5_published.py`), with heads of `head_width`, `buckets` for distances up to
+    `distance`, a feed-forward network that may be `gated`, and a projection `tied` to the embedding or not.
+    """
 
     vocabulary: int = 32128
     tokens: int = 128
+    published: bool = False
+    head_width: int = 64
+    buckets: int = 32
+    distance: int = 128
+    gated: bool = False
+    tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
         """Less, the farther away a token is."""
@@ -99,7 +111,7 @@ class DecoderBlock(nnx.Module):
     """A look at what was read, then a block whose tokens look back."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
         self.reading = CrossAttention(config, rngs=rngs)
         self.block = Block(_DecoderConfig(**dataclasses.asdict(config)), rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
@@ -117,7 +129,7 @@ class Head(nnx.Module):
     """From a position's vector to the logits of the next token, by a projection of its own."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
         self.output = linear(config, rngs, config.width, config.vocabulary)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -129,7 +141,7 @@ class Read(nnx.Module):
     """What the encoder passes on: its tokens, normed."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same for every block of the decoder."""
@@ -138,6 +150,8 @@ class Read(nnx.Module):
 
 def parts(config: T5Config) -> Parts:
     """The model taken apart."""
+    if config.published:
+        return t5_published.parts(config)
     kinds = {"embeddings": Embeddings, "encoder": Block, "read": Read, "decoder": DecoderBlock, "head": Head}
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
@@ -149,19 +163,30 @@ def loss_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], We
     decoder predicts, and `weights` [B, T] float32; a position of weight 0 does not count. `total` is the sum of the
     cross entropies in nats, `weight` their number.
     """
-    model = parts(config)
+    logits = logits_function(config)
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        key = rng if config.dropout > 0 else None
+        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
+
+    return loss_fn
+
+
+def logits_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
+    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    if config.published:
+        return t5_published.logits_function(config)
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.part("read", params["read"])(model.through("encoder", params["encoder"], x, key))
         y = embeddings(batch["tokens"], model.key("read", key))
         y = model.through("decoder", params["decoder"], y, key, read)
-        return prediction_loss(model.part("head", params["head"])(y), batch)
+        return model.part("head", params["head"])(y)
 
-    return loss_fn
+    return logits
 
 
 def abstract_batch(config: T5Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -176,6 +201,9 @@ def open_data(config: T5Config, data_path: Path | None, run_dir: Path, seed: int
     from jvpipe.models.text import open_halves  # a plan needs no data, nor the libraries that read it
 
     return open_halves(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+
+
+FORMAT = t5_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:

@@ -23,7 +23,9 @@ from jvpipe.ir.weighted import Weighted
 class TransformerConfig(ABC):
     """The shape of a transformer; `tokens` is the length of a record.
 
-    `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+    `dtype` is that of the computation, float32 or bfloat16; parameters are float32. For weights from elsewhere: a table
+    of positions may have more rows than a record has `tokens`, the feed-forward network other than 4 D units, and layer
+    norm another `epsilon`.
     """
 
     blocks: int
@@ -33,6 +35,9 @@ class TransformerConfig(ABC):
     tokens: int
     dropout: float = 0.1
     dtype: str = "float32"
+    positions: int = 0
+    feed_forward: int = 0
+    epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -43,10 +48,12 @@ class TransformerConfig(ABC):
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if min(self.blocks, self.width, self.heads) < 1 or self.tokens < 8 or self.vocabulary < 300:
             raise ValueError(f"{self} is too small: it needs a block, a head, 8 tokens and a vocabulary of 300")
+        if 0 < self.positions < self.tokens:
+            raise ValueError(f"tokens={self.tokens} are more than the {self.positions} positions: give fewer")
 
     @abstractmethod
-    def bias(self, tokens: int) -> Float[Array, "#H T T"]:
-        """What is added to the scores of attention: who looks at whom."""
+    def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
+        """What is added to the scores of attention: who looks at whom; None for nothing."""
 
 
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
@@ -89,25 +96,32 @@ def mixture(
     heads: int,
     bias: Float[Array, "#H T S"] | None,
     drop: Callable[[jax.Array], jax.Array],
+    scale: float | None = None,
 ) -> Float[Array, "B T D"]:
-    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights."""
+    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights.
+
+    Scores are multiplied by `scale`, by the usual one unless it is given.
+    """
     D = q.shape[2]
     q, k, v = (y.reshape(*y.shape[:2], heads, D // heads) for y in (q, k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (D // heads) ** -0.5
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (
+        (D // heads) ** -0.5 if scale is None else scale
+    )
     scores = scores if bias is None else scores + bias[None]
     weights = drop(jax.nn.softmax(scores).astype(q.dtype))
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], D)
 
 
 class Block(nnx.Module):
-    """Attention, then a feed-forward network of F = 4 D units, each added to its input."""
+    """Attention, then a feed-forward network of F units, each added to its input."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        units = config.feed_forward or 4 * config.width
+        self.attention_norm = layer_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.feed_forward_norm = nnx.LayerNorm(config.width, rngs=rngs)
-        self.expand = linear(config, rngs, config.width, 4 * config.width)
-        self.contract = linear(config, rngs, 4 * config.width, config.width, scale=residual_scale(config))
+        self.feed_forward_norm = layer_norm(config, rngs)
+        self.expand = linear(config, rngs, config.width, units)
+        self.contract = linear(config, rngs, units, config.width, scale=residual_scale(config))
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
@@ -201,6 +215,11 @@ def linear(config: TransformerConfig, rngs: nnx.Rngs, inputs: int, outputs: int,
     """A linear map whose results vary as its inputs do, times `scale`."""
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
     return nnx.Linear(inputs, outputs, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Layer norm of vectors of width D."""
+    return nnx.LayerNorm(config.width, epsilon=config.epsilon, rngs=rngs)
 
 
 def residual_scale(config: TransformerConfig) -> float:

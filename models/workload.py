@@ -155,6 +155,11 @@ def sizes(name: str) -> list[str]:
     return list(_module(name).SIZES)
 
 
+def format_of(name: str) -> Any:
+    """How published weights of a model lie in folders, a `jvpipe.models.weights.Format`."""
+    return _module(name).FORMAT
+
+
 def _module(name: str) -> Any:
     with extra("models"):
         return importlib.import_module(_MODULES[name])

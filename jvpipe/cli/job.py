@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from jvpipe import models
 from jvpipe.cli import export
 from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.cli.found_model import find_model
+from jvpipe.cli.given_weights import as_in_folder, first_params
 from jvpipe.cli.model_options import fields_of, retrained
 from jvpipe.cli.rundir import RunDir, hold_new
 from jvpipe.cli.runplan import given_plan, kept_plan
@@ -132,6 +133,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
+    options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together("model", lambda: find_model(options.model, options.size, fields_of(options)))
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
@@ -220,7 +222,7 @@ def _open_data(
 
 def _state(job: Job) -> jvpipe.State:
     """The state at the start of the run, or that of its last checkpoint; the data go on from there."""
-    params = job.search.first.params if job.search else job.workload.init
+    params = job.search.first.params if job.search else job.hosts.together("weights", lambda: _first_params(job))
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
     if job.options.resume and job.run.checkpoints():
@@ -229,6 +231,11 @@ def _state(job: Job) -> jvpipe.State:
             state = job.pipe.restore(last)
         job.data.train.set_state(jvpipe.checkpoint_extra(last)["data"])
     return state
+
+
+def _first_params(job: Job) -> Any:
+    with phase("reading the weights") if job.options.init_from else nullcontext():
+        return first_params(job.options, job.workload)
 
 
 def _keep_compiled() -> None:

@@ -35,7 +35,7 @@ COUNTS = (
     "profile",
 )
 """Options that are 1 at least."""
-NOT_KEPT = ("config", "resume", "remeasure", "export", *OF_PROCESSES)
+NOT_KEPT = ("config", "resume", "remeasure", "profile", "init_from", "export", *OF_PROCESSES)
 """Options that hold for one start alone."""
 
 
@@ -84,6 +84,9 @@ class Options:
     """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
     """A text file or a folder of them; by default the English prose that comes with Python."""
+    init_from: str | None = None
+    """Begins with published weights of bert, gpt2 or t5: a folder with config.json and model.safetensors, as
+    transformers writes it. The model is as config.json tells."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
     remeasure: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -1,0 +1,62 @@
+"""`--init-from`: a run that begins with the weights of a folder as transformers writes it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jvpipe import models
+from jvpipe.cli.train_options import Options
+from jvpipe.models.workload import format_of
+
+Tree = Any
+_SIZES = {"bert": "base", "gpt2": "small", "t5": "small"}
+"""Whose recipe such a model is trained by; all of its fields are the folder's."""
+_DIMENSIONS = ("blocks", "width", "heads", "vocabulary", "feed_forward", "head_width")
+"""What a size decides, if one is given."""
+
+
+def as_in_folder(options: Options) -> Options:
+    """The options with the fields of the model that the folder of `--init-from` tells; others that are given win.
+
+    Raises:
+        ValueError: the folder does not fit the model, or the run goes on with parameters of its own.
+    """
+    if options.init_from is None:
+        return options
+    told = f"--init-from {options.init_from}"
+    if options.resume:
+        raise ValueError(f"{told}: a run that is resumed has its parameters, leave it out")
+    if options.model not in _SIZES:
+        raise ValueError(f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}")
+    from jvpipe.models.weights import open_folder  # needs an extra
+
+    folder = open_folder(Path(options.init_from))
+    kind = folder.told.get("model_type")
+    if kind != options.model:
+        raise ValueError(f"{told} is a folder of {kind}, and --model is {options.model}: give --model {kind}")
+    try:
+        fields = format_of(options.model).fields(folder.told)
+    except KeyError as missing:
+        raise ValueError(f"{told}: config.json does not tell {missing}") from missing
+    except ValueError as problem:
+        raise ValueError(f"{told}: {problem}") from problem
+    if options.size is not None:
+        fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
+    assigned = (f"{name}={value}" for name, value in fields.items())
+    return replace(options, size=options.size or _SIZES[options.model], set=(*assigned, *options.set))
+
+
+def first_params(options: Options, workload: models.Workload) -> Tree:
+    """What a run begins with: the arrays of the folder, or the function that makes them.
+
+    Raises:
+        ValueError: the folder is of another architecture; the first tensor that differs is named.
+    """
+    if options.init_from is None:
+        return workload.init
+    from jvpipe.models.weights import open_folder, read_params
+
+    shapes = jax.eval_shape(workload.init, jax.random.key(0))
+    return read_params(open_folder(Path(options.init_from)), format_of(workload.name), workload.config, shapes)

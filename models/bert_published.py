@@ -1,0 +1,110 @@
+"""BERT as it was published (arXiv:1810.04805), so that published weights fit, in Flax NNX.
+
+Axes: B batch, T tokens, D model, K masked positions, V vocabulary.
+
+Layer norm stands after each sublayer; positions and segments have vectors of their own (all tokens are of the first
+segment); there is no next-sentence task.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.models.transformer import Block, TransformerConfig, dropped, embedding, layer_norm, linear, normed
+from jvpipe.models.weights import Format, Source, only
+from jvpipe.models.weights import linear as linear_of
+from jvpipe.models.weights import norm as norm_of
+from jvpipe.models.weights import table as table_of
+
+_gelu = partial(jax.nn.gelu, approximate=False)
+
+
+class Embeddings(nnx.Module):
+    """A vector per token, plus those of its position and of its segment."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.tokens = embedding(config, rngs, config.vocabulary)
+        self.positions = embedding(config, rngs, config.positions or config.tokens)
+        self.segments = embedding(config, rngs, 2)
+        self.norm = layer_norm(config, rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The vectors that the first block reads."""
+        positions = self.positions(jnp.arange(tokens.shape[1]))[None]
+        x = self.tokens(tokens) + positions + self.segments(jnp.zeros((1, 1), jnp.int32))
+        return dropped(self.dropout, normed(self.norm, x), key)
+
+
+class PublishedBlock(Block):
+    """Attention, then a feed-forward network, each added to its input, the sum normed."""
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
+        x = normed(self.attention_norm, x + dropped(self.dropout, self.attention(x, k0), k1))
+        y = self.contract(_gelu(self.expand(x)))
+        return normed(self.feed_forward_norm, x + dropped(self.dropout, y, k2))
+
+
+class Head(nnx.Module):
+    """From a masked position's vector to the logits of the token that stood there."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.transform = linear(config, rngs, config.width, config.width)
+        self.norm = layer_norm(config, rngs)
+        self.bias = nnx.Param(jnp.zeros(config.vocabulary))
+
+    def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
+        """Logits in float32; the embedding of `tokens` is the tied projection."""
+        y = normed(self.norm, _gelu(self.transform(x)))
+        return tokens.attend(y).astype(jnp.float32) + self.bias[...][None, None]
+
+
+def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `BertConfig` that config.json tells."""
+    only(told, "hidden_act", "gelu")
+    only(told, "type_vocab_size", 2)
+    only(told, "position_embedding_type", "absolute")
+    positions = told["max_position_embeddings"]
+    return {
+        "blocks": told["num_hidden_layers"],
+        "width": told["hidden_size"],
+        "heads": told["num_attention_heads"],
+        "vocabulary": told["vocab_size"],
+        "positions": positions,
+        "tokens": min(128, positions),
+        "feed_forward": told["intermediate_size"],
+        "epsilon": told.get("layer_norm_eps", 1e-12),
+        "dropout": told.get("hidden_dropout_prob", 0.1),
+        "published": True,
+    }
+
+
+def _sources(config: TransformerConfig) -> dict[str, Source]:
+    """Where each parameter is in a folder."""
+    found = table_of("embeddings.tokens", "embeddings.word_embeddings")
+    found |= table_of("embeddings.positions", "embeddings.position_embeddings")
+    found |= table_of("embeddings.segments", "embeddings.token_type_embeddings")
+    found |= norm_of("embeddings.norm", "embeddings.LayerNorm")
+    for i in range(config.blocks):
+        ours, theirs = f"blocks.{i:03}", f"encoder.layer.{i}"
+        read = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
+        found |= linear_of(f"{ours}.attention.inputs", *read)
+        found |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
+        found |= norm_of(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+        found |= linear_of(f"{ours}.expand", f"{theirs}.intermediate.dense")
+        found |= linear_of(f"{ours}.contract", f"{theirs}.output.dense")
+        found |= norm_of(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
+    found |= linear_of("head.transform", "cls.predictions.transform.dense")
+    found |= norm_of("head.norm", "cls.predictions.transform.LayerNorm")
+    return found | {"head.bias": Source(("cls.predictions.bias",))}
+
+
+FORMAT = Format(_fields, _sources, ("pooler", "seq_relationship", "position_ids", "cls.predictions.decoder"))
+"""BertForMaskedLM and BertForPreTraining."""

@@ -1,0 +1,282 @@
+"""T5 as it was published (arXiv:1910.10683), so that published weights fit, in Flax NNX.
+
+Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward, V vocabulary.
+
+Layer norm neither centres nor shifts, products have no biases, scores are not divided; tokens know where others are by
+learned distances, one table for all blocks of the encoder and one for those of the decoder.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.models.transformer import Parts, TransformerConfig, dropped, embedding, mixture
+from jvpipe.models.weights import Format, Source, only
+from jvpipe.models.weights import linear as linear_of
+from jvpipe.models.weights import norm as norm_of
+from jvpipe.models.weights import table as table_of
+
+Key = jax.Array | None
+
+
+def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[Array, "T T"]:
+    """The kind of each distance from a token (row) to another: near ones exactly, far ones by their logarithm.
+
+    Args:
+        tokens: how many there are.
+        buckets: how many kinds.
+        distance: all from here on are of one kind.
+        ahead: half of the kinds are for tokens ahead.
+
+    >>> buckets_of(3, 8, 16, ahead=True).tolist()
+    [[0, 5, 6], [1, 0, 5], [2, 1, 0]]
+    """
+    forward = jnp.arange(tokens)[None] - jnp.arange(tokens)[:, None]
+    half = buckets // 2 if ahead else buckets
+    far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
+    exact = half // 2
+    log = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(distance / exact) * (half - exact)
+    found = jnp.where(far < exact, far, jnp.minimum(exact + log.astype(jnp.int32), half - 1))
+    return found + jnp.where(forward > 0, half, 0) if ahead else found
+
+
+class Embeddings(nnx.Module):
+    """A vector per token."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.tokens = embedding(config, rngs, config.vocabulary, spread=1.0)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Float[Array, "B T D"]:
+        """The vectors that a first block reads."""
+        return dropped(self.dropout, self.tokens(tokens), key)
+
+
+class Distances(nnx.Module):
+    """What each head adds to its scores for each kind of distance."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(config.width**-0.5)
+        self.table = nnx.Embed(config.buckets, config.heads, embedding_init=init, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Tokens look at tokens, with H heads."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.heads, inner = config.heads, config.heads * config.head_width
+        self.queries = _linear(config, rngs, config.width, inner, (config.width * config.head_width) ** -0.5)
+        self.keys = _linear(config, rngs, config.width, inner, config.width**-0.5)
+        self.values = _linear(config, rngs, config.width, inner, config.width**-0.5)
+        self.output = _linear(config, rngs, inner, config.width, inner**-0.5)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B S D"], bias: Float[Array, "H T S"] | None, key: Key
+    ) -> Float[Array, "B T D"]:
+        """The mixture of the values of what is `read`."""
+        q, k, v = self.queries(x), self.keys(read), self.values(read)
+        drop = partial(dropped, self.dropout, key=key)
+        return self.output(mixture(q, k, v, self.heads, bias, drop, scale=1.0))
+
+
+class FeedForward(nnx.Module):
+    """F units between; `gated` by as many others."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        units, spread = config.feed_forward or 4 * config.width, config.width**-0.5
+        self.expand = _linear(config, rngs, config.width, units, spread)
+        self.gate = _linear(config, rngs, config.width, units, spread) if config.gated else None
+        self.contract = _linear(config, rngs, units, config.width, units**-0.5)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: Key) -> Float[Array, "B T D"]:
+        """The tokens, each for itself."""
+        y = self.expand(x)
+        y = jax.nn.relu(y) if self.gate is None else self.gate(x) * jax.nn.gelu(y)
+        return self.contract(dropped(self.dropout, y, key))
+
+
+class EncoderBlock(nnx.Module):
+    """Attention, then a feed-forward network, each added to its input."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.attention_norm, self.feed_forward_norm = _norm(config, rngs), _norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def bias(self, table: Float[Array, "buckets H"], tokens: int) -> Float[Array, "H T T"]:
+        """What is added to the scores."""
+        kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=True)
+        return jnp.moveaxis(table[kinds], -1, 0)
+
+    def __call__(self, x: Float[Array, "B T D"], table: Float[Array, "buckets H"], key: Key) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2, k3 = _keys(key, 4)
+        y = _normed(self.attention_norm, x)
+        x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
+        return x + dropped(self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k2), k3)
+
+
+class DecoderBlock(nnx.Module):
+    """Attention that looks back, a look at what was read, then a feed-forward network, each added to its input."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.attention_norm, self.reading_norm = _norm(config, rngs), _norm(config, rngs)
+        self.feed_forward_norm = _norm(config, rngs)
+        self.attention, self.reading = Attention(config, rngs=rngs), Attention(config, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def bias(self, table: Float[Array, "buckets H"], tokens: int) -> Float[Array, "H T T"]:
+        """What is added to the scores; nobody looks ahead."""
+        kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=False)
+        ahead = jnp.arange(tokens)[None] > jnp.arange(tokens)[:, None]
+        return jnp.where(ahead[None], -jnp.inf, jnp.moveaxis(table[kinds], -1, 0))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B S D"], table: Float[Array, "buckets H"], key: Key
+    ) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2, k3, k4, k5 = _keys(key, 6)
+        y = _normed(self.attention_norm, x)
+        x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
+        x = x + dropped(self.dropout, self.reading(_normed(self.reading_norm, x), read, None, k2), k3)
+        return x + dropped(self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k4), k5)
+
+
+class Head(nnx.Module):
+    """From a position's vector to the logits of the next token, by the embedding if that is `tied`."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.norm, self.scale = _norm(config, rngs), config.width**-0.5
+        self.output = None if config.tied else _linear(config, rngs, config.width, config.vocabulary, self.scale)
+
+    def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
+        """Logits in float32."""
+        x = _normed(self.norm, x)
+        logits = tokens.attend(x * self.scale) if self.output is None else self.output(x)
+        return logits.astype(jnp.float32)
+
+
+class Read(nnx.Module):
+    """What the encoder passes on: its tokens, normed."""
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        self.norm = _norm(config, rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: Key) -> Float[Array, "B T D"]:
+        """The same for every block of the decoder."""
+        return dropped(self.dropout, _normed(self.norm, x), key)
+
+
+def parts(config: TransformerConfig) -> Parts:
+    """The model taken apart."""
+    kinds = {
+        "embeddings": Embeddings,
+        "encoder_distances": Distances,
+        "encoder": EncoderBlock,
+        "read": Read,
+        "decoder_distances": Distances,
+        "decoder": DecoderBlock,
+        "head": Head,
+    }
+    return Parts(config, kinds, stacked=("encoder", "decoder"))
+
+
+def logits_function(config: TransformerConfig) -> Callable[[Any, Any, Key], Float[Array, "B T V"]]:
+    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
+        far, near = (params[f"{name}_distances"]["table"]["embedding"] for name in ("encoder", "decoder"))
+        embeddings = model.part("embeddings", params["embeddings"])
+        x = embeddings(batch["inputs"], model.key("embeddings", key))
+        x = model.through("encoder", params["encoder"], x, key, far)
+        read = model.part("read", params["read"])(x, model.key("read", key))
+        y = embeddings(batch["tokens"], model.key("encoder_distances", key))
+        y = model.through("decoder", params["decoder"], y, key, read, near)
+        return model.part("head", params["head"])(y, embeddings.tokens)
+
+    return logits
+
+
+def _linear(config: Any, rngs: nnx.Rngs, inputs: int, outputs: int, spread: float) -> nnx.Linear:
+    init = nnx.initializers.normal(spread)
+    dtype = jnp.dtype(config.dtype)
+    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+
+
+def _norm(config: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.width, epsilon=config.epsilon, rngs=rngs)
+
+
+def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _keys(key: Key, count: int) -> Any:
+    return (None,) * count if key is None else jax.random.split(key, count)
+
+
+def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `T5Config` that config.json tells."""
+    only(told, "feed_forward_proj", "relu", "gated-gelu")
+    only(told, "num_decoder_layers", told["num_layers"], None)
+    return {
+        "blocks": told["num_layers"],
+        "width": told["d_model"],
+        "heads": told["num_heads"],
+        "vocabulary": told["vocab_size"],
+        "tokens": 128,
+        "head_width": told["d_kv"],
+        "feed_forward": told["d_ff"],
+        "buckets": told.get("relative_attention_num_buckets", 32),
+        "distance": told.get("relative_attention_max_distance", 128),
+        "epsilon": told.get("layer_norm_epsilon", 1e-6),
+        "dropout": told.get("dropout_rate", 0.1),
+        "gated": told.get("feed_forward_proj", "relu") == "gated-gelu",
+        "tied": told.get("tie_word_embeddings", True),
+        "published": True,
+    }
+
+
+def _sources(config: Any) -> dict[str, Source]:
+    """Where each parameter is in a folder."""
+    found = table_of("embeddings.tokens", "shared")
+    for half, own in (("encoder", "read"), ("decoder", "head")):
+        first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        found |= table_of(f"{half}_distances.table", first)
+        found |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
+        for i in range(config.blocks):
+            found |= _block(config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder")
+    return found | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
+
+
+def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
+    found: dict[str, Source] = {}
+    looks = {"attention": "0.SelfAttention"} | ({"reading": "1.EncDecAttention"} if decodes else {})
+    for name, there in looks.items():
+        found |= norm_of(f"{ours}.{name}_norm", f"{theirs}.{there[0]}.layer_norm", bias=False)
+        for part, letter in (("queries", "q"), ("keys", "k"), ("values", "v"), ("output", "o")):
+            found |= linear_of(f"{ours}.{name}.{part}", f"{theirs}.{there}.{letter}", bias=False)
+    last = f"{theirs}.{len(looks)}"
+    found |= norm_of(f"{ours}.feed_forward_norm", f"{last}.layer_norm", bias=False)
+    units = {"expand": "wi_0", "gate": "wi_1"} if config.gated else {"expand": "wi"}
+    for name, there in (units | {"contract": "wo"}).items():
+        found |= linear_of(f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False)
+    return found
+
+
+FORMAT = Format(_fields, _sources, ("embed_tokens", "lm_head", "1.EncDecAttention.relative_attention_bias"))
+"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1."""

@@ -1,0 +1,84 @@
+"""A run can begin with weights of transformers: the model is then as the folder tells, or the folder is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jvpipe import models
+from jvpipe.cli.export import parameter_names
+from jvpipe.cli.found_model import find_model
+from jvpipe.cli.given_weights import as_in_folder, first_params
+from jvpipe.cli.model_options import fields_of
+from jvpipe.cli.train_options import Options
+from tests.commands import finished
+from tests.models.test_weights import WEIGHTS, given
+
+
+def options(name: str, **more: object) -> Options:
+    return replace(Options(model=name, init_from=str(WEIGHTS / name)), **more)
+
+
+def begun(asked: Options) -> tuple[Options, models.Workload]:
+    known = as_in_folder(asked)
+    return known, find_model(known.model, known.size, fields_of(known))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_the_model_is_as_the_folder_tells(name: str) -> None:
+    known, workload = begun(options(name))
+    config, params = given(name, WEIGHTS / name)
+    assert workload.config == config
+    jax.tree.map(np.testing.assert_array_equal, first_params(known, workload), params)
+
+
+def test_what_is_given_wins() -> None:
+    _, workload = begun(options("gpt2", set=("dropout=0.25",), sequence_length=8))
+    assert (workload.config.dropout, workload.config.tokens, workload.config.positions) == (0.25, 8, 16)
+    _, workload = begun(Options(model="gpt2"))
+    assert first_params(Options(model="gpt2"), workload) is workload.init
+
+
+def test_a_size_is_to_be_that_of_the_folder() -> None:
+    known, workload = begun(options("bert", size="tiny"))
+    with pytest.raises(ValueError, match=r"word_embeddings.weight is \[300, 16\] there, \[300, 32\] here"):
+        first_params(known, workload)
+
+
+def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for asked, told in (
+        (options("bert", init_from=str(WEIGHTS / "t5")), "is a folder of t5, and --model is bert: give --model t5"),
+        (options("bert", resume=True), "a run that is resumed has its parameters"),
+        (options("bert", model="amoebanet"), "weights are read for bert, gpt2, t5, not for amoebanet"),
+        (options("bert", init_from=str(tmp_path)), "holds no weights"),
+        (options("bert", sequence_length=64), "tokens=64 are more than the 16 positions"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            begun(asked)
+    shutil.copytree(WEIGHTS / "gpt2", tmp_path / "gpt2")
+    told = json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    del told["n_head"]
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"config\.json does not tell 'n_head'"):
+        begun(options("gpt2", init_from=str(tmp_path / "gpt2")))
+
+
+def test_a_run_begins_with_the_weights(tmp_path: Path) -> None:
+    text, export = tmp_path / "text.txt", tmp_path / "params.safetensors"
+    text.write_text("\n\n".join(f"The {i}th sentence is much like the {i + 1}th one." for i in range(400)))
+    asked = ["--model", "gpt2", "--init-from", str(WEIGHTS / "gpt2"), "--steps", "1", "--batch-size", "4"]
+    quiet = ["--learning-rate", "1e-9", "--planner", "even", "--data", str(text), "--export", str(export)]
+    done = finished(*asked, *quiet, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "reading the weights took" in done.stdout
+    trained = load_file(export)
+    _, params = given("gpt2", WEIGHTS / "gpt2")
+    for name, array in parameter_names(params).items():
+        np.testing.assert_allclose(trained[name], array, atol=1e-6)
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept["model_config"]["positions"] == 16
