@@ -174,14 +174,12 @@ class CompiledPlans:
                 base, traced = before.current, same
                 self.planned, self.model_id = before.planned, before.model_id
         cutter = OptimizerCutter(settings.optimizer, model.params, settings.microbatches, settings.grad_norm)
-
-        def cut(traced: Traced) -> OptimizerCut:
-            return cutter.cut(traced.graph, settings.schedule)
-
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
-            planner = ModelPlanner(settings, self._store, cut, self.runs, self._room_bytes, self._archive, self._leaves)
+            planner = ModelPlanner(
+                settings, self._store, cutter, self.runs, self._room_bytes, self._archive, self._leaves
+            )
             compiled, self.planned = self._planned(planner, traced)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")

@@ -1,10 +1,11 @@
 """The first plan of a model: planned and compiled, or compiled as it was given."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jvpipe._jax import is_own
-from jvpipe.cost.archive import Archive
+from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.measure import Runs
 from jvpipe.cost.model import carried
@@ -17,7 +18,9 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, Placing
+from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO
+from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import Planned, Request, decide, measure
 from jvpipe.session.settings import Settings
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
@@ -32,7 +35,7 @@ class ModelPlanner:
     Args:
         settings: what the user asked for.
         store: where programs are compiled.
-        cut: cuts the optimizer for a model in these layers.
+        cutter: cuts the optimizer for a model in these layers.
         runs: seconds of programs that are known; what is measured is added.
         room_bytes: what the device has for a program that is timed.
         archive: where earlier processes kept what they measured.
@@ -42,7 +45,7 @@ class ModelPlanner:
 
     settings: Settings
     store: ProgramStore
-    cut: Callable[[Traced], OptimizerCut]
+    cutter: OptimizerCutter
     runs: Runs
     room_bytes: int | None
     archive: Archive
@@ -71,14 +74,47 @@ class ModelPlanner:
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        limited = chooses and settings.limits and not settings.fates  # which name whole layers
-        best, rounds = (
-            splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
-        )
-        if chooses and finer and settings.schedule != AUTO:  # whose orders even out what whole layers leave uneven
-            best = splitter.better(best, self._candidate, rounds, limited=bool(limited))
+        limited = chooses and bool(settings.limits) and not settings.fates  # which name whole layers
+        finer = chooses and finer and settings.schedule != AUTO  # whose orders even out what whole layers leave uneven
+        question = self._question(traced) if finer and self.archive.folder else ()
+        best = self._as_before(traced, question) if question else None
+        if best is None:
+            best, rounds = (
+                splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
+            )
+            if finer:
+                best = splitter.better(best, self._candidate, rounds, limited=limited)
+            if question:
+                self.archive.keep(list(map(float, best.traced.splits)), *question)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
         return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
+
+    def cut(self, traced: Traced) -> OptimizerCut:
+        """The optimizer in pieces for a model in these layers."""
+        return self.cutter.cut(traced.graph, self.settings.schedule)
+
+    def _question(self, traced: Traced) -> tuple[str, ...]:
+        """What the layers that are best cut in two depend on, beside measured seconds."""
+        settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        asked = settings.stages, settings.microbatches, settings.places, settings.schedule.name
+        limits = settings.limits, settings.host_limit_bytes, settings.speeds
+        assert isinstance(settings.stages, int)
+        tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
+        every = asked, limits, tasks, traced.graph, list(kinds), [numbers[x.structure] for x in traced.bodies]
+        update = self.cutter.text(traced.graph, settings.schedule)
+        texts = (re.sub(" at 0x[0-9a-f]+", "", text) for text in (*map(repr, every), update))  # of functions
+        return "splits", surroundings(settings.devices[0]), *texts
+
+    def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
+        """The plan for layers cut in two as an earlier process found best: then nothing else need be looked at."""
+        splits = self.archive.find(*question)
+        if splits is None:
+            return None
+        try:
+            return self._candidate(split_as_planned(traced, [int(place) for place in splits]))
+        except (ValueError, MemoryLimitExceeded):
+            return None
 
     def _candidate(self, traced: Traced) -> CutCandidate:
         """The planner's plan for a model cut into these layers."""

@@ -9,6 +9,7 @@ from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
+from jvpipe.trace.jaxprs import structure
 from jvpipe.trace.leaves import abstract
 
 _Readers = tuple[int, ...]
@@ -43,8 +44,7 @@ class OptimizerCutter:
             ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
         """
         owners = tuple(p.owner for p in graph.parameters)
-        readers = tuple(len(p.readers) for p in graph.parameters)
-        microbatches = None if graph.weighted else schedule.period(self.microbatches)
+        readers, microbatches = self._sums(graph, schedule)
         key = owners, readers, microbatches
         if key not in self._cuts:
             with phase("tracing and cutting the optimizer"):
@@ -59,16 +59,29 @@ class OptimizerCutter:
             )
         return cut
 
-    def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:
+    def text(self, graph: LayerGraph, schedule: Schedule) -> str:
+        """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
+        update = self._trace(*self._sums(graph, schedule)).update.jaxpr
+        return repr(structure(update.eqns, update.invars, update.outvars))
+
+    def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
+        """How many gradients each parameter has, and by what their sum is divided."""
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        return readers, None if graph.weighted else schedule.period(self.microbatches)
+
+    def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
         params, key = abstract(self.params), (readers, microbatches)
         if key not in self._traced:
             self._traced[key] = trace_optimizer(self.optimizer, params, readers, microbatches, grad_norm=self.grad_norm)
+        return self._traced[key]
+
+    def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:
         return cut_optimizer(
             self.optimizer,
-            params,
+            abstract(self.params),
             owners,
             readers,
             microbatches=microbatches,
             grad_norm=self.grad_norm,
-            traced=self._traced[key],
+            traced=self._trace(readers, microbatches),
         )

@@ -192,6 +192,9 @@ class Structure:
     def __hash__(self) -> int:
         return self._hash
 
+    def __repr__(self) -> str:
+        return f"Structure({self._value!r})"
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -296,6 +299,9 @@ class _Identity:
 
     def __lt__(self, other: object) -> bool:
         return False
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 def comparable(value: Any, *, rules: bool = True) -> Any:

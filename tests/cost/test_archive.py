@@ -9,11 +9,15 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe import Plan
 from jvpipe.cost import links, measure
 from jvpipe.cost.archive import FOLDER, Archive
 from jvpipe.cost.costs import Costs
+from jvpipe.session.splitting import CutCandidate, Splitter
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import split_layers, split_points
 from tests.end_to_end.test_exactness import batch_of
-from tests.zoo import CASES
+from tests.zoo import CASES, transformer
 
 
 @pytest.fixture
@@ -57,6 +61,30 @@ def test_two_pipelines_decide_on_the_same_seconds(cache: Path, clock: list[float
     assert len(clock) == count
     assert planned(remeasure=True) != first
     assert len(clock) == 2 * count
+
+
+def test_layers_are_cut_as_another_process_found_best(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    m, looked = transformer(2), list[CutCandidate]()
+
+    def better(splitter: Splitter, begin: CutCandidate, plan: Callable[[Traced], CutCandidate], *_: Any) -> Any:
+        looked.append(begin)
+        place = split_points(begin.traced, 1, lambda eqns, _: [1.0] * len(eqns))[0]
+        return plan(split_layers(begin.traced, {1: place}))
+
+    def plan(microbatches: int = 4, remeasure: bool = False) -> Plan:
+        devices = jax.devices()[:2]
+        pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(0.1), 2, microbatches, devices=devices, remeasure=remeasure)
+        pipe.init(m.params, batch_of(m, 4), m.rng)
+        return pipe.plan
+
+    monkeypatch.setattr(Splitter, "better", lambda *args, limited: better(*args))
+    first = plan()
+    assert len(first.splits) == 1
+    assert (plan(), len(looked)) == (first, 1)
+    assert len(plan(microbatches=2).splits) == 1
+    assert len(looked) == 2, "it is another question"
+    plan(remeasure=True)
+    assert len(looked) == 3
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, clock: list[float]) -> None:
