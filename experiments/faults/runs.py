@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from jvpipe.cli.rundir import RunDir
 
 LIMIT_S = 600
 _WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
@@ -21,7 +24,10 @@ def page(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the smallest BERT with these options; `cache` keeps what is compiled and measured."""
+    """A run with these options, of the smallest BERT on a text unless they name a model.
+
+    `cache` keeps what is compiled and measured.
+    """
 
     path: Path
     text: Path
@@ -32,7 +38,8 @@ class Run:
         """Begins the run, or goes on with it if it has begun."""
         base = [sys.executable, "-m", "jvpipe.train", "--run-dir", str(self.path)]
         begun = (self.path / "config.json").exists()
-        fresh = ["--size", "tiny", "--batch-size", "8", "--data", str(self.text), *self.options]
+        bert = ["--size", "tiny", "--batch-size", "8", "--data", str(self.text)]
+        fresh = [*(() if "--model" in self.options else bert), *self.options]
         command = [*base, *(["--resume"] if begun else fresh), *more]
         return subprocess.Popen(
             command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -50,8 +57,16 @@ class Run:
 
     def losses(self) -> list[float]:
         """The loss of each step that was logged."""
+        return [line["loss"] for line in self.lines()]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was logged of each step."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def checkpoints(self) -> list[int]:
+        """The steps of its whole checkpoints, the last one last."""
+        return [int(path.name) for path in RunDir(self.path).checkpoints()]
 
     @property
     def _environment(self) -> dict[str, str]:
