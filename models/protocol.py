@@ -19,7 +19,7 @@ class Model(Protocol):
     |---|---|---|
     | `optimizer(steps)` | an optax transformation for so many updates | AdamW, warmed up, then along a cosine |
     | `learning_rates(steps)` | the rate of each update, an array, for the log | the log has none |
-    | `held_out()` | a few batches to evaluate at the end, which training never sees | nothing is evaluated |
+    | `held_out()` | a few batches that training never sees, evaluated at the end and with `--eval-every` | nothing is |
     | `batch_size`, `steps` | how many examples a step takes, and how many steps | 32, 1000 |
     | `has_aux` | True: the loss returns `(loss, aux)` | False |
     | `has_state` | True: the loss is `(params, state, batch, rng) -> (loss, new state)` | False |
@@ -27,7 +27,10 @@ class Model(Protocol):
     | `sizes` | models by name, for `--size`; or classes of them, made without arguments | there is no `--size` |
 
     The fields of a dataclass, or else the attributes of the object, that are numbers and texts are kept in the run's
-    folder: a run does not go on with others. If there is a field `dtype`, `--dtype` replaces it.
+    folder: a run does not go on with others. Fields of a dataclass are replaced by `--set NAME=VALUE`, `dtype` by
+    `--dtype`, `sequence_length` (or `tokens`) by `--sequence-length`. Leaves of batches that are called `tokens`,
+    `input_ids` or `inputs` and hold integers, [examples, positions, ...], are counted for the tokens per second of the
+    log; what the loss returns beside itself (`has_aux`) is logged as far as it is single numbers.
     """
 
     def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jvpipe import models
+from jvpipe.cli.plan_options import Options as PlanOptions
 from jvpipe.cli.train_options import Options
 from jvpipe.ir.names import did_you_mean
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
@@ -13,7 +14,7 @@ _RATE = 1e-3
 """Of a model with an optimizer of its own, if another is named."""
 
 
-def fields_of(options: Options) -> dict[str, Any]:
+def fields_of(options: Options | PlanOptions) -> dict[str, Any]:
     """The fields of the model that options tell, by name.
 
     Raises:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jvpipe.cli.found_model import find_model
+from jvpipe.cli.model_options import fields_of
 from jvpipe.cli.named import parsed
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check
@@ -44,7 +45,7 @@ def _error(mistake: Exception) -> int:
 
 def of_model(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a model at its real size."""
-    workload = find_model(str(options.model), options.size, {"dtype": options.dtype})
+    workload = find_model(str(options.model), options.size, fields_of(options))
     return plan_for(
         workload.loss_fn,
         workload.init,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import tyro
+
 from jvpipe.cli.outputs import check_outputs
 from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import limits_of_each, parse_limits
@@ -9,7 +11,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
 from jvpipe.session.forecasts import planner_names
 
-MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9}
+MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9, "--sequence-length": 10**9}
 """Of what is counted: each micro-batch on each stage is simulated."""
 
 
@@ -23,6 +25,10 @@ class Options:
     """Which of its sizes; the smallest one if left out."""
     dtype: str | None = None
     """The type that the model computes in; float32 if left out."""
+    sequence_length: int | None = None
+    """Tokens of a record, for models that have this field or one called tokens."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE replaces a field of the model, such as blocks=12; may be given again and again."""
     graph: str | None = None
     """In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning."""
     stages: int = 4
@@ -53,10 +59,17 @@ def check(options: Options) -> list[str]:
     """The planners to be asked. Raises ValueError for what can be seen to be wrong before any work."""
     if (options.model is None) == (options.graph is None):
         raise ValueError("give one of --model and --graph")
-    for name, value in [("--size", options.size), ("--dtype", options.dtype), ("--batch-size", options.batch_size)]:
+    counts = {
+        "--stages": options.stages,
+        "--microbatches": options.microbatches,
+        "--batch-size": options.batch_size,
+        "--sequence-length": options.sequence_length,
+    }
+    of_models = {name: counts[name] for name in ("--batch-size", "--sequence-length")}
+    of_models |= {"--size": options.size, "--dtype": options.dtype, "--set": " ".join(options.set) or None}
+    for name, value in of_models.items():
         if options.graph is not None and value is not None:
             raise ValueError(f"{name} {value} is of a --model, a --graph has its own: leave it out")
-    counts = {"--stages": options.stages, "--microbatches": options.microbatches, "--batch-size": options.batch_size}
     for name, count in counts.items():
         if count is not None and not 1 <= count <= MOST[name]:
             raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")
