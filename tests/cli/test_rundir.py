@@ -45,6 +45,14 @@ def test_the_last_two_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> N
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["00000030", "00000040"]
 
 
+def test_as_many_as_asked_for_are_kept_and_the_best(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, *(f"{step:08d}" for step in (10, 20, 30, 40, 50)))
+    run.prune(3, 20)
+    assert run.checkpoints() == [run.checkpoint(step) for step in (20, 30, 40, 50)]
+    run.prune(1, 50)
+    assert run.checkpoints() == [run.checkpoint(50)]
+
+
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, *(f"{step:08d}" for step in (10, 20, 30)))
     mine = [tmp_path / "checkpoints" / name for name in ("notes.txt", "best/arrays", "20240131/x", "00000010/why.txt")]

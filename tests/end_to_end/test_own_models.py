@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,12 @@ def train(run: Path, *more: str) -> CompletedProcess[str]:
     return finished(*COMMON, "--run-dir", str(run), *more)
 
 
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines(run)]
 
 
 @pytest.mark.parametrize("name", ["Plain", "full"])  # batches of a generator, and of Grain
@@ -39,20 +44,27 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_
     resumed = train(run, "--resume", "--export", str(two))
     assert "steps 4 to 5" in resumed.stdout, resumed.stderr
     assert losses(run) == losses(tmp_path / "whole")
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert list(last.get("aux", ())) == ["largest"] * (name == "full")
+    assert list(lines(run)[-1].get("aux", ())) == ["largest"] * (name == "full")
     for key, values in load_file(one).items():
         np.testing.assert_array_equal(values, load_file(two)[key])
 
 
-def test_processes_train_a_module_s_model_together(tmp_path: Path) -> None:
-    model = ("--model", "tests.own:Plain", "--steps", "3", "--stages", "2")
+def test_processes_train_evaluate_and_save_a_module_s_model_together(tmp_path: Path) -> None:
+    model = ("--model", "tests.own:full", "--steps", "4", "--stages", "2", "--eval-every", "2", "--keep", "1")
     alone = train(tmp_path / "alone", *model)
     assert alone.returncode == 0, alone.stderr
     with processes(2, [*COMMON, *model, "--run-dir", str(tmp_path / "two")]) as commands:
         ends = last_lines(commands)
     assert [code for code, _ in ends] == [0, 0], ends
-    assert losses(tmp_path / "two") == losses(tmp_path / "alone")
+    one, two = (
+        [(line["loss"], line["aux"], line.get("held_out_loss")) for line in lines(tmp_path / name)]
+        for name in ("alone", "two")
+    )
+    assert one == two
+    assert [loss is not None for _, _, loss in two] == [False, True] * 2
+    for name in ("alone", "two"):
+        step = json.loads((tmp_path / name / "best.json").read_text())["step"]
+        assert {int(path.name) for path in (tmp_path / name / "checkpoints").iterdir()} == {step, 4}
 
 
 def test_processes_must_have_one_model(tmp_path: Path) -> None:

@@ -110,3 +110,17 @@ def test_who_says_nothing_is_named() -> None:
     (error,) = [e for e in each(2, lambda h: h.process or h.exchange("data", b""), 0.05) if isinstance(e, Exception)]
     assert isinstance(error, HostLost)
     assert str(error).startswith("process 1 has not told its data for 0.05 s")
+
+
+def test_what_is_told_aside_does_not_wait_for_the_rest() -> None:
+    def told(hosts: Hosts) -> list[list[bytes]]:
+        mine, aside = bytes([hosts.process]), hosts.aside("checkpoints")
+        assert hosts.aside("checkpoints") is aside
+        with ThreadPoolExecutor(1) as thread:
+            if hosts.process:  # one process says first what the other says last
+                beside = thread.submit(aside.exchange, "part", b"aside" + mine)
+                return [hosts.exchange("step", mine), hosts.exchange("step", mine), beside.result()]
+            steps = [hosts.exchange("step", mine), hosts.exchange("step", mine)]
+            return [*steps, thread.submit(aside.exchange, "part", b"aside" + mine).result()]
+
+    assert each(2, told) == [[[b"\0", b"\1"]] * 2 + [[b"aside\0", b"aside\1"]]] * 2

@@ -46,3 +46,16 @@ def test_a_migration_that_was_under_way_in_a_stream_is_forgotten_by_a_state_at_r
     assert pipe.session.compiled.previous is not None
     checkpoints.restore(pipe.session, tmp_path)
     assert (pipe.session.compiled.previous, pipe.plan.cuts) == (None, THERE.cuts)
+
+
+def test_a_snapshot_is_written_later_as_it_was(tmp_path: Path) -> None:
+    pipe, state = begun()
+    state, _ = pipe.step(state, BATCH)
+    copied, params = checkpoints.snapshot(pipe.session, state, {"a": 1}), pipe.params(state)
+    for _ in range(2):
+        state, _ = pipe.step(state, BATCH)
+    copied.write(tmp_path)
+    other = pipeline(THERE)
+    restored = checkpoints.restore(other.session, tmp_path)
+    assert restored.step == 1
+    jax.tree.map(np.testing.assert_array_equal, other.params(restored), params)

@@ -31,3 +31,13 @@ def test_parameters_beside_the_states_count_against_the_limit() -> None:
     assert pipe.session.ledger.live == live
     pipe.session.limits = Limits(refused.value.smallest_limit_bytes)
     evaluate(pipe.session, state, BATCH, PARAMS)
+
+
+def test_what_was_measured_of_a_step_is_told_after_an_evaluation_too() -> None:
+    pipe, state = begun()
+    pipe.session.monitor()
+    state, _ = pipe.step(state, BATCH)
+    measured = pipe.session.measured()
+    evaluate(pipe.session, state, BATCH)
+    assert pipe.session.measured() == measured
+    assert any(span.kind == "B" for span in measured.spans)
