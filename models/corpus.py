@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_SUFFIXES = (".txt", ".md", ".rst")
+from jvpipe.models.text_files import SUFFIXES, read_text, texts_in
+
 _DOCUMENT_CHARACTERS = 2000
 _LINE_CHARACTERS = 200
 _HELD_OUT_SHARE = 50  # one document in so many
@@ -58,7 +59,8 @@ def documents(paragraphs: Iterable[str]) -> list[str]:
 def open_corpus(path: Path | None) -> Corpus:
     """The text under `path`; if None, the English prose that the running Python carries.
 
-    A folder gives its `.txt`, `.md` and `.rst` files, in the order of their paths; a file gives itself.
+    A folder gives its `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files, in the order of their paths; a file gives
+    itself. Of the last two kinds each line or row has a `text`.
 
     Raises:
         ValueError: nothing is there, it cannot be read, it is not UTF-8, or it holds too little text.
@@ -66,7 +68,7 @@ def open_corpus(path: Path | None) -> Corpus:
     """
     if path is None:
         return _python_prose()
-    texts = [_read(file) for file in _files(path)]
+    texts = [text for file in _files(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:  # no blank lines
         parts = [document for text in texts for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))]
@@ -105,7 +107,7 @@ def _python_prose() -> Corpus:
         from jvpipe.models.prose import gather_prose
 
         write_whole(path, gather_prose().text.encode())
-    return Corpus(tuple(_read(path).split("\n\n")))
+    return Corpus(tuple(read_text(path).split("\n\n")))
 
 
 def _files(path: Path) -> list[Path]:
@@ -113,21 +115,10 @@ def _files(path: Path) -> list[Path]:
         raise ValueError(f"there is no '{path}': give an existing text file or a folder of text files")
     if path.is_file():
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise ValueError(f"there is no {', '.join(_SUFFIXES)} file in '{path}' or below: name a file itself")
+        raise ValueError(f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: name a file itself")
     return files
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t utf-8, or leave it out"
-        ) from error
-    except OSError as error:
-        raise ValueError(f"cannot read '{file}' ({error.strerror}): check that it may be read") from error
 
 
 def _paragraphs(text: str) -> Iterable[str]:

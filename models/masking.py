@@ -8,10 +8,8 @@ from jaxtyping import Int32
 
 from jvpipe.models.batches import Transform
 from jvpipe.models.text import open_text
-from jvpipe.models.tokens import MASK, SPECIAL_TOKENS
+from jvpipe.models.tokens import OURS, Marks
 from jvpipe.models.workload import Batch, Data
-
-_FIRST = len(SPECIAL_TOKENS)
 
 
 def mask_record(
@@ -21,17 +19,19 @@ def mask_record(
     vocabulary: int,
     masked: int,
     mask_rate: float,
+    marks: Marks = OURS,
 ) -> Batch:
     """Hides a share `mask_rate` of a record's ordinary tokens, `masked` (K) at most (arXiv:1810.04805, 3.1).
 
-    Of those, 80% become [MASK], 10% a random token and 10% stay. Returns `tokens` [T], and `positions`, `targets`
-    and `weights` [K]: weight 1 where there is a token to predict, 0 in the rest.
+    Of those, 80% become the mask of `marks`, 10% a random token and 10% stay. Returns `tokens` [T], and `positions`,
+    `targets` and `weights` [K]: weight 1 where there is a token to predict, 0 in the rest.
     """
-    ordinary = np.flatnonzero(record >= _FIRST)
+    assert marks.mask is not None, "looked at before"
+    ordinary = np.flatnonzero(~np.isin(record, marks.special))
     count = min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary))))
     chosen = np.sort(generator.choice(ordinary, count, replace=False))
     fate = generator.random(count)
-    hidden = np.where(fate < 0.8, MASK, generator.integers(_FIRST, vocabulary, count))
+    hidden = np.where(fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, count))
     tokens = record.copy()
     tokens[chosen] = np.where(fate < 0.9, hidden, record[chosen])
     filled = partial(np.pad, pad_width=(0, masked - count))
@@ -56,8 +56,10 @@ def open_masked_text(
 ) -> Data:
     """Text as batches of masked records; raises what `open_text` does."""
 
-    def transform(known: int) -> Transform:
-        return partial(mask_record, vocabulary=known, masked=masked, mask_rate=mask_rate)
+    def transform(known: int, marks: Marks) -> Transform:
+        if marks.mask is None:
+            raise ValueError("the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted")
+        return partial(mask_record, vocabulary=known, masked=masked, mask_rate=mask_rate, marks=marks)
 
     return open_text(
         data_path,
@@ -66,6 +68,6 @@ def open_masked_text(
         batch_size,
         vocabulary=vocabulary,
         tokens=tokens,
-        first=_FIRST,
+        first=OURS.first,
         transform=transform,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Int32
 
 from jvpipe.models.batches import Transform, fixed_batches, train_batches
 from jvpipe.models.corpus import open_corpus
-from jvpipe.models.tokens import SEP, cached_records, open_tokenizer
+from jvpipe.models.tokens import SEP, Marks, cached_records, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
 _HELD_OUT_TOKENS = 32768
@@ -23,12 +23,12 @@ def open_text(
     vocabulary: int,
     tokens: int,
     first: int,
-    transform: Callable[[int], Transform],
+    transform: Callable[[int, Marks], Transform],
 ) -> Data:
     """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
 
-    `transform` takes the size of the tokenizer's vocabulary to what makes an example of a record; targets are ids of
-    at least `first`.
+    `transform` takes the size of the tokenizer's vocabulary and its marks to what makes an example of a record; targets
+    are ids of at least `first`, if the tokenizer is ours.
 
     Raises:
         ValueError: what `open_corpus` and `open_tokenizer` raise, and a text too short for one record.
@@ -44,14 +44,15 @@ def open_text(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
             "to hold out: give more text"
         )
-    known = tokenizer.get_vocab_size()
-    held_out = fixed_batches(held_out_records, transform(known), batch_size)
+    known, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
+    example_of = transform(known, marks)
+    held_out = fixed_batches(held_out_records, example_of, batch_size)
     return Data(
-        train=train_batches(records, transform(known), seed, batch_size),
+        train=train_batches(records, example_of, seed, batch_size),
         example=held_out[0],
         held_out=held_out,
         digest=corpus.digest,
-        baseline_loss=frequency_loss(records, held_out, known, first),
+        baseline_loss=frequency_loss(records, held_out, known, min(first, marks.first)),
     )
 
 
@@ -67,7 +68,7 @@ def open_next_tokens(
         vocabulary=vocabulary,
         tokens=tokens + 1,
         first=SEP,
-        transform=lambda _: next_tokens,
+        transform=lambda *_: next_tokens,
     )
 
 
@@ -93,7 +94,7 @@ def open_halves(
         vocabulary=vocabulary,
         tokens=2 * tokens + 1,
         first=SEP,
-        transform=lambda _: halves,
+        transform=lambda *_: halves,
     )
 
 

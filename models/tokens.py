@@ -3,6 +3,7 @@
 import hashlib
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +15,46 @@ from jvpipe.models.corpus import cache_folder, write_whole
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 PAD, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
+_STARTS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>", "<pad>")
+_ENDS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
+_MASKS = ("[MASK]", "<mask>")
+"""What marks the start of a record, the end of a document and a hidden token; the first that a tokenizer knows."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The ids of a tokenizer that stand for no text: `start`, `end`, `mask` (None: it has none), and all of them."""
+
+    start: int
+    end: int
+    mask: int | None
+    special: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The least id from which on there are no others."""
+        alone = self.special == tuple(range(len(self.special)))
+        return len(self.special) if alone else 0
+
+
+OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
+"""Of the tokenizers that are trained here."""
+
+
+def marks_of(tokenizer: Tokenizer) -> Marks:
+    """The special ids of a tokenizer, ours or another.
+
+    Raises:
+        ValueError: it has nothing to end a document with.
+    """
+    known = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
+    found = [next((known[n] for n in names if known[n] is not None), None) for names in (_STARTS, _ENDS, _MASKS)]
+    start, end, mask = found
+    if end is None:
+        raise ValueError(f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it")
+    added = tokenizer.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special} | {i for i in found if i is not None}
+    return Marks(end if start is None else start, end, mask, tuple(sorted(special)))
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
@@ -35,11 +76,26 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from a file, as the tokenizers package writes it, without padding or truncation.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"'{path}' is not a tokenizer ({error})") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> Tokenizer:
     """The tokenizer in `folder/tokenizer.json`; trained on `documents` and written there if absent.
 
     Raises:
-        ValueError: the file is no tokenizer of ours, or has more tokens than the model.
+        ValueError: the file is no tokenizer, or has more tokens than the model.
 
     """
     path = folder / "tokenizer.json"
@@ -47,29 +103,29 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, train_tokenizer(documents, vocabulary).to_str(pretty=True).encode())
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"'{path}' is not a tokenizer ({error}): delete it, and it is trained again") from error
-    if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != list(range(len(SPECIAL_TOKENS))):
-        raise ValueError(f"'{path}' does not begin with {' '.join(SPECIAL_TOKENS)}: it belongs to another model")
-    if tokenizer.get_vocab_size() > vocabulary:
+        tokenizer = read_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: delete it, and it is trained again") from error
+    size = tokenizer.get_vocab_size()
+    if size > vocabulary:
         raise ValueError(
-            f"'{path}' has {tokenizer.get_vocab_size()} tokens, the model {vocabulary}: use the size that the run "
-            "began with, or another run directory"
+            f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run began with, or begin "
+            f"one with --set vocabulary={size}"
         )
     return tokenizer
 
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
-    """Records of T ids without padding: [CLS], then text, [SEP] after each document; a rest is dropped."""
+    """Records of T ids without padding: a start, then text, an end after each document; a rest is dropped."""
+    marks = marks_of(tokenizer)
     stream: list[np.ndarray] = []
     remaining = iter(documents)
     while chunk := list(islice(remaining, 256)):
         for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False):
-            stream.append(np.array([*encoding.ids, SEP], np.int32))
+            stream.append(np.array([*encoding.ids, marks.end], np.int32))
     ids = np.concatenate(stream) if stream else np.zeros(0, np.int32)
     rows = ids[: len(ids) // (tokens - 1) * (tokens - 1)].reshape(-1, tokens - 1)
-    return np.pad(rows, ((0, 0), (1, 0)), constant_values=CLS)
+    return np.pad(rows, ((0, 0), (1, 0)), constant_values=marks.start)
 
 
 def cached_records(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:

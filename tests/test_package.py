@@ -34,7 +34,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("jvpipe", ["cli", "figures", "tensorboard", "wandb"]), ("models", ["models"])]
+    ("folder", "extras"), [("jvpipe", ["cli", "figures", "tensorboard", "wandb"]), ("models", ["models", "parquet"])]
 )
 def test_what_is_imported_is_of_the_core_or_of_an_extra(folder: str, extras: list[str]) -> None:
     known = named([text for extra in extras for text in EXTRAS[extra]]) | named(PROJECT["dependencies"])

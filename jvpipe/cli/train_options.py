@@ -83,7 +83,8 @@ class Options:
     warmup: int | None = None
     """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
-    """A text file or a folder of them; by default the English prose that comes with Python."""
+    """A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the English
+    prose that comes with Python."""
     init_from: str | None = None
     """Begins with published weights of bert, gpt2 or t5: a folder with config.json and model.safetensors, as
     transformers writes it. The model is as config.json tells."""

@@ -61,7 +61,7 @@ def test_text_without_blank_lines_is_cut_too(tmp_path: Path, lines: str) -> None
     ("content", "message"),
     [
         (None, "there is no '.*data': give an existing"),
-        ({}, r"there is no \.txt, \.md, \.rst file in '.*data'"),
+        ({}, r"there is no \.txt, \.md, \.rst, \.jsonl, \.parquet file in '.*data'"),
         ({"a.txt": b""}, "'.*data' holds 0 characters of text: give at least"),
         ({"a.txt": b"Too short."}, "'.*data' holds 10 characters"),
         ({"a.txt": b"caf\xe9"}, r"'.*a\.txt' is not UTF-8 text \(byte 3\): convert it"),

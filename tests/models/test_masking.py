@@ -6,7 +6,7 @@ import pytest
 
 from jvpipe.models.masking import mask_record
 from jvpipe.models.text import frequency_loss
-from jvpipe.models.tokens import CLS, MASK, SEP
+from jvpipe.models.tokens import CLS, MASK, SEP, Marks
 from jvpipe.models.workload import Batch
 
 VOCABULARY, T, K = 1000, 64, 9
@@ -51,6 +51,16 @@ def test_positions_are_drawn_evenly(records: np.ndarray) -> None:
     assert counts[0] == 0
     ordinary = counts[np.r_[1:20, 21:T]] / len(records)
     assert (abs(ordinary - 9 / 62.5) < 0.03).all()
+
+
+def test_the_marks_of_another_tokenizer_are_never_hidden_and_one_hides() -> None:
+    record = np.array([101, *range(1000, 1030), 102, *range(1030, 1060), 102], np.int32)
+    marks = Marks(101, 102, 103, (0, 100, 101, 102, 103))
+    for seed in range(50):
+        item = mask_record(record, np.random.default_rng(seed), vocabulary=2000, masked=K, mask_rate=0.15, marks=marks)
+        assert (item["targets"] >= 1000).all()
+        changed = item["tokens"][item["tokens"] != record]
+        assert (changed == 103).sum() >= 3
 
 
 def test_few_ordinary_tokens_leave_weights_of_zero() -> None:
