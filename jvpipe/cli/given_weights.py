@@ -45,7 +45,13 @@ def as_in_folder(options: Options) -> Options:
     if options.size is not None:
         fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
     assigned = (f"{name}={value}" for name, value in fields.items())
-    return replace(options, size=options.size or _SIZES[options.model], set=(*assigned, *options.set))
+    beside = folder.path / "tokenizer.json"
+    return replace(
+        options,
+        size=options.size or _SIZES[options.model],
+        set=(*assigned, *options.set),
+        tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
+    )
 
 
 def first_params(options: Options, workload: models.Workload) -> Tree:

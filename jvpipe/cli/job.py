@@ -19,6 +19,7 @@ from jvpipe import models
 from jvpipe.cli import export
 from jvpipe.cli.architecture_search import ArchitectureSearch
 from jvpipe.cli.found_model import find_model
+from jvpipe.cli.given_tokenizer import keep_tokenizer
 from jvpipe.cli.given_weights import as_in_folder, first_params
 from jvpipe.cli.model_options import fields_of, retrained
 from jvpipe.cli.rundir import RunDir, hold_new
@@ -210,6 +211,7 @@ def _open_data(
     data_path = None if options.data is None else Path(options.data)
     with TemporaryDirectory() as scratch:
         kept = run.path if options.resume else Path(scratch)
+        keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     if options.eval_every and not data.held_out:

@@ -35,7 +35,7 @@ COUNTS = (
     "profile",
 )
 """Options that are 1 at least."""
-NOT_KEPT = ("config", "resume", "remeasure", "profile", "init_from", "export", *OF_PROCESSES)
+NOT_KEPT = ("config", "resume", "remeasure", "profile", "init_from", "tokenizer", "export", *OF_PROCESSES)
 """Options that hold for one start alone."""
 
 
@@ -85,9 +85,11 @@ class Options:
     data: str | None = None
     """A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the English
     prose that comes with Python."""
+    tokenizer: str | None = None
+    """Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text."""
     init_from: str | None = None
     """Begins with published weights of bert, gpt2 or t5: a folder with config.json and model.safetensors, as
-    transformers writes it. The model is as config.json tells."""
+    transformers writes it. The model is as config.json tells, and so is the tokenizer, if there is a tokenizer.json."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
     remeasure: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -27,7 +27,9 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
     options = parse(resume)
     assert (options.export, options.remeasure, options.data) == (None, False, "prose.txt")
-    assert {"config", "export", "init_from", "profile", "remeasure", "resume", *OF_PROCESSES} == set(NOT_KEPT)
+    assert {"config", "export", "init_from", "profile", "remeasure", "resume", "tokenizer", *OF_PROCESSES} == set(
+        NOT_KEPT
+    )
     assert not set(FIXED) & set(NOT_KEPT)
 
 
