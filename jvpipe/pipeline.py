@@ -161,7 +161,7 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use: the layers and devices of each stage, and the fates of its residuals."""
+        """The plan in use, with the layers and devices of each stage and the fates of its residuals."""
         return self.session.compiled.plan
 
     def explain(self) -> str:

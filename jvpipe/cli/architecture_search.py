@@ -69,8 +69,9 @@ class ArchitectureSearch:
                     ahead = background.submit(self._prepared, pipe, next(self.evolution))
                 for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest is given on
                     losses.append(metrics["loss"])
+                    if len(losses) == count:  # whoever takes the last step may not ask for another
+                        self.evolution.report(candidate.architecture, float(np.mean(losses)))
                     yield state, metrics, candidate.architecture
-                self.evolution.report(candidate.architecture, float(np.mean(losses)))
                 if ahead is not None:
                     candidate, state = self._next(pipe, state, ahead)
 

@@ -76,6 +76,14 @@ def test_no_cut_changes_the_stream() -> None:
         assert loss == pytest.approx(np.mean([x for _, x in mine]))
 
 
+def test_the_last_architecture_counts_for_whoever_stops_at_the_last_step() -> None:
+    search = ArchitectureSearch(SUPERNET, seed=3, steps=2)
+    pipe = jvpipe.Pipeline(search.first.loss_fn, optax.adam(1e-2), 1, 2, planner="even")
+    stream = search.run(pipe, pipe.init(search.first.params, next(batches()), None), batches(), 2)
+    losses = [float(next(stream)[1]["loss"]) for _ in range(2)]
+    assert search.evolution.best == (search.first.architecture, pytest.approx(np.mean(losses)))
+
+
 def test_a_stream_seen_before_compiles_nothing() -> None:
     searched(2)
     assert compiled_in(lambda: searched(2)) == 0

@@ -88,7 +88,7 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
         options["--stages"] = "4"  # small models have few layers
     if module == "jvpipe.train":
         options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(EVERY & options.keys(), "1")
-        options |= {"--nas-steps": "1"} if "--nas" in options else {}
+        options |= {"--nas-steps": "1", "--steps": "1"} if "--nas" in options else {}
         options |= {"--data": PROSE} if options.get("--model") in NAMES else {}
         options |= {"--planner": "even"} if "--planner" not in options and "--plan" not in options else {}
     if "--resume" in options:  # the model stays as it is

@@ -10,6 +10,8 @@ from tests.forks import forked
 
 NOT_RUN = {"a GPU", "several hosts", "installs packages", "the whole suite", "the file is a profile of yours"}
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
+RAN: set[str] = set()
+"""Commands that more than one page has are run once, but for those that go on with a run."""
 LANGUAGES = {"python", "sh", "toml", "yaml", "{toctree}", "{eval-rst}"}
 
 
@@ -49,6 +51,9 @@ def test_code_runs(page: str, tmp_path: Path) -> None:
 def test_commands_run(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)
     for command in commands(page):
+        if command in RAN and "--run-dir" not in command:
+            continue
+        RAN.add(command)
         with forked(run_command, *words(command), stands=tmp_path) as running:
             done = running.ended()
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
