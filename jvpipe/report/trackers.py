@@ -72,7 +72,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(**given, id=named.read_text(), resume="allow", settings=settings)
         except wandb.Error as problem:
-            reason = str(problem).splitlines()[0]
+            reason = str(problem).splitlines()[0].rstrip(".")
             raise ValueError(f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk") from problem
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
