@@ -65,12 +65,17 @@ class Keeper:
         job = self._job
         copied.write(job.run.checkpoint(step))
         if job.hosts.process == 0:
-            mark_best(job, seen)
-            job.run.prune(job.options.keep, seen.best_step)
+            tidy(job, seen)
 
 
-def mark_best(job: Job, seen: Evaluations) -> None:
-    """Says in best.json which checkpoint is the best one."""
+def tidy(job: Job, seen: Evaluations) -> None:
+    """Lets older checkpoints go, also those that a killed run had no time for, and says in best.json which is the best.
+
+    Args:
+        job: the run.
+        seen: the evaluations so far.
+    """
+    job.run.prune(job.options.keep, seen.best_step)
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
         told = {"step": seen.best_step, "held_out_loss": seen.best_loss, "checkpoint": checkpoint.as_posix()}

@@ -9,7 +9,7 @@ from typing import Any
 from jvpipe.cli.evaluating import evaluations_before, held_out_loss
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job
-from jvpipe.cli.keeping import Keeper, mark_best
+from jvpipe.cli.keeping import Keeper, tidy
 from jvpipe.cli.processes import Watch
 from jvpipe.cli.recording import Recording
 from jvpipe.cli.sharing import shared
@@ -40,7 +40,7 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
     told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
     if job.hosts.process == 0:
-        mark_best(job, seen)
+        tidy(job, seen)
     if first >= job.steps or seen.over(patience):
         print(seen.told(patience), end="")
         return state, None
