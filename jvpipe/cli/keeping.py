@@ -69,14 +69,16 @@ class Keeper:
 
 
 def tidy(job: Job, seen: Evaluations) -> None:
-    """Lets older checkpoints go, also those that a killed run had no time for, and says in best.json which is the best.
+    """Says in best.json which checkpoint is the best, and lets older ones go, also those that a killed run had left.
 
     Args:
         job: the run.
         seen: the evaluations so far.
     """
-    job.run.prune(job.options.keep, seen.best_step)
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
         told = {"step": seen.best_step, "held_out_loss": seen.best_loss, "checkpoint": checkpoint.as_posix()}
         replace_text(job.run.best, json.dumps(told, indent=1) + "\n")
+    else:
+        job.run.best.unlink(missing_ok=True)  # of a checkpoint that was moved away
+    job.run.prune(job.options.keep, seen.best_step)
