@@ -20,7 +20,8 @@ import tyro
 from experiments.schedules.cases import SHARES, Case, drawn_cases, real_cases
 from jvpipe.planners import find_planner
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
-from jvpipe.planners.joint.order_search import find_order, layer_s
+from jvpipe.planners.joint.order_search import find_order
+from jvpipe.planners.joint.rule_search import layer_s
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem

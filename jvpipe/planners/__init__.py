@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jvpipe.ir.names import did_you_mean
-from jvpipe.planners.joint.order_search import under_rule
 from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.planner import FateRule, Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.unfolded import on_devices

@@ -13,25 +13,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-
-import numpy as np
-from jaxtyping import Float
+from itertools import product
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.order_climb import climbed
-from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, with_fates
+from jvpipe.planners.joint.order_cuts import balanced, with_fates
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, clocked, lists_of, order_of
 from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.rule_search import (
+    MOVED_TASKS,
+    Candidate,
+    first_cuts,
+    fitting,
+    layer_s,
+    loads_of,
+    ruled,
+    with_moved_bounds,
+)
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.schedules.auto import GivenLists, given, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -47,9 +53,8 @@ PATIENCES = (0.0, 1.0)
 CLIMBED, NEAR, RULE_NEAR = 3, 1.06, 1.12
 """Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest, of rules'
 own orders than that."""
-CLIMBED_TASKS, MOVED_TASKS, FATE_TASKS = 1_000_000, 100_000, 3
-"""Tasks that are clocked while orders are climbed from, and while the bounds of one move; as many as each clocked task
-takes with it where fates are chosen again."""
+CLIMBED_TASKS = 1_000_000
+"""Tasks that are clocked while orders are climbed from."""
 REFINED_LAYERS = 256
 """Of models of more layers, 1F1B's plan is the surrogate's."""
 EAGER = OneFOneB(eager=True)
@@ -87,16 +92,6 @@ class Found:
         return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    problem: Problem
-    decision: Decision
-    loads: Loads
-    order: Order
-    family: str
-    step_s: float
-
-
 def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0) -> Found:
     """The fastest plan and order that the search finds; always the same one.
 
@@ -129,7 +124,7 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     near = [
         one for one in _unlike(found) if one.step_s <= (RULE_NEAR if one.family in rules else NEAR) * found[0].step_s
     ]
-    moved = (_with_moved_bounds(one, MOVED_TASKS) for one in near)
+    moved = (with_moved_bounds(one, MOVED_TASKS) for one in near)
     best = sorted(moved, key=lambda one: one.step_s)[:CLIMBED]
     tries = CLIMBED_TASKS // max(1, len(best) * max((sum(map(len, one.order)) for one in best), default=1))
     best += [_climbed(one, tries, seed) for one in best]
@@ -151,25 +146,6 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     return replace(answer, whole=whole, others=others)
 
 
-def under_rule(problem: Problem) -> Decision:
-    """Cuts and fates for a rule of several chunks or split backwards: bounds move from balanced ones, by the clock.
-
-    Raises:
-        Infeasible: fates that keep the limit were not found.
-    """
-    cuts = Segments(problem).cuts
-    bounds = balanced(problem, cuts, layer_s(problem))
-    decision = with_fates(problem, bounds)
-    for one in _ruled(problem, decision) if decision else ():
-        return _with_moved_bounds(one, MOVED_TASKS).decision
-    return on_devices(jvpipe)(problem)
-
-
-def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
-    """Returns the seconds of each layer's forward and backward."""
-    return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
-
-
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     """The problem with split backwards where halves take not much longer than the whole; the layers where they do."""
     most = 1 + (problem.devices - 1) / problem.microbatches
@@ -183,7 +159,7 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
 
 
-def _candidates(problem: Problem) -> Iterator[_Candidate]:
+def _candidates(problem: Problem) -> Iterator[Candidate]:
     """Yields a plan with an order for all placements, rules and ways to make room."""
     cuts = Segments(problem).cuts
     for rules in PLACEMENTS:
@@ -191,29 +167,22 @@ def _candidates(problem: Problem) -> Iterator[_Candidate]:
         if stages >= len(cuts) or (rules[0].chunks > 1 and (problem.devices == 1 or problem.costs.carried)):
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
-        bounds = balanced(placed[0], cuts, layer_s(problem))
         tried: dict[Decision, None] = {}
-        for one in placed:
+        for bounds, one in product(first_cuts(placed[0], cuts), placed):
             decision = with_fates(one, bounds)
-            if decision is not None:
+            if decision is not None and decision not in tried:
                 tried[decision] = None
-                yield from _ruled(one, decision)
+                yield from ruled(one, decision)
         shares = SHARES if problem.memory_limit_bytes is not None else ()
-        tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], bounds, share)))
+        even = balanced(placed[0], cuts, layer_s(problem))
+        tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], even, share)))
         for decision in tried:
             yield from _listed(placed[0], decision)
 
 
-def _ruled(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
-    """Yields the rule's own order."""
-    loads = _loads(problem, decision)
-    tasks = problem.schedule.tasks(problem.devices, problem.microbatches)
-    yield from _fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
-
-
-def _listed(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
+def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
-    loads, D = _loads(problem, decision), problem.devices
+    loads, D = loads_of(problem, decision), problem.devices
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited = problem.memory_limit_bytes is not None
     for cap in CAPS[:1] if limited else CAPS:
@@ -221,12 +190,12 @@ def _listed(problem: Problem, decision: Decision) -> Iterator[_Candidate]:
         for patience in PATIENCES:
             order = Listing(loads, caps, patience).order
             if order is not None:
-                yield from _fitting(problem, decision, loads, order, f"{problem.schedule.name}, listed")
+                yield from fitting(problem, decision, loads, order, f"{problem.schedule.name}, listed")
     if limited and not problem.schedule.vee:
         late = tuple(_late(problem, loads, d) for d in range(D))
         rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
         order = order_of(rule.tasks(D, problem.microbatches))
-        yield from _fitting(problem, decision, loads, order, f"{problem.schedule.name}, late by bytes")
+        yield from fitting(problem, decision, loads, order, f"{problem.schedule.name}, late by bytes")
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
@@ -244,78 +213,21 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
     return order_of(InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches))
 
 
-def _loads(problem: Problem, decision: Decision) -> Loads:
-    return Loads.of(problem, evaluate(problem, decision).stages)
-
-
-def _fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, family: str) -> Iterator[_Candidate]:
-    """Yields the candidate if its order fits; backwards of stages that cannot be split become whole."""
-    halves = {Kind.I: Kind.B}
-    order = [
-        [
-            (kind if loads.splits[s] else halves.get(kind, kind), s, m)
-            for kind, s, m in steps
-            if kind is not Kind.W or loads.splits[s]
-        ]
-        for steps in order
-    ]
-    if loads.fits(order):
-        step_s = clocked(loads, order).step_s
-        if np.isfinite(step_s):
-            yield _Candidate(problem, decision, loads, order, family, step_s)
-
-
-def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
+def _unlike(found: Sequence[Candidate]) -> list[Candidate]:
     """Of each family the best candidate."""
-    best: dict[str, _Candidate] = {}
+    best: dict[str, Candidate] = {}
     for one in found:
         best.setdefault(one.family, one)
     return list(best.values())
 
 
-def _with_moved_bounds(best: _Candidate, tasks: int) -> _Candidate:
-    """The candidate with bounds moved, one place at a time, while that is faster and fits, and so many are clocked.
-
-    Under a limit fates are chosen again, for what the order has in flight.
-    """
-    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, traits=())).cuts
-    tries = tasks // sum(map(len, best.order)) // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
-    if min(best.decision.choices) < -1:
-        return best
-    own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
-    before = None
-    for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
-        for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
-            best = min(best, found, key=lambda one: one.step_s)
-    while before is not best and tries > 0:
-        before = best
-        for bounds in moved_bounds(best.decision.bounds, cuts):
-            if tries <= 0:
-                break
-            if sum(a != b for a, b in zip(bounds, best.decision.bounds, strict=True)) > 1:
-                continue  # the best is another one by now
-            tries -= 1
-            for moved in _refitted(own, best.decision, bounds):
-                for found in _fitting(best.problem, moved, _loads(best.problem, moved), best.order, best.family):
-                    best = min(best, found, key=lambda one: one.step_s)
-    return best
-
-
-def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: bool = False) -> Iterator[Decision]:
-    """Yields a plan with these bounds, its fates chosen again where there is a limit."""
-    if own.memory_limit_bytes is None:
-        yield replace(begin, bounds=bounds)
-    elif found := with_fates(own, bounds, begin=None if whole else begin):
-        yield found
-
-
-def _climbed(one: _Candidate, tries: int, seed: int) -> _Candidate:
+def _climbed(one: Candidate, tries: int, seed: int) -> Candidate:
     order = climbed(one.loads, one.order, tries, seed)
     family = one.family if order == one.order else f"{one.family}, climbed"
     return replace(one, order=order, family=family, step_s=clocked(one.loads, order).step_s)
 
 
-def _simulated(one: _Candidate) -> Found | None:
+def _simulated(one: Candidate) -> Found | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
     schedule = given(lines_of(lists_of(one.order)))
     problem = replace(one.problem, schedule=schedule)
@@ -334,7 +246,7 @@ def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
             yield rule, jvpipe(replace(problem, schedule=rule), refine=len(problem.costs.layers) <= REFINED_LAYERS)
 
 
-def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[_Candidate]:
+def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[Candidate]:
     """Yields other orders for another planner's plan of one stage per device, if it swaps nothing."""
     swaps = any(
         layer.options[c].swapped_bytes

@@ -1,0 +1,193 @@
+"""Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of the fastest step.
+
+begin       cuts of equal work; those of the surrogate, which knows the links; other planners' plans
+then        bounds of the best of them move, as long as the clock is faster; the simulator has the last word
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float
+
+from jvpipe.cost.hardware import INFINITE
+from jvpipe.ir.kinds import Kind
+from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, with_fates
+from jvpipe.planners.joint.order_loads import Loads, Order, clocked, lists_of, order_of
+from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.planner import Planner
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.unfolded import on_devices
+from jvpipe.planners.published.registry import PUBLISHED
+from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
+
+MOVED_TASKS, FATE_TASKS = 100_000, 3
+"""Tasks that are clocked while the bounds of a plan move; as many as each of them takes with it where fates are chosen
+again."""
+MOVED = 3
+"""Plans whose bounds are moved."""
+REFINED_LAYERS = 256
+"""Of models of more layers, or under a limit, the plan of one stage per device is the surrogate's."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with an order of tasks, where both come from, and the clock's seconds."""
+
+    problem: Problem
+    decision: Decision
+    loads: Loads
+    order: Order
+    family: str
+    step_s: float
+
+
+def under_rule(problem: Problem) -> Decision:
+    """Makes the decision of the fastest simulated step that is found, under a rule that the problem's schedule states.
+
+    Raises:
+        Infeasible: fates that keep the limit were not found.
+    """
+    cuts = Segments(problem).cuts
+    begin = [with_fates(problem, bounds) for bounds in first_cuts(problem, cuts)]
+    every = dict.fromkeys([*filter(None, begin), *_asked(problem)])
+    step_s = {decision: _step_s(problem, decision) for decision in every}
+    best = sorted((one for one in every if step_s[one] < np.inf), key=lambda one: step_s[one])[:MOVED]
+    if not best:
+        return on_devices(jvpipe)(problem)  # which says what would do
+    moved = (with_moved_bounds(one, MOVED_TASKS).decision for decision in best for one in ruled(problem, decision))
+    return min([best[0], *moved], key=partial(_step_s, problem))
+
+
+def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Lists cuts to begin with: of equal work, and where sending takes time those of the surrogate.
+
+    Args:
+        problem: whose stages and links count.
+        cuts: where a stage may begin or end.
+    """
+    begin = [balanced(problem, cuts, layer_s(problem))]
+    if problem.peer != INFINITE:
+        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+        begin.append(on_devices(partial(jvpipe, refine=False))(free).bounds)
+    return list(dict.fromkeys(begin))
+
+
+def _asked(problem: Problem) -> Iterator[Decision]:
+    """Yields the plans of the planners that look at one stage per device, jvpipe's among them."""
+    layers = len(problem.costs.layers)
+    refined = layers <= REFINED_LAYERS and problem.memory_limit_bytes is None  # else it is asked for several budgets
+    planners = [_at_once(planner) for planner in PUBLISHED if layers <= planner.rival_layers]
+    for decide in (*planners, partial(jvpipe, refine=refined)):
+        with suppress(Infeasible):
+            yield on_devices(decide)(problem)
+
+
+def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
+    """A planner that looks for no limit that would do where it finds nothing."""
+    attempt = planner.attempt
+    if attempt is None:
+        return planner.decide
+
+    def decide(problem: Problem) -> Decision:
+        found, limit = attempt(problem, np.inf), problem.memory_limit_bytes
+        if found is None:
+            assert limit is not None, "without a limit everything may be kept"
+            raise Infeasible(f"{planner.name} finds nothing", stage=0, excess_bytes=1, smallest_limit_bytes=limit)
+        return found
+
+    return decide
+
+
+def _step_s(problem: Problem, decision: Decision) -> float:
+    """The simulated seconds of a step; infinite where a limit is not kept."""
+    found, host = evaluate(problem, decision), problem.host_limit_bytes
+    over = problem.memory_limit_bytes is not None and found.limit_bytes > problem.memory_limit_bytes
+    if over or (host is not None and sum(stage.host_bytes for stage in found.stages) > host):
+        return np.inf
+    return simulated_step_s(problem, found.stages)
+
+
+def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
+    """Returns the seconds of each layer's forward and backward."""
+    return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
+
+
+def ruled(problem: Problem, decision: Decision) -> Iterator[Candidate]:
+    """Yields the rule's own order."""
+    loads = loads_of(problem, decision)
+    tasks = problem.schedule.tasks(problem.devices, problem.microbatches)
+    yield from fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
+
+
+def fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, family: str) -> Iterator[Candidate]:
+    """Yields the candidate if its order fits; backwards of stages that cannot be split become whole.
+
+    Args:
+        problem: whose limits count.
+        decision: the plan.
+        loads: its seconds and bytes per stage.
+        order: of the tasks.
+        family: where the order comes from.
+    """
+    halves = {Kind.I: Kind.B}
+    order = [
+        [
+            (kind if loads.splits[s] else halves.get(kind, kind), s, m)
+            for kind, s, m in steps
+            if kind is not Kind.W or loads.splits[s]
+        ]
+        for steps in order
+    ]
+    if loads.fits(order):
+        step_s = clocked(loads, order).step_s
+        if np.isfinite(step_s):
+            yield Candidate(problem, decision, loads, order, family, step_s)
+
+
+def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
+    """The candidate with bounds moved, one place at a time, while that is faster and fits, and so many are clocked.
+
+    Under a limit fates are chosen again, for what the order has in flight.
+    """
+    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, traits=())).cuts
+    tries = tasks // sum(map(len, best.order)) // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
+    if min(best.decision.choices) < -1:
+        return best
+    own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
+    before = None
+    for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
+        for found in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+            best = min(best, found, key=lambda one: one.step_s)
+    while before is not best and tries > 0:
+        before = best
+        for bounds in moved_bounds(best.decision.bounds, cuts):
+            if tries <= 0:
+                break
+            if sum(a != b for a, b in zip(bounds, best.decision.bounds, strict=True)) > 1:
+                continue  # the best is another one by now
+            tries -= 1
+            for moved in _refitted(own, best.decision, bounds):
+                for found in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+                    best = min(best, found, key=lambda one: one.step_s)
+    return best
+
+
+def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: bool = False) -> Iterator[Decision]:
+    """Yields a plan with these bounds, its fates chosen again where there is a limit."""
+    if own.memory_limit_bytes is None:
+        yield replace(begin, bounds=bounds)
+    elif found := with_fates(own, bounds, begin=None if whole else begin):
+        yield found
+
+
+def loads_of(problem: Problem, decision: Decision) -> Loads:
+    """Counts a plan's seconds and bytes per stage."""
+    return Loads.of(problem, evaluate(problem, decision).stages)
