@@ -46,6 +46,11 @@ class Block:
         found = re.match(r"# ([\w./]+)\n", self.text)
         return found[1] if found else None
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines, those that a backslash joins as one."""
+        return self.text.replace("\\\n", " ").splitlines()
+
 
 def blocks(page: str) -> list[Block]:
     """The blocks of a page, in order."""
@@ -63,7 +68,7 @@ def commands(page: str) -> Iterator[str]:
     """The commands of a page, in order."""
     for block in blocks(page):
         if block.language == "sh" and block.why is None:
-            yield from block.text.replace("\\\n", " ").splitlines()
+            yield from block.lines
 
 
 def words(command: str) -> list[str]:

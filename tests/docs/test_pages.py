@@ -1,10 +1,14 @@
 """Every command and every block of code in the README and in docs/ runs, at small sizes."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import tyro
 
+from jvpipe.cli import plan_options, train_options
+from jvpipe.models import NAMES, sizes
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
 from tests.forks import forked
 
@@ -28,6 +32,18 @@ def test_commands_are_made_small() -> None:
     small = ["--size", "tiny", "--stages", "4", "--adapt", "--steps", "2", "--batch-size", "8"]
     assert words(command) == ["jvpipe.train", "--model", "gpt2", *small, "--data", "page.txt", "--planner", "even"]
     assert words("make bert ARGS=") == words("python -m jvpipe.train --model bert")
+
+
+def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
+    found = [line for page in PAGES for block in blocks(page) for line in block.lines if block.language == "sh"]
+    parsed = 0
+    for module, rest in re.findall(r"python -m jvpipe\.(train|plan) (.*)", "\n".join(found)):
+        given = shlex.split(rest, comments=True)
+        options = {"train": train_options, "plan": plan_options}[module].Options
+        told = tyro.cli(options, args=given)
+        assert told.model not in NAMES or told.size in (None, *sizes(str(told.model)))
+        parsed += 1
+    assert parsed > 15
 
 
 @pytest.mark.parametrize("page", PAGES)
