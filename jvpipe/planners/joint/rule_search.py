@@ -33,8 +33,9 @@ MOVED_TASKS, FATE_TASKS = 100_000, 3
 again."""
 MOVED = 3
 """Plans whose bounds are moved."""
-REFINED_LAYERS = 256
-"""Of models of more layers, or under a limit, the plan of one stage per device is the surrogate's."""
+REFINED_LAYERS, REFINED_ROWS = 256, 600
+"""Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
+surrogate's: under a limit it is asked for several budgets."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 def _asked(problem: Problem) -> Iterator[Decision]:
     """Yields the plans of the planners that look at one stage per device, jvpipe's among them."""
     layers = len(problem.costs.layers)
-    refined = layers <= REFINED_LAYERS and problem.memory_limit_bytes is None  # else it is asked for several budgets
+    few = problem.memory_limit_bytes is None or layers * problem.stages <= REFINED_ROWS
+    refined = layers <= REFINED_LAYERS and few
     planners = [_at_once(planner) for planner in PUBLISHED if layers <= planner.rival_layers]
     for decide in (*planners, partial(jvpipe, refine=refined)):
         with suppress(Infeasible):
