@@ -1,6 +1,7 @@
 """Devices, links and clusters."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -58,7 +59,7 @@ class Cluster:
 
     `host` is the link of each device to its host, `peer` the one between devices of a machine, `network` the one
     between machines. `peer_uses_host` says that transfers between devices take the host's links (PCIe): then they
-    share them with swapped tensors.
+    share them with swapped tensors. `networks` are those that a machine has: its devices share them.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Cluster:
     peer_uses_host: bool = True
     host_memory_bytes: int | None = None
     unlike: tuple[Accelerator, ...] = ()
+    networks: int = 1
 
     @property
     def devices(self) -> int:
@@ -91,3 +93,56 @@ class Cluster:
         """The link from device `a` to device `b`; devices are counted machine by machine."""
         same = a // self.devices_per_machine == b // self.devices_per_machine
         return self.peer if same else self.network
+
+    def machines_of(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The machine of each device."""
+        return tuple(device // self.devices_per_machine for device in devices)
+
+    def reduce_s(self, devices: Sequence[int], size: int | float) -> float:
+        """The seconds of an all-reduce of `size` bytes, which each of the devices holds a summand of.
+
+        Inside machines in a ring (its reduce-scatter before, its all-gather after), between machines in another ring
+        of the parts that each device of a machine has then; as many of these pass at once as there are networks.
+
+        Args:
+            devices: their numbers, machine by machine.
+            size: bytes of one summand.
+
+        >>> gpu = Accelerator("small", 10**9, 1e9, {})
+        >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
+        >>> cluster.reduce_s([0, 1, 2, 3], 8e9), cluster.reduce_s([0, 4], 8e9), cluster.reduce_s([3], 8e9)
+        (1.5, 8.0, 0.0)
+        """
+        if len(devices) < 2 or not size:
+            return 0.0
+        held = Counter(self.machines_of(devices))
+        most, machines = max(held.values()), len(held)
+        inside = _ring_s(self.peer, most, size)
+        return inside + _ring_s(self.network, machines, size / min(*held.values(), self.networks))
+
+    def transfer_s(self, senders: Sequence[int], readers: Sequence[int], size: int | float) -> float:
+        """The seconds of `size` bytes that some devices hold in equal slices and others read in equal slices.
+
+        Slices pass at once, between machines as many as there are networks.
+
+        Args:
+            senders: their numbers.
+            readers: their numbers.
+            size: bytes of all slices together.
+
+        >>> gpu = Accelerator("small", 10**9, 1e9, {})
+        >>> cluster = Cluster("lab", gpu, 2, 2, peer=Link(4e9), network=Link(1e9))
+        >>> cluster.transfer_s([0], [1], 8e9), cluster.transfer_s([0, 1], [2, 3], 8e9)
+        (2.0, 8.0)
+        """
+        at, to = self.machines_of(senders), self.machines_of(readers)
+        ways = min(len(at), len(to))
+        if len({*at, *to}) == 1 or at == to:
+            return self.peer.seconds(size / ways)
+        return self.network.seconds(size / min(ways, self.networks * min(len({*at}), len({*to}))))
+
+
+def _ring_s(link: Link, members: int, size: float) -> float:
+    """An all-reduce in a ring: each member passes on its part to the next one, twice around but one place."""
+    rounds = 2 * (members - 1)
+    return rounds * (link.latency_s + size / members / link.bytes_per_s)

@@ -1,6 +1,7 @@
 """Links and devices: seconds of bytes, rates by dtype."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -29,3 +30,45 @@ def test_devices_of_a_machine_are_peers_and_others_are_behind_the_network() -> N
     assert cluster.between(0, 3) == cluster.between(7, 4) == Link(2e9)
     assert cluster.between(3, 4) == Link(3e9)
     assert not math.isfinite(Cluster("bare", DEVICE, 1).peer.bytes_per_s)
+
+
+# 7/8 of 16e9 bytes go around twice inside a machine at 28e9; 1/2 of what a network carries, twice, at 2e9.
+@pytest.mark.parametrize(
+    ("devices", "networks", "seconds"),
+    [
+        (range(1), 1, 0.0),
+        (range(2), 1, 2 * (1 / 2) * 16 / 28),
+        (range(8), 1, 2 * (7 / 8) * 16 / 28),
+        (range(16), 8, 2 * (7 / 8) * 16 / 28 + 2 * (1 / 2) * (16 / 8) / 2),
+        (range(16), 1, 2 * (7 / 8) * 16 / 28 + 2 * (1 / 2) * 16 / 2),
+        ((3, 8), 8, 2 * (1 / 2) * 16 / 2),
+        ((0, 8, 16), 8, 2 * (2 / 3) * 16 / 2),
+        ((0, 1, 8), 8, 2 * (1 / 2) * 16 / 28 + 2 * (1 / 2) * 16 / 2),
+    ],
+)
+def test_an_all_reduce_by_hand(devices: Sequence[int], networks: int, seconds: float) -> None:
+    cluster = Cluster("c", DEVICE, 8, 3, peer=Link(28e9), network=Link(2e9), networks=networks)
+    assert cluster.reduce_s(devices, 16e9) == pytest.approx(seconds)
+    assert cluster.reduce_s(devices, 0) == 0
+
+
+def test_each_round_of_a_ring_takes_the_latency() -> None:
+    assert Cluster("c", DEVICE, 4, peer=Link(4e9, 1e-3)).reduce_s(range(4), 4e9) == pytest.approx(6 * (0.25 + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("senders", "readers", "networks", "seconds"),
+    [
+        ((0,), (1,), 1, 12 / 4),
+        ((0, 1), (2, 3), 1, 12 / 4 / 2),
+        ((0, 1), (2,), 1, 12 / 4),
+        ((0, 1, 2, 3), (4, 5, 6, 7), 1, 12 / 1),
+        ((0, 1, 2, 3), (4, 5, 6, 7), 3, 12 / 1 / 3),
+        ((0, 4), (1, 5), 1, 12 / 4 / 2),  # each slice stays in its machine
+        ((0, 4), (8, 12), 1, 12 / 1 / 2),
+        ((0, 4, 8), (12,), 1, 12 / 1),
+    ],
+)
+def test_slices_by_hand(senders: Sequence[int], readers: Sequence[int], networks: int, seconds: float) -> None:
+    cluster = Cluster("c", DEVICE, 4, 4, peer=Link(4e9), network=Link(1e9), networks=networks)
+    assert cluster.transfer_s(senders, readers, 12e9) == pytest.approx(seconds)

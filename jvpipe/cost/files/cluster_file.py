@@ -3,6 +3,7 @@
 name = "lab"                 # by default the name of the file
 devices_per_machine = 4
 machines = 2                 # by default 1: then there is no network
+networks = 1                 # by default 1: how many a machine has, which its devices share
 peer_uses_host = false       # by default true: PCIe carries swapped tensors and activations alike
 host_memory_bytes = "256GiB" # by default without limit
 device = "a100-40gb"         # the device of a preset, or a table (below); or one for each device that there is:
@@ -67,7 +68,9 @@ def read_cluster(path: Path) -> Cluster:
         table = _Table(path, text, tomllib.loads(text))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    table.know("name devices_per_machine machines peer_uses_host host_memory_bytes device devices host peer network")
+    table.know(
+        "name devices_per_machine machines networks peer_uses_host host_memory_bytes device devices host peer network"
+    )
     devices, machines = _devices(table), table.count("machines", 1)
     per_machine = table.count("devices_per_machine", max(1, len(devices) // machines) if devices else None)
     if devices and len(devices) != per_machine * machines:
@@ -85,6 +88,7 @@ def read_cluster(path: Path) -> Cluster:
         unlike=devices if len(set(map(str, devices))) > 1 else (),
         peer_uses_host=table.flag("peer_uses_host", True),
         host_memory_bytes=memory,
+        networks=table.count("networks", 1),
     )
 
 
