@@ -28,11 +28,15 @@ from jvpipe.session.arguments import (
     check_key,
     check_loss,
     check_optimizer,
+    check_unreplicated,
     checked_fates,
     checked_flags,
     checked_name,
+    checked_replicas,
     checked_schedule,
+    place_replicas,
     place_stages,
+    replicas_at,
     whole_number,
 )
 from jvpipe.session.background import beside_training
@@ -72,6 +76,11 @@ class Pipeline:
             devices get stages in the order that is best for planner "jvpipe".
         speeds: how fast each device is beside the others, such as `[2.0, 1.0]`; layers are measured on one device of
             each kind unless given.
+        replicas: devices per stage, such as (2, 1), which share the examples of each micro-batch; by default one each.
+            Then `devices` are those of the first stage, of the second, and so on. Every replica computes its examples
+            as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and dropout its
+            masks. Of batch norm each replica uses and remembers the statistics of its own examples, and those of the
+            first one are kept. Gradients are added up once per update.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -110,6 +119,7 @@ class Pipeline:
         checkpoint: str | None = None,
         devices: Sequence[Device] | None = None,
         speeds: Sequence[float] | None = None,
+        replicas: Sequence[int] | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -128,7 +138,8 @@ class Pipeline:
         schedule.warn_of_idle(length, microbatches)
         if isinstance(stages, int):
             check_chooser(schedule, planner)
-        used, places = place_stages(stages, devices, schedule)
+        counts = checked_replicas(replicas, stages, schedule, speeds)
+        used, places = place_replicas(counts, devices) if counts else place_stages(stages, devices, schedule)
         hosts = present_hosts()
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
         self.session = Session(
@@ -151,6 +162,7 @@ class Pipeline:
                 remeasure=remeasure,
                 hosts=hosts,
                 speeds=checked_speeds(speeds, planned),
+                replicas=() if counts is None else replicas_at(counts),
             )
         )
 
@@ -318,7 +330,8 @@ class Pipeline:
             state: the newest; consumed if the move is made at once.
             plan: the new one: other cuts, other fates, another number of stages.
             at: (step, micro-batch) of its first micro-batch; now unless given. Inside a step devices do not wait for
-                more than the layers' sums of gradients. A step that is not there yet is waited for.
+                more than the layers' sums of gradients. A step that is not there yet is waited for. Stages that are
+                replicated, before or after, change between two steps alone.
             why: kept in `session.history`.
 
         Raises:
@@ -338,6 +351,8 @@ class Pipeline:
 
         `session.history` tells what moved and why. Of several processes all call it, before the same step.
         """
+        if on:
+            check_unreplicated(self.session.plans, "adapting")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()
@@ -363,6 +378,7 @@ class Pipeline:
         """
         self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
+        check_unreplicated(self.session.plans, "a change of the model")
         return switch_model(self.session, state, loss_fn, params, model_state)
 
     def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
@@ -376,6 +392,7 @@ class Pipeline:
             params: arrays or shapes.
             model_state: likewise.
         """
+        check_unreplicated(self.session.plans, "a change of the model")
         with beside_training():
             known, present = self.session.known_models, self.session.compiled_plans
             known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()

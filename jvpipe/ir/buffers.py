@@ -180,7 +180,7 @@ def _holders(lowered: Lowered, memory: int, until: int, temporary_bytes: int) ->
         temporary_bytes = 0
     total: dict[Owner, int] = {Owner.TEMPORARY: temporary_bytes} if temporary_bytes else {}
     for buffer in here:
-        kind, p, _, _, version = buffer.value
+        kind, p, _, _, version, _ = buffer.value
         owner = Owner.VERSION if kind is ValueKind.PARAMETER and version < newest[p] else buffer.owner
         total[owner] = total.get(owner, 0) + buffer.bytes
     return tuple(sorted(((str(owner), size) for owner, size in total.items()), key=lambda item: -item[1]))

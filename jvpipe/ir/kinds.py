@@ -29,6 +29,9 @@ class Kind(StrEnum):
     WEIGHT = "WEIGHT"  # sum the weights of an update's micro-batches
     SHIFT = "SHIFT"  # predict or correct weights
     SETTLE = "SETTLE"  # note what an update did
+    SLICE = "SLICE"  # take the part of a value that a replica works on
+    CONCAT = "CONCAT"  # join the parts that replicas of another stage have made
+    REDUCE = "REDUCE"  # add up the sums of gradients that the replicas of a stage have made
 
 
 class Runs(Enum):
@@ -58,7 +61,8 @@ class KindInfo:
     order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards;
     `between`: how many more are between the halves of their backward. `back`: of those that read weights, if they read
     them as a backward does. `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which
-    bubbles are measured by. `link`: of copies. `scheduled`: stands in a schedule's lists. `watched`: a copy whose end
+    bubbles are measured by. `link`: of copies. `gathers`: reads
+    what others tell it, by copies. `scheduled`: stands in a schedule's lists. `watched`: a copy whose end
     is worth knowing.
     """
 
@@ -71,6 +75,7 @@ class KindInfo:
     accumulates: bool = False
     busy: bool = False
     link: Link | None = None
+    gathers: bool = False
     scheduled: bool = False
     watched: bool = False
 
@@ -119,7 +124,7 @@ KINDS: dict[Kind, KindInfo] = {
         scheduled=True,
     ),
     Kind.R: KindInfo(Runs.LAYER, ("recompute", "#c3aed6"), weight=1.0, back=True, busy=True),
-    Kind.U: KindInfo(Runs.PROGRAM, ("update", "#8cc084"), busy=True, scheduled=True),
+    Kind.U: KindInfo(Runs.PROGRAM, ("update", "#8cc084"), busy=True, gathers=True, scheduled=True),
     Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False),
     Kind.SEND: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
     Kind.RETURN: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
@@ -136,5 +141,8 @@ KINDS: dict[Kind, KindInfo] = {
     Kind.WEIGHT: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.SHIFT: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.SETTLE: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.SLICE: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.CONCAT: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.REDUCE: KindInfo(Runs.PROGRAM, ("reduce", "#b7d7a8"), gathers=True),
 }
 """The one table of kinds of tasks and rows."""

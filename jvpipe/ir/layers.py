@@ -132,6 +132,11 @@ class LayerGraph:
         alone = sum(other.name == layer.name for other in self.layers) == 1
         return layer.name if alone else f"{layer.name}@{layer.id}"
 
+    @property
+    def examples(self) -> int:
+        """The examples of a micro-batch."""
+        return self.batch[0].shape[0]
+
     def owned(self, layer: int) -> tuple[int, ...]:
         """The parameters that a layer owns."""
         return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)

@@ -24,8 +24,9 @@ FATES = tuple(Fate)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one device group; `devices` are indices into the pipeline's devices.
+    """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
+    `devices` are indices into the pipeline's devices; with several, each of them is a replica of the stage.
     `fates` names what is not kept: tensor name to `swap` or `recompute`.
     """
 
@@ -56,8 +57,12 @@ class Plan:
     unsplit: tuple[int, ...] = ()
 
     @staticmethod
-    def from_cuts(layers: Sequence[int], devices: Sequence[int] | None = None, **kwargs: Any) -> "Plan":
-        """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`."""
+    def from_cuts(layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any) -> "Plan":
+        """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`, one or several.
+
+        >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
+        (0, 1)
+        """
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
         if not layers or any(not isinstance(n, (int, np.integer)) or n < 1 for n in layers):
             raise ValueError(f"every stage needs at least one layer, the cuts are {layers}: write [5, 2, 2]")
@@ -66,7 +71,8 @@ class Plan:
         if len(where) != len(layers):
             raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
         bounds = [0, *accumulate(layers)]
-        stages = (Stage(tuple(range(a, b)), (d,)) for (a, b), d in zip(pairwise(bounds), where, strict=True))
+        places = [tuple(map(int, d)) if isinstance(d, Iterable) else (d,) for d in where]
+        stages = (Stage(tuple(range(a, b)), d) for (a, b), d in zip(pairwise(bounds), places, strict=True))
         return Plan(tuple(stages), **kwargs)
 
     @property
@@ -82,6 +88,25 @@ class Plan:
         2
         """
         return 1 + max(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The number of devices of each stage."""
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    @property
+    def replicated(self) -> bool:
+        """True if a stage runs on several devices."""
+        return any(count > 1 for count in self.replicas)
+
+    def on(self, devices: Sequence[Sequence[int]]) -> "Plan":
+        """The same stages on other devices, some for each.
+
+        >>> Plan.from_cuts([2, 1]).on([(0, 1), (2,)]).replicas
+        (2, 1)
+        """
+        both = zip(self.stages, devices, strict=True)
+        return replace(self, stages=tuple(replace(stage, devices=tuple(there)) for stage, there in both))
 
     def stage_of(self, layer: int) -> int:
         """The stage that a layer runs in."""
@@ -118,12 +143,26 @@ class Plan:
                 f"the plan's stages hold layers {held}: they must be 0 to {layers - 1}, each once and in order"
             )
         for s, stage in enumerate(self.stages):
-            if not stage.layers or len(stage.devices) != 1:
+            if not stage.layers or not stage.devices:
                 raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
-            if stage.devices[0] not in range(devices):
-                raise ValueError(f"stage {s} is on device {stage.devices[0]}, there are {devices} devices")
+            if missing := [device for device in stage.devices if device not in range(devices)]:
+                raise ValueError(f"stage {s} is on device {missing[0]}, there are {devices} devices")
             if unknown := set(stage.fates.values()) - set(FATES):
                 raise ValueError(f"stage {s} has unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
+        if self.replicated:
+            self._check_disjoint()
+
+    def _check_disjoint(self) -> None:
+        """Raises ValueError if a device is two replicas of a stage, or of two stages of which one is replicated."""
+        holder: dict[int, int] = {}
+        for s, stage in enumerate(self.stages):
+            for device in stage.devices:
+                if device in holder:
+                    raise ValueError(
+                        f"device {device} is named for stage {holder[device]} and for stage {s}, with replicas "
+                        f"{self.replicas}: where stages are replicated each replica needs a device of its own"
+                    )
+                holder[device] = s
 
     def to_json(self) -> dict[str, Any]:
         """Turns the plan into plain data, as JSON knows it."""

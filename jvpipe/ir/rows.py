@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 
+from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import Ref
 from jvpipe.ir.values import ValueKind
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's program under the `layout`-th of the layouts in which a step's micro-batches run."""
+    """A layer's program under the `layout`-th of the layouts in which a step's micro-batches run, for some examples."""
 
     layout: int
+    examples: Examples | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,24 @@ class SumRun:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceRun:
+    """The part of a value along an axis, from `start` up to `stop`."""
+
+    of: Ref
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatRun:
+    """Parts of a value one after another along an axis."""
+
+    of: Ref
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
 class OfferRun:
     """The source's half of a copy between processes: the `number`-th row of all offers it to a `process`."""
 
@@ -72,7 +93,20 @@ class ArriveRun:
     number: int
 
 
-Run = LayerRun | ZeroRun | PieceRun | ShiftRun | SettleRun | SumRun | OfferRun | AskRun | ArriveRun | None
+Run = (
+    LayerRun
+    | ZeroRun
+    | PieceRun
+    | ShiftRun
+    | SettleRun
+    | SumRun
+    | SliceRun
+    | ConcatRun
+    | OfferRun
+    | AskRun
+    | ArriveRun
+    | None
+)
 """What tells rows of one kind and layer apart; None where the kind says it all."""
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from jvpipe.ir.examples import Examples
+
 NONE = -1
 """Stands where an operation or a row is of no stage, layer or micro-batch, or a value of no layer."""
 NEVER = -(10**9)
@@ -105,6 +107,8 @@ VALUES: dict[ValueKind, ValueInfo] = {
 class Value(NamedTuple):
     """A thing that is computed: its kind, and what tells it from others of its kind. It does not know where it lies.
 
+    `examples` are those of its micro-batch that it is made of (of each, if it is a sum over several); None: of all.
+
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1
     """
@@ -114,6 +118,7 @@ class Value(NamedTuple):
     layer: int = NONE
     microbatch: int = NEVER
     version: int = NEVER
+    examples: Examples | None = None
 
     def shifted(self, microbatches: int, versions: int) -> "Value":
         """The same value of another round of a stream: so many micro-batches and versions later.
@@ -121,10 +126,12 @@ class Value(NamedTuple):
         >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
         'parameter 4 version -1'
         """
-        kind, index, layer, m, v = self
-        return Value(kind, index, layer, m if m == NEVER else m + microbatches, v if v == NEVER else v + versions)
+        kind, index, layer, m, v, e = self
+        return Value(kind, index, layer, m if m == NEVER else m + microbatches, v if v == NEVER else v + versions, e)
 
     def __str__(self) -> str:
         layer = [] if self.layer == NONE else [f"layer {self.layer}"]
         numbers = (("micro-batch", self.microbatch), ("version", self.version))
-        return " ".join([self.kind, str(self.index), *layer, *(f"{name} {n}" for name, n in numbers if n != NEVER)])
+        told = [f"{name} {n}" for name, n in numbers if n != NEVER]
+        told += [] if self.examples is None else [f"examples {self.examples}"]
+        return " ".join([self.kind, str(self.index), *layer, *told])

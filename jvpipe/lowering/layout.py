@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import assert_never
 
+from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, SplitSignature
 from jvpipe.ir.plan import Fate, Plan
@@ -12,10 +13,19 @@ from jvpipe.ir.values import Value, ValueKind
 
 
 @dataclass(frozen=True)
+class SliceLayout:
+    """What the programs of layers take and give on a slice of the micro-batch: those of the layers that run on it."""
+
+    signatures: Mapping[int, Signature]
+    halves: Mapping[int, SplitSignature]
+
+
+@dataclass(frozen=True)
 class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
 
-    `halves` are those of the layers whose backwards can be split; there are none where nothing is.
+    `halves` are those of the layers whose backwards can be split; there are none where nothing is. `sliced` are the
+    programs of the slices that replicas work on.
     """
 
     number: int
@@ -24,6 +34,7 @@ class MicrobatchLayout:
     fates: Fates
     signatures: Sequence[Signature]
     halves: Mapping[int, SplitSignature] = field(default_factory=dict)
+    sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0) -> "MicrobatchLayout":

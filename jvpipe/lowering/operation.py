@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Copy
+from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Run
 from jvpipe.ir.values import Value
@@ -18,10 +19,11 @@ class Write(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A value that goes to where these layers run, as soon as it is there."""
+    """A value that goes to where these layers run, as soon as it is there; `examples`: for which slices."""
 
     value: Value
     layers: tuple[int, ...]
+    examples: tuple[Examples | None, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Operation:
     """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole step).
 
     A value both read and written is updated in place. `delivers` are copies that leave at once for layers that may run
-    elsewhere. What it `forgets` nobody reads afterwards.
+    elsewhere. What it `forgets` nobody reads afterwards. Its `examples` tell which replica of its layer's stage runs it
+    (None: the first one).
 
     >>> from jvpipe.ir.values import ValueKind
     >>> made = Value(ValueKind.TENSOR, 7, microbatch=0)
@@ -46,3 +49,4 @@ class Operation:
     run: Run = None
     delivers: tuple[Delivery, ...] = ()
     forgets: tuple[Value, ...] = ()
+    examples: Examples | None = None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from jvpipe.ir.buffers import Buffer, Copy, Spot
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import PieceRun, Row, Run
@@ -55,6 +55,7 @@ class Placer:
         self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
         self._placements: dict[int, Placement] = {}
         self._known: dict[int, None] = {}  # the places of all plans so far
+        self._replicated = False  # then what belongs to a layer may stay where it came from
         self.enter(plan)
         self.blocks: list[Block] = []
         self.buffers: list[Buffer] = []
@@ -74,7 +75,8 @@ class Placer:
         if id(plan) not in self._placements:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
-        self._known |= dict.fromkeys(self.where.place.values())
+        self._replicated |= plan.replicated
+        self._known |= dict.fromkeys(place for places in self.where.places.values() for place in places)
 
     def begin(self, task: Task | None = None) -> None:
         """The rows from here on are those of a task, or of none."""
@@ -175,7 +177,7 @@ class Placer:
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
         info = VALUES[value.kind]
-        if info.alone:
+        if info.alone and not self._replicated:
             self.rename(b, Spot(value, source, Copy.STALE))
         size = self.buffers[b].bytes
         new = self.buffer(value, target, size)
@@ -199,18 +201,18 @@ class Placer:
             op: what is computed.
             keeps: of an update: its parameters are still read, so the new ones take buffers of their own.
         """
-        here = self.where.of(op.layer)
+        here = self.where.of(op.layer, op.examples)
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]
         run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
         self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
-        for value, layers in op.delivers:
-            for target in dict.fromkeys(map(self.where.of, layers)):
+        for value, layers, examples in op.delivers:
+            for target in dict.fromkeys(self.where.of(layer, e) for layer in layers for e in examples):
                 if target != here:
                     self.bring(value, here, op.layer, op.microbatch)
                     self.send(value, here, target, op.layer, op.microbatch)
         for value in op.forgets:
-            if (place := self.holder(value)) is not None:
+            if (place := here if (value, here) in self.current else self.holder(value)) is not None:
                 self.rename(self.current[value, place], Spot(value, place, Copy.STALE))
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
@@ -221,14 +223,22 @@ class Placer:
             buffer = self.buffer(value, here, self._fed_bytes(value))
             self.row(Kind.FEED, here, op.layer, op.microbatch, [], [buffer])
             return buffer
-        if op.kind is Kind.U and VALUES[value.kind].told:  # all else that it reads belongs to its layer
-            return self.send(value, self.where.of(value.layer), here, value.layer, op.microbatch)
+        if KINDS[op.kind].gathers and VALUES[value.kind].told:  # all else that it reads belongs to its layer
+            return self.send(value, self._teller(value), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
+
+    def _teller(self, value: Value) -> int:
+        """The place that tells others a value: that of its layer, or of whichever replica has it."""
+        place = self.where.of(value.layer, value.examples)
+        found = place if (value, place) in self.current else self.holder(value)
+        assert found is not None, f"{value} lies nowhere"
+        return found
 
     def _fed_bytes(self, value: Value) -> int:
         match value.kind:
             case ValueKind.BATCH:
-                return self.graph.batch[value.index].bytes
+                size = self.graph.batch[value.index].bytes
+                return size if value.examples is None else size // self.graph.examples * value.examples.size
             case ValueKind.SEED:
                 return self.graph.seed_bytes
             case _:
@@ -295,12 +305,16 @@ class Placer:
         """The model state as it is now, wherever the plan has it."""
         for k in range(len(self.graph.state)):
             for place in self.where.holding(k):
-                self.bring(self.newest_state(k), place, NONE)
+                value = self.newest_state(k)
+                if value.examples is None:
+                    self.bring(value, place, NONE)
+                elif (source := self.holder(value)) is not None:
+                    self.send(value, source, place, NONE, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """A leaf of the model state as the last micro-batch left it."""
+        """A leaf of the model state as the last micro-batch left it; of replicas the first one."""
         made = [value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k]
-        return max(made, key=lambda value: value.microbatch)
+        return max(made, key=lambda value: (value.microbatch, -value.examples.start if value.examples else 0))
 
     def lasting(self) -> list[tuple[Spot, int]]:
         """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""

@@ -1,10 +1,11 @@
 """The places of layers under a plan, and of what lies on the devices between steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.examples import Examples, divided
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
@@ -13,7 +14,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every layer of a graph under a plan.
+    """The place of every layer of a graph under a plan; a stage that is replicated has several.
 
     >>> from jvpipe.ir.layers import Layer, Ref
     >>> layers = (Layer(0, "a", (), ()), Layer(1, "b", (), (Ref(ValueKind.LOSS, 0),)))
@@ -31,46 +32,68 @@ class Placement:
         return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
 
     @cached_property
-    def place(self) -> Mapping[int, int]:
-        """The place of each layer."""
-        return {layer: self.plan.stages[s].devices[0] for layer, s in self.stage.items()}
+    def places(self) -> Mapping[int, tuple[int, ...]]:
+        """The places of each layer: one, unless its stage is replicated."""
+        return {layer: self.plan.stages[s].devices for layer, s in self.stage.items()}
+
+    @cached_property
+    def _slices(self) -> Sequence[tuple[Examples | None, ...]]:
+        return [divided(self.graph.examples if r > 1 else 0, r) for r in self.plan.replicas]
+
+    def slices(self, layer: int) -> tuple[Examples | None, ...]:
+        """The examples that each replica of a layer's stage works on; (None,) where it is alone."""
+        return self._slices[self.stage[layer]]
 
     @cached_property
     def home(self) -> int:
         """The place of what concerns all layers: that of the loss."""
-        return self.place[self.graph.loss_layer]
+        return self.places[self.graph.loss_layer][0]
 
-    def of(self, layer: int) -> int:
-        """The place of a layer, or of what belongs to none."""
-        return self.home if layer == NONE else self.place[layer]
+    def of(self, layer: int, examples: Examples | None = None) -> int:
+        """The place of a layer, or of what belongs to none.
+
+        Args:
+            layer: or NONE.
+            examples: those of the replica that is meant; the first one unless given.
+        """
+        if layer == NONE:
+            return self.home
+        return self.places[layer][0 if examples is None else self.slices(layer).index(examples)]
+
+    def everywhere(self, layer: int) -> tuple[int, ...]:
+        """The places of all replicas of a layer, or the one of what belongs to none."""
+        return (self.home,) if layer == NONE else self.places[layer]
+
+    def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
         """The places that hold a leaf of the model state."""
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
-        return tuple(dict.fromkeys(self.place[layer] for layer in (reading or writing or [0])))
+        return self._of_all(reading or writing or [0])
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
-        state, model state, constants. Optimizer state of no parameter (step counts) has a copy per layer, so that
-        layers can move.
+        state, model state, constants; every replica has its own of all. Optimizer state of no parameter (step counts)
+        has a copy per layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []
         for p, parameter in enumerate(graph.parameters):
             value = Value(ValueKind.PARAMETER, p, version=0)
-            reading = dict.fromkeys(self.place[layer] for layer in parameter.readers)
+            reading = self._of_all(parameter.readers)
             buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
         for j, layer in sorted((j, NONE if layer is None else layer) for j, layer in optimizer.holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
-            buffers.append(Buffer(value, self.of(layer), optimizer.state[j].array.bytes))
+            buffers += [Buffer(value, place, optimizer.state[j].array.bytes) for place in self.everywhere(layer)]
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             buffers += [Buffer(value, place, array.bytes) for place in self.holding(k)]
         for c, array in enumerate(graph.constants):
-            using = dict.fromkeys(self.place[x.id] for x in graph.layers if c in x.reading(ValueKind.CONSTANT))
+            using = self._of_all(x.id for x in graph.layers if c in x.reading(ValueKind.CONSTANT))
             buffers += [Buffer(Value(ValueKind.CONSTANT, c), place, array.bytes) for place in using]
         return tuple(buffers)
 

@@ -1,14 +1,16 @@
 """A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
 
-order -> expand -> place -> swap -> liveness
+order -> expand -> slice, where stages are replicated -> place -> swap -> liveness
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from jvpipe.ir.buffers import Lowered
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.examples import Batching
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
@@ -20,13 +22,18 @@ from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import Waits, order, sums_from
 from jvpipe.lowering.place import Placer
+from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
 from jvpipe.programs.optimizer import OptimizerCut
 
 
 def lower_step(
-    graph: LayerGraph, layouts: Sequence[MicrobatchLayout], lists: TaskLists, optimizer: OptimizerCut
+    graph: LayerGraph,
+    layouts: Sequence[MicrobatchLayout],
+    lists: TaskLists,
+    optimizer: OptimizerCut,
+    batching: Batching | None = None,
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
@@ -38,10 +45,13 @@ def lower_step(
         layouts: of each micro-batch; the last one's plan is that of the step's end.
         lists: the tasks of each device.
         optimizer: the update.
+        batching: where stages are replicated, how what they exchange lies over the examples; layers stay then.
     """
     micro, plans = len(layouts), [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(), set())
     placer = Placer(graph, plans[0], optimizer)
+    slicing = Slicing(placer.where, batching, {layout.number: layout for layout in layouts}) if batching else None
+    to_come = Counter(task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates)
     left: dict[Task, tuple[int, list[int]]] = {}
     ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
     split = {(task.stage, task.microbatch) for tasks in lists for task in tasks if task.kind is Kind.I}
@@ -52,17 +62,18 @@ def lower_step(
             placer.relocate(ahead.pop(m))
         placer.enter(layout.plan)
         placer.begin(task)
-        for op in _expanded(expander, task, layout, range(micro)):
-            placer.perform(op)
+        _perform(placer, _expanded(expander, task, layout, range(micro)), slicing)
         if task.kind == Kind.F:
-            left[task] = swapped_by(placer, layout, task)
+            left[task] = swapped_by(placer, layout, task, slicing)
+        to_come[task.stage] -= KINDS[task.kind].accumulates
+        if slicing and not to_come[task.stage]:
+            _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
     placer.begin()
     placer.enter(plans[-1])
     placer.bring_state()
     if plans[-1] is not plans[0]:
         placer.commit()
-    for op in update_step(expander, Slots(graph, optimizer)):
-        placer.perform(op)
+    _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
     rows = list(chain(*swap(placer.blocks, placer.buffers, lists, left.__getitem__)))
     metrics = [value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made]
     return _lowered(placer, rows, metrics)
@@ -105,7 +116,9 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     )
 
 
-def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int) -> Lowered:
+def lower_evaluation(
+    graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int, batching: Batching | None = None
+) -> Lowered:
     """Lowers forwards alone, without residuals; the model state stays as it is.
 
     Args:
@@ -113,6 +126,7 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
         plan: where they run.
         optimizer: whose state is there meanwhile.
         microbatches: of the batch.
+        batching: where stages are replicated, how what they exchange lies over the examples.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Tensor
@@ -125,26 +139,39 @@ def lower_evaluation(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, mic
     """
     lists = tuple(tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages)))
     expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
+    slicing = Slicing(placer.where, batching) if batching else None
     for task in order(Waits(graph, [plan] * microbatches), lists):
         placer.begin()
         for i in plan.stages[task.stage].layers:
             layer = graph.layers[i]
-            for op in chain(expander.evaluate(layer, task.microbatch), _losses(expander, layer, range(microbatches))):
-                placer.perform(op)
+            _perform(placer, expander.evaluate(layer, task.microbatch), slicing)
+            _perform(placer, _losses(expander, layer, range(microbatches)), slicing)
     rows = [row for block in placer.blocks for row in block.rows]
     return _lowered(placer, rows, metrics_of(graph))
 
 
-def swapped_by(placer: Placer, layout: MicrobatchLayout, task: Task) -> tuple[int, list[int]]:
+def _perform(placer: Placer, operations: Iterable[Operation], slicing: Slicing | None = None) -> None:
+    """Places operations; `slicing` makes those of replicas of them."""
+    for op in operations:
+        for part in slicing(op) if slicing else (op,):
+            placer.perform(part)
+
+
+def swapped_by(
+    placer: Placer, layout: MicrobatchLayout, task: Task, slicing: Slicing | None = None
+) -> tuple[int, list[int]]:
     """The first layer of a task's stage, and the buffers that its forward leaves and that are to be swapped.
 
     Args:
         placer: that has placed the task.
         layout: of the micro-batch.
         task: a forward.
+        slicing: where stages are replicated.
     """
     first, place = layout.layers(task.stage)[0].id, layout.plan.stages[task.stage].devices[0]
-    return first, [placer.current[value, place] for value in layout.swapped(task.stage, task.microbatch)]
+    values = layout.swapped(task.stage, task.microbatch)
+    spots = [spot for value in values for spot in (slicing.spots(first, value) if slicing else [(value, place)])]
+    return first, [placer.current[spot] for spot in spots]
 
 
 def _expanded(expander: Expander, task: Task, layout: MicrobatchLayout, batch: range) -> Iterable[Operation]:

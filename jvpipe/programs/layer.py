@@ -199,7 +199,7 @@ def _trace_backward(
     def backward(left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
-        given = {i: jnp.ones((), _jax.aval(body.outputs[i]).dtype) for i in active}
+        given = {i: jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype) for i in active}
         given |= zip(taken, cotangents, strict=True)
         moved = dict(zip(variable, pull([*(given[i] for i in active), *sums]), strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]

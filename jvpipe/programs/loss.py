@@ -1,17 +1,46 @@
 """The small programs around the layers: the sum of the losses, and fresh accumulators."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvpipe.ir.examples import Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.store import Program
 
 
-def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) -> Program:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The slices that replicas made of a loss or a leaf of aux, and how the whole is made of them."""
+
+    slices: tuple[Examples, ...]
+    spread: Spread
+
+    def whole(self, values: Sequence[jax.Array]) -> jax.Array:
+        """Joins what the slices of a micro-batch gave."""
+        examples = sum(s.size for s in self.slices)
+        match self.spread.over:
+            case Over.NONE:
+                return values[0]
+            case Over.SUM:
+                return _total(values)
+            case Over.MEAN:
+                shares = (np.asarray(s.size / examples, values[0].dtype) for s in self.slices)
+                return _total([value * share for share, value in zip(shares, values, strict=True)])
+            case Over.ALONG:
+                return jnp.concatenate(values, self.spread.axis)
+            case _:
+                raise AssertionError(f"{self.spread} cannot be joined")
+
+
+def loss_program(
+    graph: LayerGraph, inputs: Sequence[Any], microbatches: int, parts: Sequence[Parts | None] = ()
+) -> Program:
     """Reduces what the micro-batches gave, in ascending order.
 
     The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
@@ -21,37 +50,53 @@ def loss_program(graph: LayerGraph, inputs: Sequence[Any], microbatches: int) ->
         graph: whose losses and aux.
         inputs: the shapes of all losses, then of all aux, each of all micro-batches.
         microbatches: how many.
+        parts: of each loss and leaf of aux, if replicas have made it in parts, the parts that a micro-batch has.
     """
 
-    def total(values: Sequence[jax.Array]) -> jax.Array:
-        result = values[0]
-        for value in values[1:]:
-            result = result + value
-        return result
-
     def reduce(*values: jax.Array) -> list[jax.Array]:
-        columns = [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
+        columns = _columns(values, microbatches, parts)
         losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
-        loss = total(losses[0])
+        loss = _total(losses[0])
         if graph.weighted:
-            weight = total(losses[1])
+            weight = _total(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
         else:
             out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, members in enumerate(graph.aux_groups):
-            parts = [aux[i] for i in members]
-            if len(parts) == 2:
-                sums = total(parts[0]), total(parts[1])
+            leaves = [aux[i] for i in members]
+            if len(leaves) == 2:
+                sums = _total(leaves[0]), _total(leaves[1])
                 out.append(sums[0] / sums[1].astype(sums[0].dtype))
             elif graph.aux_reduced(group):
-                out.append(total(parts[0]) / np.asarray(microbatches, parts[0][0].dtype))
+                out.append(_total(leaves[0]) / np.asarray(microbatches, leaves[0][0].dtype))
             else:
-                out.append(jnp.stack(parts[0]))
+                out.append(jnp.stack(leaves[0]))
         return out
 
     shapes = tuple(inputs)
-    key = ("loss", graph.weighted, graph.aux_groups, tuple((s.shape, str(s.dtype)) for s in shapes), microbatches)
+    told = tuple((s.shape, str(s.dtype)) for s in shapes)
+    key = ("loss", graph.weighted, graph.aux_groups, told, microbatches, tuple(parts))
     return Program(key, reduce, shapes)
+
+
+def _total(values: Sequence[jax.Array]) -> jax.Array:
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
+
+
+def _columns(
+    values: Sequence[jax.Array], microbatches: int, parts: Sequence[Parts | None]
+) -> list[Sequence[jax.Array]]:
+    """What each loss and leaf of aux was in each micro-batch."""
+    if not parts:
+        return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
+    left, columns = iter(values), list[Sequence[jax.Array]]()
+    for part in parts:
+        given = [list(islice(left, 1 if part is None else len(part.slices))) for _ in range(microbatches)]
+        columns.append([one[0] if part is None else part.whole(one) for one in given])
+    return columns
 
 
 def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:

@@ -25,13 +25,16 @@ def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "
         traced: the model.
         share: which candidates are kept.
     """
-    programs = []
-    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != layer.id]
-        names = [c.name for c in layer.candidates]
-        kept = sorted(share.kept[layer.id]) if isinstance(share, Fates) else kept_names(names, share)
-        programs.append(store.layer(body, kept, later))
-    return tuple(programs)
+    return tuple(programs_of(store, traced, layer.id, share) for layer in traced.graph.layers)
+
+
+def programs_of(store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all") -> LayerPrograms:
+    """Forward and backward of one layer; see `layer_programs`."""
+    layer, body = traced.graph.layers[number], traced.bodies[number]
+    later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != number]
+    names = [c.name for c in layer.candidates]
+    kept = sorted(share.kept[number]) if isinstance(share, Fates) else kept_names(names, share)
+    return store.layer(body, kept, later)
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:

@@ -67,7 +67,7 @@ class ProgramStore:
         """
         places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
         kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
-        key = (body.structure, places, kinds, body.differentiable, body.active, frozenset(kept))
+        key = (body.structure, places, kinds, body.differentiable, body.active, body.share, frozenset(kept))
         if key not in self._layers:
             made = differentiate(body, kept, partial)
             self._layers[key] = self._layers.setdefault(made.key, made)

@@ -34,14 +34,14 @@ def explain(
         f"{_why(plan.planner)}."
     ]
     for s, stage in enumerate(plan.stages):
-        d = stage.devices[0]
         held = sum(graph.parameters[p].array.bytes for layer in stage.layers for p in graph.owned(layer))
         work = sum(graph.layers[layer].flops for layer in stage.layers)
         seconds = f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch" if layer_s else ""
+        where = ", ".join(str(devices[d]) for d in stage.devices)
         lines.append(
-            f"\nstage {s} on {devices[d]}: layers {stage.layers[0]} to {stage.layers[-1]}, "
+            f"\nstage {s} on {where}: layers {stage.layers[0]} to {stage.layers[-1]}, "
             f"{format_bytes(held)} of parameters, {work / 1e9:.3f} GFLOP forward{seconds}; "
-            f"{_peak(peaks[d])}"
+            f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
         )
         for layer in stage.layers:
             lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}")

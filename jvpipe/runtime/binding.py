@@ -13,6 +13,7 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
+from jvpipe.ir.values import Value
 
 
 class Instruction(NamedTuple):
@@ -100,7 +101,7 @@ def bind(
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target, source = (_place(buffers, ids) if ids else row.place for ids in (born, dead))
-        run, temporary = crossing_of(row) or _copy(row, devices, target), 0
+        run, temporary = crossing_of(row) or _copy(row, buffers, devices, target), 0
         if run is None:
             run = executable_of(row)
             if id(run) not in temporary_bytes:
@@ -127,7 +128,7 @@ def bind(
     return Bound(lowered, tuple(instructions))
 
 
-def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any] | None:
+def _copy(row: Row, buffers: Sequence[Buffer], devices: Sequence[Device], target: int) -> Callable[..., Any] | None:
     """Makes what runs a row that only copies, waits or drops; None for one that runs a program."""
     match row.kind:
         case Kind.SEND | Kind.RETURN | Kind.MOVE:
@@ -143,7 +144,7 @@ def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any
         case Kind.DROP:
             return _nothing
         case Kind.FEED:
-            return _jax.feeder(devices[target])
+            return _fed(_jax.feeder(devices[target]), buffers[row.writes[0]].value)
         case (
             Kind.F
             | Kind.B
@@ -158,10 +159,21 @@ def _copy(row: Row, devices: Sequence[Device], target: int) -> Callable[..., Any
             | Kind.SHIFT
             | Kind.SETTLE
             | Kind.ARRIVE
+            | Kind.SLICE
+            | Kind.CONCAT
+            | Kind.REDUCE
         ):
             return None
         case _:
             assert_never(row.kind)
+
+
+def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
+    """Feeds a leaf of the batch; to a replica its own examples."""
+    if leaf.examples is None:
+        return feed
+    start, stop = leaf.examples
+    return lambda x: feed(x[start:stop])
 
 
 def _place(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import jax
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
+from jvpipe.ir.examples import Batching
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import SplitSignature
@@ -28,6 +29,7 @@ from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.model import (
+    Share,
     backward_program,
     forward_program,
     input_program,
@@ -40,6 +42,7 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.phases import phase
+from jvpipe.runtime.replicas import Replicas, check_replicas
 from jvpipe.runtime.state import piece_program
 from jvpipe.runtime.value_shapes import shape, value_shape
 from jvpipe.schedules.planned import lists_of, pipeline_length
@@ -76,9 +79,13 @@ class CompiledPlan:
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
-        self.programs = [layer_programs(self.store, self.traced, Fates.of(graph, self.plan))]
-        if self.plan.keep_last:
-            self.programs.append(layer_programs(self.store, self.traced))
+        kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
+        self.programs = [layer_programs(self.store, self.traced, share) for share in kept]
+        self.replicas: Replicas | None = None
+        if self.plan.replicated:
+            check_replicas(self.plan, self.schedule, graph.examples, 1 if self.hosts is None else self.hosts.count)
+            whole = list(zip(kept, self.programs, strict=True))
+            self.replicas = Replicas(self.traced, self.plan, self.store, whole)
 
     @cached_property
     def lists(self) -> TaskLists:
@@ -99,17 +106,30 @@ class CompiledPlan:
         """The layout of each micro-batch of a step; `first` numbers its programs."""
         graph = self.traced.graph
         usual, *last = [
-            MicrobatchLayout(number, graph, self.plan, Fates.of(graph, plan), [p.signature for p in programs], halves)
+            MicrobatchLayout(
+                number,
+                graph,
+                self.plan,
+                Fates.of(graph, plan),
+                [p.signature for p in programs],
+                halves,
+                self.replicas.layouts(number - first, halves) if self.replicas else {},
+            )
             for number, (plan, programs, halves) in enumerate(
                 zip((self.plan, self.plan.without_fates()), self.programs, self._halves, strict=False), first
             )
         ]
         return [*[usual] * (self.microbatches - len(last)), *last]
 
+    @property
+    def batching(self) -> Batching | None:
+        """How what stages exchange lies over the examples, if one is replicated."""
+        return self.replicas.batching if self.replicas else None
+
     @cached_property
     def step(self) -> Bound:
         """A synchronous step."""
-        return self.bound(lower_step(self.traced.graph, self.layouts(), self.lists, self.optimizer))
+        return self.bound(lower_step(self.traced.graph, self.layouts(), self.lists, self.optimizer, self.batching))
 
     @property
     def lowered(self) -> Lowered:
@@ -196,7 +216,8 @@ class CompiledPlan:
     @cached_property
     def evaluation(self) -> Bound:
         """The forward alone."""
-        return self.bound(lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches))
+        lowered = lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches, self.batching)
+        return self.bound(lowered)
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
         """Rows made ready to run; `programs` are those of the rows' layouts, if they are not this plan's."""
@@ -261,15 +282,15 @@ class CompiledPlan:
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
             case Kind.F | Kind.R:
-                return forward_program(programs[_operand(row, LayerRun).layout][layer], recompute=row.kind is Kind.R)
+                return forward_program(self._layer(row, programs), recompute=row.kind is Kind.R)
             case Kind.B:
-                return self.backward_program(programs[_operand(row, LayerRun).layout][layer])
+                return self.backward_program(self._layer(row, programs))
             case Kind.I:
-                return input_program(programs[_operand(row, LayerRun).layout][layer])
+                return input_program(self._layer(row, programs))
             case Kind.W:
-                return weight_program(programs[_operand(row, LayerRun).layout][layer])
+                return weight_program(self._layer(row, programs))
             case Kind.E:
-                closed = inference(self.traced.bodies[layer])
+                closed = inference(self._traced(row).bodies[layer])
                 return Program.of(closed, marked=True, key=("E", program_key(closed)))
             case Kind.ZERO:
                 return zeros_program([self._shape(v) for v in written])
@@ -284,9 +305,16 @@ class CompiledPlan:
             case Kind.WEIGHT:
                 return weights.total(self.traced.loss_shapes[1], _operand(row, SumRun).count)
             case Kind.LOSS:
+                if self.replicas:
+                    values = [lowered.buffers[b].value for b in row.reads]
+                    shapes = [self._shape(v) if v.kind is ValueKind.LOSS else self.replicas.shape(v) for v in values]
+                    return loss_program(graph, shapes, self.microbatches, self.replicas.loss_parts())
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)
+            case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
+                assert self.replicas, "without replicas nothing is cut"
+                return self.replicas.program(row, [lowered.buffers[b].value for b in row.reads])
             case Kind.U:
                 piece = _operand(row, PieceRun)
                 return piece_program(self.optimizer.update[piece.piece], keeps=piece.keeps)
@@ -306,6 +334,21 @@ class CompiledPlan:
                 raise AssertionError(f"{row} runs no program")
             case _:
                 assert_never(row.kind)
+
+    def _layer(self, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> LayerPrograms:
+        """The programs of a row's layer, on the examples that it is for."""
+        run = _operand(row, LayerRun)
+        if run.examples is None:
+            return programs[run.layout][row.layer]
+        assert self.replicas
+        return self.replicas.programs(run.layout, run.examples, row.layer)
+
+    def _traced(self, row: Row) -> Traced:
+        """The layers on the examples that a row is for."""
+        if not isinstance(row.run, LayerRun) or row.run.examples is None:
+            return self.traced
+        assert self.replicas
+        return self.replicas.sliced(row.run.examples)
 
     def backward_program(self, programs: LayerPrograms) -> Program:
         """A layer's backward; it adds to sums unless every micro-batch is an update."""

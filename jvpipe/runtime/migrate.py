@@ -223,13 +223,19 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 
 
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
-    """The layers that change devices: (layer, before, after).
+    """The layers that change devices: (layer, before, after); of replicas the first that goes and the first that comes.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)
     """
-    before, after = ({i: s.devices[0] for s in plan.stages for i in s.layers} for plan in (old, new))
-    return tuple((layer, d, after[layer]) for layer, d in before.items() if after[layer] != d)
+    before, after = ({i: s.devices for s in plan.stages for i in s.layers} for plan in (old, new))
+    moved = []
+    for layer, places in before.items():
+        gone = [d for d in places if d not in after[layer]]
+        come = [d for d in after[layer] if d not in places]
+        if gone or come:
+            moved.append((layer, (gone or places)[0], (come or after[layer])[0]))
+    return tuple(moved)
 
 
 def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowered, Bound]:

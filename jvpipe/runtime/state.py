@@ -177,6 +177,10 @@ class Placing:
             ledger.hold(buffer.memory, buffer.bytes)
         if fresh:
             self.initialise_optimizer(table, store)
+            for buffer in fresh:  # what the first replica of a layer has made is copied for the others
+                if buffer.spot not in table:
+                    made = table[Spot(buffer.value, self._places[buffer.value.layer])]
+                    table[buffer.spot] = jax.device_put(made, self.devices[buffer.memory])
         return tuple(table.get(buffer.spot) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
 
     def _is_own(self, buffer: Buffer) -> bool:
@@ -213,6 +217,7 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
         own = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
+        own = (b for b in own if b.memory == self._places[b.value.layer])
         lacking: set[Key] = {b.spot for b in own if b.spot not in table}
         making = []
         for piece in reversed(self.optimizer.init):
@@ -236,7 +241,8 @@ class Placing:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
+        """Where the optimizer's state of each layer is made: at the first of its replicas."""
+        return {b.value.layer: b.memory for b in reversed(self.buffers) if b.owner is Owner.OPTIMIZER}
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:

@@ -48,12 +48,13 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
     else:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
     for tasks in lists:
-        places = {plan.stages[task.stage].devices[0] for task in tasks}
+        places = {plan.stages[task.stage].devices for task in tasks}
         if len(places) > 1:
             stages = sorted({task.stage for task in tasks})
             raise ValueError(
                 f"under {schedule.name} one device runs stages {stages}, in the plan they are on devices "
-                f"{sorted(places)}: give these stages one device, as Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
+                f"{sorted(d for there in places for d in there)}: give these stages one device, as "
+                "Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
             )
     return lists
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.plan import Plan
+from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.trace.keys import is_key
@@ -168,6 +170,88 @@ def place_stages(
     used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
     places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
     return used, tuple(used.index(given[place]) for place in places)
+
+
+def checked_replicas(
+    replicas: Any, stages: int | Plan, schedule: Schedule, speeds: Any = None
+) -> tuple[int, ...] | None:
+    """The devices of each stage, by their number; None if every stage has one.
+
+    Args:
+        replicas: as the user gave them.
+        stages: their number, or a plan.
+        schedule: in which order they run.
+        speeds: of unlike devices, which have no replicas yet.
+
+    Raises:
+        ValueError: they are no such numbers, or not those of the stages.
+    """
+    if isinstance(replicas, str) or not isinstance(replicas, Iterable | None):
+        raise ValueError(f"replicas must be the devices of each stage, such as (2, 1), not {replicas!r}")
+    counts = None if replicas is None else tuple(whole_number("each of replicas", count) for count in replicas)
+    if isinstance(stages, Plan):
+        if counts not in (None, stages.replicas):
+            raise ValueError(
+                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
+            )
+        return None
+    if counts is not None and len(counts) != stages:
+        raise ValueError(
+            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
+        )
+    if counts is None or max(counts) == 1:
+        return None
+    check_replicable(schedule)
+    if speeds is not None:
+        raise ValueError(
+            "speeds cannot be told of replicas yet: each has as many examples; leave out speeds or replicas"
+        )
+    return counts
+
+
+def place_replicas(
+    replicas: Sequence[int], devices: Sequence[Device] | None
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The devices, and the index of the first one of each stage among them: in their order, stage by stage.
+
+    Args:
+        replicas: how many each stage takes.
+        devices: given for them, all different.
+
+    Raises:
+        ValueError: there are too few, or one is named twice.
+    """
+    given = checked_devices(devices)
+    if twice := next((device for i, device in enumerate(given) if device in given[:i]), None):
+        raise ValueError(
+            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
+        )
+    if sum(replicas) > len(given):
+        raise ValueError(
+            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {len(given)}: use fewer replicas or "
+            "stages"
+        )
+    used = given[: sum(replicas)] if devices is None else given
+    return tuple(used), tuple(first for first, *_ in replicas_at(replicas))
+
+
+def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The indices of the devices of each stage.
+
+    >>> replicas_at((2, 1))
+    ((0, 1), (2,))
+    """
+    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
+
+
+def check_unreplicated(plans: Iterable[Plan], what: str) -> None:
+    """Raises ValueError for something that replicated stages cannot do yet."""
+    for plan in plans:
+        if plan.replicated:
+            raise ValueError(
+                f"{what} cannot be done with replicated stages yet, and these have {plan.replicas} devices: use plans "
+                "with one device for each stage, or save the state and restore it in another pipeline"
+            )
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:

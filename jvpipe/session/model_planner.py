@@ -97,7 +97,7 @@ class ModelPlanner:
         """What the layers that are best cut in two depend on, beside measured seconds."""
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
-        asked = settings.stages, settings.microbatches, settings.places, settings.schedule.name
+        asked = settings.stages, settings.microbatches, settings.places, settings.replicas, settings.schedule.name
         limits = settings.limits, settings.host_limit_bytes, settings.speeds
         assert isinstance(settings.stages, int)
         tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
@@ -141,7 +141,7 @@ class ModelPlanner:
             placing = Placing(traced.graph, optimizer, compiled.persistent, devices)
             both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
             most = [max(step.bytes, making.bytes) for step, making in both]
-            return [most[stage.devices[0]] for stage in plan.stages]
+            return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]
 
         with phase("planning"):
             return CutCandidate(traced, optimizer, decide(request, problem, held_bytes_of))
@@ -149,6 +149,7 @@ class ModelPlanner:
     def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
         """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
+        plan = plan.on(self.settings.replicas) if self.settings.replicas else plan
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan, optimizer)

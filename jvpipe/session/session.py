@@ -91,6 +91,12 @@ class Session:
         return self.compiled_plans.current
 
     @property
+    def plans(self) -> list[Plan]:
+        """The plan in use and those to come; none before the model is traced."""
+        queued = [migration.change.new for migration in self.migrations.queue]
+        return [self.compiled.plan, *queued] if self.compiled_plans else queued
+
+    @property
     def graph(self) -> LayerGraph:
         """The layers of the model."""
         return self.compiled.traced.graph
@@ -396,7 +402,8 @@ class Session:
     def needs(self) -> list[str]:
         """The leaves of the batch that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
-        own = (stage.layers for stage in self.compiled.plan.stages if _jax.is_own(devices[stage.devices[0]]))
+        stages = self.compiled.plan.stages
+        own = (stage.layers for stage in stages if any(_jax.is_own(devices[d]) for d in stage.devices))
         read = {i for layers in own for layer in layers for i in graph.layers[layer].reading(ValueKind.BATCH)}
         return [graph.batch[i].name for i in sorted(read)]
 

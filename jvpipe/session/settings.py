@@ -28,6 +28,7 @@ class Settings:
         checkpoint: torchgpipe's mode.
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
+        replicas: of each stage all devices, if one has several.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
@@ -54,3 +55,4 @@ class Settings:
     remeasure: bool = False
     hosts: Hosts | None = None
     speeds: tuple[float, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()

@@ -26,7 +26,8 @@ class Body:
     """The equations of a layer, from `inputs` to `outputs`, which are what it `reads` and `writes`.
 
     `differentiable` marks the inputs that a gradient flows to, `active` the outputs that one comes from,
-    `candidates` the variables whose fate can be chosen, by name.
+    `candidates` the variables whose fate can be chosen, by name. `share` is that of its loss, of some of the examples,
+    in the loss of all.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -37,6 +38,7 @@ class Body:
     differentiable: tuple[bool, ...]
     active: tuple[bool, ...]
     candidates: dict[Var, str]
+    share: float = 1.0
 
     @cached_property
     def structure(self) -> jaxprs.Structure:

@@ -26,7 +26,8 @@ Tree = Any
 class LossJaxpr:
     """The loss of one micro-batch: its equations, what their inputs are, and what their outputs are.
 
-    `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured.
+    `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured. `of_size` traces
+    the same loss on another number of examples.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -38,6 +39,7 @@ class LossJaxpr:
     aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
+    of_size: Callable[[int], "LossJaxpr"] | None = field(default=None, compare=False, repr=False)
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -97,9 +99,18 @@ def trace_loss(
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
+        functools.cache(
+            lambda examples: trace_loss(
+                loss_fn, params, _resized(batch, examples), rng, state, has_aux=has_aux, has_state=has_state
+            )
+        ),
     )
     _check_dependence(traced)
     return traced
+
+
+def _resized(batch: Tree, examples: int) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype), batch)
 
 
 @dataclass

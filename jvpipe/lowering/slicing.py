@@ -1,0 +1,271 @@
+"""Slicing: an operation of a stage that is replicated becomes one for each replica, on its part of the micro-batch.
+
+    F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
+    B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
+    F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
+    U(layer 3)                          ->  REDUCE  U(layer 3) at each replica     on the same sums of gradients
+
+Parts are cut at the bounds of both stages, so that each is sent once. Names tell the examples, never the replica: what
+depends on no example keeps its name and is made alike at every replica. Replicas add their gradients up by themselves
+over the micro-batches of an update; REDUCE adds up theirs in ascending order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from jvpipe.ir.examples import Batching, Examples, Over, Spread
+from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.layers import Ref
+from jvpipe.ir.rows import ConcatRun, LayerRun, SliceRun, ZeroRun
+from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.placement import Placement
+
+Slice = Examples | None
+
+
+class Slicing:
+    """Slices operations one after another.
+
+    Args:
+        where: the replicas of each layer.
+        batching: how edges and aux lie over the examples.
+        layouts: by their numbers; of an evaluation there are none.
+    """
+
+    def __init__(
+        self, where: Placement, batching: Batching, layouts: Mapping[int, MicrobatchLayout] | None = None
+    ) -> None:
+        self._where, self._batching, self._layouts = where, batching, layouts or {}
+        self._graph = where.graph
+        self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
+
+    def __call__(self, op: Operation) -> Iterator[Operation]:
+        """Yields an operation for each replica, after what joins its inputs and before what cuts its results."""
+        match op.kind:
+            case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
+                for number, examples in enumerate(self._where.slices(op.layer)):
+                    yield from self._joins(op, examples)
+                    direct, cut = self._delivered(op, number, examples)
+                    yield self._replica(op, examples, direct)
+                    yield from cut
+            case Kind.LOSS:
+                reads = [self.named(value, e) for value in op.reads for e in self._makers(value)]
+                yield replace(op, reads=tuple(reads))
+            case Kind.U:
+                *others, last = (None,) if op.layer == NONE else self._where.slices(op.layer)
+                yield from (replace(op, examples=e, delivers=()) for e in others)
+                delivers = (Delivery(d.value, (i,), self._where.slices(i)) for d in op.delivers for i in d.layers)
+                yield replace(op, examples=last, delivers=tuple(delivers))
+            case _:
+                raise AssertionError(f"nobody says how replicas share {op.kind}")
+
+    def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
+        """Yields what adds up the gradients of the replicas of a stage, last layer first; replicas take turns in it."""
+        for layer in reversed(layers):
+            slices, owned = self._where.slices(layer), self._graph.layers[layer].reading(ValueKind.PARAMETER)
+            if len(slices) > 1 and owned:
+                sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in owned]
+                reads = tuple(value._replace(examples=e) for value in sums for e in slices)
+                writes = tuple(Write(value, self._graph.parameters[value.index].array.bytes) for value in sums)
+                yield Operation(Kind.REDUCE, layer, NONE, reads, writes, examples=slices[layer % len(slices)])
+
+    def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
+        """The parts of a value that the replicas of a layer have, each with its place."""
+        return [(self.named(value, e), self._where.of(layer, e)) for e in self._where.slices(layer)]
+
+    # Names and sizes
+
+    def named(self, value: Value, examples: Slice) -> Value:
+        """The part of a value that is of some examples; what is the same for all of them is whole."""
+        match value.kind:
+            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:
+                return value
+            case ValueKind.STATE if value.microbatch in (NEVER, 0):  # as the step finds it
+                return value
+            case ValueKind.TENSOR if self._batching.tensors[value.index].over is Over.NONE:
+                return value
+            case (
+                ValueKind.STATE
+                | ValueKind.TENSOR
+                | ValueKind.BATCH
+                | ValueKind.COTANGENT
+                | ValueKind.RESIDUAL
+                | ValueKind.HANDED
+                | ValueKind.GRADIENT
+                | ValueKind.LOSS
+                | ValueKind.AUX
+            ):
+                return value._replace(examples=examples)
+            case _:
+                raise AssertionError(f"nobody says how replicas share {value}")
+
+    def _spread(self, value: Value) -> Spread:
+        """How an edge, its cotangent or a leaf of aux lies over the examples; other values are not cut or joined."""
+        match value.kind:
+            case ValueKind.TENSOR | ValueKind.COTANGENT:
+                return self._batching.tensors[value.index]
+            case ValueKind.AUX:
+                return self._batching.aux[value.index]
+            case (
+                ValueKind.BATCH
+                | ValueKind.RESIDUAL
+                | ValueKind.HANDED
+                | ValueKind.GRADIENT
+                | ValueKind.LOSS
+                | ValueKind.PARAMETER
+                | ValueKind.CONSTANT
+                | ValueKind.SEED
+                | ValueKind.STATE
+            ):
+                return Spread(Over.MIXED)
+            case _:
+                raise AssertionError(f"nobody says how {value} lies over examples")
+
+    def _part_bytes(self, value: Value, size: int, examples: Slice) -> int:
+        if examples is None or self._spread(value).over is not Over.ALONG:
+            return size
+        return size // self._graph.examples * examples.size
+
+    def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
+        """The part of what a layer writes that one of its replicas writes."""
+        value, size, copy = write
+        if examples is not None and value.kind in (ValueKind.RESIDUAL, ValueKind.HANDED):
+            assert isinstance(op.run, LayerRun)
+            sliced = self._layouts[op.run.layout].sliced[examples]
+            left = sliced.halves[op.layer].handed if value.kind is ValueKind.HANDED else None
+            size = (left or sliced.signatures[op.layer].residuals)[value.index].bytes
+        return Write(self.named(value, examples), self._part_bytes(value, size, examples), copy)
+
+    def _whole(self, examples: Slice) -> Examples:
+        return examples or Examples(0, self._graph.examples)
+
+    def _overlap(self, a: Slice, b: Slice) -> Slice:
+        """The examples that two slices share, which there must be."""
+        both = self._whole(a), self._whole(b)
+        shared = Examples(max(s.start for s in both), min(s.stop for s in both))
+        return None if shared == self._whole(None) else shared
+
+    def _meeting(self, examples: Slice, layer: int) -> list[Slice]:
+        """The slices of a layer's replicas that share examples with a slice."""
+        own = self._whole(examples)
+        return [
+            e for e in self._where.slices(layer) if self._whole(e).start < own.stop and own.start < self._whole(e).stop
+        ]
+
+    # Operations
+
+    def _replica(self, op: Operation, examples: Slice, delivers: Sequence[Delivery]) -> Operation:
+        run = op.run
+        if examples is not None and KINDS[op.kind].runs is Runs.LAYER:
+            run = LayerRun(run.layout if isinstance(run, LayerRun) else 0, examples)
+        return replace(
+            op,
+            reads=tuple(self.named(value, examples) for value in op.reads),
+            writes=tuple(self._part(op, write, examples) for write in op.writes),
+            run=run,
+            delivers=tuple(delivers),
+            examples=examples,
+        )
+
+    def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
+        """Yields what joins the parts that have come from a stage of another width."""
+        stage = self._where.stage[op.layer]
+        for value in op.reads:
+            if value.kind not in (ValueKind.TENSOR, ValueKind.COTANGENT):
+                continue
+            own, source, spread = self.named(value, examples), self._source(value, op.layer), self._spread(value)
+            if self._where.stage[source] == stage or (own, stage) in self._joined:
+                continue
+            self._joined.add((own, stage))
+            write = Write(own, self._part_bytes(value, self._graph.tensors[value.index].array.bytes, examples))
+            join = partial(Operation, layer=op.layer, microbatch=op.microbatch, writes=(write,), examples=examples)
+            slices, others = self._where.slices(op.layer), self._where.slices(source)
+            if spread.over is Over.ALONG:
+                parts = [self._overlap(examples, e) for e in self._meeting(examples, source)]
+                reads = tuple(self.named(value, part) for part in parts)
+                if parts != [examples]:
+                    run = ConcatRun(Ref(value.kind, value.index), spread.axis)
+                    yield join(Kind.CONCAT, reads=reads, run=run, forgets=reads)
+            elif value.kind is ValueKind.COTANGENT and slices != others:  # the first replica gets all of it
+                reads = tuple(self.named(value, e) for e in others)
+                if examples == slices[0]:
+                    yield join(Kind.REDUCE, reads=reads)
+                else:
+                    yield join(Kind.ZERO, reads=(), run=ZeroRun(ValueKind.COTANGENT))
+
+    def _source(self, value: Value, layer: int) -> int:
+        """The layer from which an edge, or the sum of its cotangents so far, has come to a layer."""
+        tensor = self._graph.tensors[value.index]
+        if value.kind is ValueKind.TENSOR:
+            return tensor.producer
+        return next(reader for reader in tensor.readers if reader > layer)
+
+    def _makers(self, value: Value) -> Sequence[Slice]:
+        """The slices that make a loss or a leaf of aux; of what is the same for all the first."""
+        graph = self._graph
+        layer = next((x.id for x in graph.layers if value.index in x.writing(value.kind)), graph.loss_layer)
+        slices = self._where.slices(layer)
+        return slices[:1] if self._spread(value).over is Over.NONE else slices
+
+    def _delivered(self, op: Operation, number: int, examples: Slice) -> tuple[list[Delivery], list[Operation]]:
+        """What a replica delivers as it is, and the operations that cut the rest."""
+        direct: list[Delivery] = []
+        parts: dict[Value, list[Delivery]] = {}
+        for value, layers, _ in op.delivers:
+            match value.kind:
+                case ValueKind.TENSOR | ValueKind.COTANGENT:
+                    elsewhere = [i for i in layers if self._where.stage[i] != self._where.stage[op.layer]]
+                    for delivery in self._edges(op.layer, value, elsewhere, number, examples):
+                        is_whole = delivery.value == self.named(value, examples)
+                        (direct if is_whole else parts.setdefault(delivery.value, [])).append(delivery)
+                case ValueKind.AUX:
+                    direct += [Delivery(self.named(value, examples), layers)] if examples in self._makers(value) else []
+                case ValueKind.STATE:  # of a replica it stays there
+                    direct += [Delivery(value, layers)] if examples is None else []
+                case _:
+                    raise AssertionError(f"nobody says where {value} goes to")
+        if examples is not None:  # losses are summed where the first replica is
+            losses = (w.value for w in op.writes if w.value.kind is ValueKind.LOSS)
+            direct += [Delivery(self.named(value, examples), (op.layer,)) for value in losses]
+        return direct, [self._cut(op, part, delivers, examples) for part, delivers in parts.items()]
+
+    def _edges(
+        self, maker: int, value: Value, layers: Sequence[int], number: int, examples: Slice
+    ) -> Iterator[Delivery]:
+        """Yields the parts of an edge that a replica sends to layers of other stages."""
+        over, own = self._spread(value).over, self.named(value, examples)
+        for layer in layers:
+            slices = self._where.slices(layer)
+            if over is Over.ALONG:
+                for e in self._meeting(examples, layer):
+                    yield Delivery(self.named(value, self._overlap(examples, e)), (layer,), (e,))
+            elif value.kind is ValueKind.TENSOR and over is Over.NONE:  # every replica has all of it
+                count = len(self._where.slices(self._graph.tensors[value.index].producer))
+                yield from (Delivery(own, (layer,), (e,)) for j, e in enumerate(slices) if j % count == number)
+            elif examples in slices and len(slices) == len(self._where.slices(maker)):
+                yield Delivery(own, (layer,), (examples,))
+            else:
+                assert over is Over.NONE, f"stages of unequal width, and {value} has no axis of examples"
+                yield Delivery(own, (layer,), slices[:1])
+
+    def _cut(self, op: Operation, part: Value, delivers: Sequence[Delivery], examples: Slice) -> Operation:
+        """What cuts a part out of a result of a replica."""
+        array, spread = self._graph.tensors[part.index].array, self._spread(part)
+        rows, first = array.shape[spread.axis] // self._graph.examples, self._whole(examples).start
+        wanted = self._whole(part.examples)
+        start, stop = ((bound - first) * rows for bound in wanted)
+        run = SliceRun(Ref(part.kind, part.index), spread.axis, start, stop)
+        write = Write(part, self._part_bytes(part, array.bytes, part.examples))
+        return Operation(
+            Kind.SLICE,
+            op.layer,
+            op.microbatch,
+            (part._replace(examples=examples),),
+            (write,),
+            run,
+            tuple(delivers),
+            examples=examples,
+        )

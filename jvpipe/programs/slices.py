@@ -1,0 +1,42 @@
+"""The small programs between replicas: parts of values, parts joined, and sums of gradients added up."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jvpipe.ir.rows import SliceRun
+from jvpipe.programs.store import Program
+
+
+def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
+    """A part of an array.
+
+    Args:
+        whole: its shape and type.
+        run: which part.
+    """
+    key = "slice", whole.shape, str(whole.dtype), run
+    return Program(key, lambda x: [jax.lax.slice_in_dim(x, run.start, run.stop, axis=run.axis)], (whole,))
+
+
+def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
+    """Arrays one after another along an axis."""
+    key = "concat", tuple((part.shape, str(part.dtype)) for part in parts), axis
+    return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
+
+
+def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int) -> Program:
+    """Sums of gradients of so many replicas added up in their order; those of a parameter come one after another."""
+    inputs = tuple(array for array in sums for _ in range(replicas))
+
+    def reduce(*parts: jax.Array) -> list[jax.Array]:
+        totals = []
+        for first in range(0, len(parts), replicas):
+            total = parts[first]
+            for part in parts[first + 1 : first + replicas]:
+                total = total + part
+            totals.append(total)
+        return totals
+
+    return Program(("reduce", tuple((s.shape, str(s.dtype)) for s in sums), replicas), reduce, inputs)

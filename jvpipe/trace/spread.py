@@ -1,0 +1,265 @@
+"""How every value of a loss lies over the examples of a micro-batch: found by tracing it at two sizes, not guessed.
+
+    x [4, 8]   at size 4, [2, 8] at size 2     along axis 0
+    x @ w      reads one along 0               along axis 0
+    sum(x)                                     a sum: those of slices add up
+    sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
+    max(x)                                     mixed: what slices give does not say what the whole gives
+
+What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into values of single examples
+it couples them: slices would not give what the whole does. That is refused, but for batch norm, whose statistics the
+model state remembers: replicas have their own.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.ir.examples import Over
+from jvpipe.trace import jaxprs
+from jvpipe.trace.axes import along_after
+
+GENERATORS = ("random_bits", "random_split", "iota")
+"""What makes numbers by their position: a slice of them is cut out of those of the whole micro-batch."""
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat2",
+    "remat",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+_LINEAR = (
+    "neg",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "reduce_precision",
+    "name",
+    "stop_gradient",
+    "optimization_barrier",
+    "reduce_sum",
+    "slice",
+    "real",
+    "imag",
+    "rev",
+)
+
+
+class CoupledError(ValueError):
+    """Examples of a micro-batch depend on one another, so that no replicas can share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
+
+    `roots` are the reductions over examples that it was made of.
+    """
+
+    over: Over
+    axis: int = -1
+    roots: frozenset[Var] = frozenset()
+    power: int = 0
+
+    @property
+    def reduced(self) -> bool:
+        """True for what was made of several examples, and has no part for each."""
+        return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
+
+
+NONE = Lies(Over.NONE)
+
+
+@dataclass
+class Spreading:
+    """Goes through the equations of a loss at two sizes.
+
+    Args:
+        examples: the larger size.
+        fewer: the smaller one.
+        remembered: the variables from which model state is made.
+        place_of: tells in which layer an equation is.
+    """
+
+    examples: int
+    fewer: int
+    remembered: Collection[Var]
+    place_of: Callable[[JaxprEqn], str]
+    known: dict[Var, Lies] = field(default_factory=dict)
+    _outer: JaxprEqn | None = None  # the loop or call that is looked into
+
+    def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
+        """Finds how the results of equations lie; those at the smaller size are the same but for sizes."""
+        names = [[eqn.primitive.name for eqn in both] for both in (eqns, small)]
+        if names[0] != names[1]:
+            differing = next((pair for pair in zip(*names, strict=False) if pair[0] != pair[1]), ("one", "none"))
+            raise CoupledError(
+                f"the loss is another program on {self.fewer} examples than on {self.examples} ({differing[1]} instead "
+                f"of {differing[0]}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
+            )
+        for eqn, fewer in zip(eqns, small, strict=True):
+            ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
+            outs = self._apply(eqn, fewer, ins)
+            self.known.update(zip(eqn.outvars, outs, strict=True))
+
+    def lies(self, atom: Atom, small: Atom) -> Lies:
+        """How a variable lies, or a literal: one that grows with the examples counts them."""
+        if not isinstance(atom, Literal):
+            return self.known.get(atom, NONE)
+        assert isinstance(small, Literal)
+        a, b = np.asarray(atom.val), np.asarray(small.val)
+        if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+            return NONE
+        ratio = self.examples / self.fewer
+        for power in (1, -1):
+            if np.isclose(float(a), float(b) * ratio**power, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-6):
+                return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
+        return Lies(Over.MIXED)
+
+    def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return self._call(eqn, small, ins)
+        if name == "optimization_barrier":
+            return list(ins)
+        if name == "scan":
+            return self._scan(eqn, small, ins)
+        if name in ("while", "cond") and any(x.over is not Over.NONE for x in ins):
+            raise self._refused(eqn, "runs as its examples say, which jvpipe does not look into")
+        grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
+        moving = [x for x in ins if x.over is Over.ALONG]
+        reduced = [x for x in ins if x.reduced]
+        if not moving:
+            if any(axis is not None for axis in grown):
+                return [self._spread_out(eqn, axis, reduced) for axis in grown]
+            return [self._reduced(name, ins) for _ in grown]
+        self._check_uncoupled(eqn, reduced)
+        axes = [x.axis if x.over is Over.ALONG else None for x in ins]
+        found = along_after(eqn, axes, grown)
+        if isinstance(found, str):
+            raise self._refused(eqn, found)
+        return [self._after(eqn, axis) for axis in found]
+
+    def _after(self, eqn: JaxprEqn, axis: int | None) -> Lies:
+        if axis is not None:
+            return Lies(Over.ALONG, axis)
+        over = Over.SUM if eqn.primitive.name in ("reduce_sum", "dot_general") else Over.MIXED
+        root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
+        return Lies(over, roots=frozenset([root]))
+
+    def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
+        """The axis whose size follows the number of examples; None if there is none."""
+        a, b = _jax.aval(atom).shape, _jax.aval(small).shape
+        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        if not axes:
+            return None
+        if len(axes) > 1 or a[axes[0]] * self.fewer != b[axes[0]] * self.examples:
+            raise self._refused(eqn, f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}")
+        return axes[0]
+
+    def _spread_out(self, eqn: JaxprEqn, axis: int | None, reduced: Sequence[Lies]) -> Lies:
+        """What is made for each example of nothing that has examples: constants, positions, random numbers."""
+        name = eqn.primitive.name
+        self._check_uncoupled(eqn, reduced)
+        inside = self._outer is not None and name in GENERATORS
+        if axis is None or (inside and (name != "iota" or eqn.params["dimension"] == axis)):
+            raise self._refused(eqn, "draws numbers for each example inside of a loop")
+        if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
+            raise self._refused(eqn, "makes values for each example in a way that jvpipe does not know")
+        return Lies(Over.ALONG, axis)
+
+    def _reduced(self, name: str, ins: Sequence[Lies]) -> Lies:
+        """What is made of sums and means over examples, and of what depends on none."""
+        moving = [x for x in ins if x.over is not Over.NONE]
+        if not moving:
+            return NONE
+        overs, roots = {x.over for x in moving}, frozenset().union(*(x.roots for x in moving))
+        mixed = Lies(Over.MIXED, roots=roots)
+        if name in _LINEAR and len(moving) == 1:
+            return moving[0]
+        if name in ("add", "sub", "add_any"):
+            if overs == {Over.MEAN} or (overs == {Over.SUM} and len(moving) == len(ins)):
+                return Lies(overs.pop(), roots=roots)
+            return mixed
+        if name in ("mul", "div") and len(moving) == 1 and (name == "mul" or ins[0].over is not Over.NONE):
+            return moving[0]
+        if name in ("mul", "div") and len(moving) == 2:
+            wanted = 1 if name == "div" else -1
+            if ins[0].over is Over.SUM and ins[0].power == 0 and ins[1].power == wanted:
+                return Lies(Over.MEAN, roots=roots)
+            if name == "mul" and ins[1].over is Over.SUM and ins[1].power == 0 and ins[0].power == wanted:
+                return Lies(Over.MEAN, roots=roots)
+        if name == "div" and len(moving) == 1 and moving[0].power == 1:  # one over the number of examples
+            return Lies(Over.MIXED, power=-1)
+        return mixed
+
+    def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
+        """Raises if what was made of several examples becomes part of single ones, unless model state remembers it."""
+        for lies in reduced:
+            if not lies.roots or not all(root in self.remembered for root in lies.roots):
+                raise self._refused(eqn, "gives single examples what was made of several of them")
+
+    def _refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
+        eqn = self._outer or eqn
+        scope = _jax.scope(eqn)
+        return CoupledError(
+            f"{self.place_of(eqn)} cannot be replicated: '{eqn.primitive.name}'{f' in {scope}' if scope else ''} "
+            f"{why}. "
+            "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
+            "model state, may use those of its replica): use one device for each stage, or let examples be apart"
+        )
+
+    # Inside of loops and calls
+
+    def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
+        inner = replace(self, known={}, _outer=self._outer or eqn)
+        inner.known = dict(zip(body.invars, ins, strict=True))
+        inner.run(body.eqns, small.eqns)
+        return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
+
+    def _call(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
+        return self._inside(eqn, body, fewer, ins)
+
+    def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        consts, carry, xs = _jax.scan_operands(eqn, ins)
+        if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
+            raise self._refused(eqn, "goes through the examples one after another")
+        xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
+        body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
+        while True:
+            outs = self._inside(eqn, body, fewer, [*consts, *carry, *xs])
+            after = outs[: len(carry)]
+            joined = [self._joined(eqn, a, b) for a, b in zip(carry, after, strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        ys = [replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in outs[len(carry) :]]
+        return [*carry, *ys]
+
+    def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
+        """How what a loop carries lies, if it begins as `a` and goes on as `b`."""
+        if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
+            raise self._refused(eqn, "carries values of single examples that begin as something else")
+        return replace(a, over=a.over if a.over is b.over else Over.MIXED, roots=a.roots | b.roots)
+
+
+def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:
+    """The variables that some results are made of."""
+    found = set(jaxprs.variables(wanted))
+    for eqn in reversed(eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update(jaxprs.variables(eqn.invars))
+    return found

@@ -1,0 +1,159 @@
+"""Replicated stages at run time: what they hold and save, how they move, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe.simulate.rows import simulate
+from tests.session.tiny import BATCH, PARAMS, begun, loss_fn, pipeline
+
+TWO_ONE, ONE_TWO = (jvpipe.Plan.from_cuts([2, 1], devices=d) for d in ([(0, 1), 2], [0, (1, 2)]))
+DEVICES: dict[str, Any] = {"devices": jax.devices()[:4]}
+
+
+def close(found: Any, wanted: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def test_pinned_replicas_are_dealt_out_stage_by_stage() -> None:
+    pipe, state = begun(2, replicas=(2, 1), **DEVICES)
+    assert [stage.devices for stage in pipe.plan.stages] == [(0, 1), (2,)]
+    first, second = jax.devices()[:2]
+    assert f"stage 0 on {first}, {second}: layers 0 to 1" in pipe.explain()
+    plain, alone = begun(2)
+    close(pipe.evaluate(state, BATCH)["loss"], plain.evaluate(alone, BATCH)["loss"])
+    state, metrics = pipe.step(state, BATCH)
+    alone, wanted = plain.step(alone, BATCH)
+    close((pipe.params(state), metrics), (plain.params(alone), wanted))
+    assert begun(2, replicas=(1, 1))[0].plan.replicas == (1, 1)
+
+
+def test_every_replica_has_the_same_parameters_after_a_step() -> None:
+    pipe, state = begun(jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), (2, 3)]), **DEVICES)
+    state, _ = pipe.step(state, BATCH)
+    copies: dict[Any, list[np.ndarray]] = {}
+    for buffer, array in zip(pipe.session.compiled.persistent, state.arrays, strict=True):
+        assert array.devices() == {pipe.session.settings.devices[buffer.place]}
+        copies.setdefault(buffer.value, []).append(np.asarray(array))
+    assert {len(found) for found in copies.values()} == {2}
+    for first, second in copies.values():
+        np.testing.assert_array_equal(first, second)
+
+
+def test_the_ledger_the_lists_and_the_simulator_count_the_same_bytes() -> None:
+    pipe, state = begun(TWO_ONE, **DEVICES)
+    pipe.step(state, BATCH)
+    compiled = pipe.session.compiled
+    assert list(pipe.ledger.peak) == [peak.bytes for peak in compiled.peaks]
+    timeline = simulate(compiled.lowered, lambda row: 1.0, temporary_bytes=compiled.step.temporary_bytes)
+    assert list(timeline.peak_bytes)[:3] == list(pipe.ledger.peak)[:3]
+
+
+def test_a_checkpoint_knows_no_replicas(tmp_path: Path) -> None:
+    pipe, state = begun(TWO_ONE, **DEVICES)
+    state, _ = pipe.step(state, BATCH)
+    pipe.save(tmp_path / "there", state)
+    expected = pipe.params(pipe.step(state, BATCH)[0])
+    for plan in (ONE_TWO, TWO_ONE, jvpipe.Plan.from_cuts([3])):
+        other, _ = begun(plan, **DEVICES)
+        restored = other.restore(tmp_path / "there")
+        close(other.params(other.step(restored, BATCH)[0]), expected)
+
+
+def test_layers_move_between_stages_of_other_widths() -> None:
+    plain, alone = begun()
+    pipe, state = begun(**DEVICES)
+    plans = [TWO_ONE, ONE_TWO, jvpipe.Plan.from_cuts([1, 2], devices=[(2, 3), (0, 1)]), jvpipe.Plan.from_cuts([3])]
+    for plan in plans:
+        state, metrics = pipe.step(state, BATCH)
+        alone, wanted = plain.step(alone, BATCH)
+        close(metrics, wanted)
+        state = pipe.migrate(state, plan)
+        assert pipe.plan.replicas == plan.replicas
+        close(pipe.params(state), plain.params(alone))
+        held = sum(x.nbytes for x in state.arrays)
+        assert sum(pipe.ledger.live) == held, "what was left behind is gone"
+    assert len(pipe.session.history) == 4
+    with pytest.raises(ValueError, match=r"between two steps alone, write at=\(5, 0\)"):
+        pipe.migrate(state, TWO_ONE, at=(4, 1))
+
+
+def normed(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+    x = batch["x"] @ params[0]
+    mean = jnp.mean(x, 0)
+    out = jnp.tanh((x - mean[None]) @ params[1]) @ params[2]
+    return jnp.mean(out**2), 0.5 * state + 0.5 * mean
+
+
+def test_batch_norm_has_statistics_of_each_replica_and_the_first_ones_are_kept() -> None:
+    options: dict[str, Any] = {"has_state": True, "planner": "even", **DEVICES}
+    plan = jvpipe.Plan.from_cuts([3], devices=[(0, 1)])
+    pipe = jvpipe.Pipeline(normed, optax.sgd(0.0), plan, 1, **options)
+    state = pipe.init(PARAMS, BATCH, None, np.zeros(2, np.float32))
+    state, metrics = pipe.step(state, BATCH)
+    x = BATCH["x"] @ PARAMS[0]
+    np.testing.assert_allclose(pipe.model_state(state), 0.5 * x[:2].mean(0), rtol=1e-5)
+    outs = [np.tanh((part - part.mean(0)) @ PARAMS[1]) @ PARAMS[2] for part in (x[:2], x[2:])]
+    np.testing.assert_allclose(metrics["loss"], np.mean(np.concatenate(outs) ** 2), rtol=1e-5)
+    states = [
+        np.asarray(a)
+        for b, a in zip(pipe.session.compiled.persistent, state.arrays, strict=True)
+        if b.value.kind == "state"
+    ]
+    assert len(states) == 2
+    np.testing.assert_array_equal(states[0], states[1])
+
+
+def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
+    def refused(match: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            begun(**{"stages": 2, **DEVICES, **options})
+
+    refused("stage 0 has 3 replicas, and a micro-batch 2 examples", replicas=(3, 1))
+    refused("says so of 3 stages, there are 2", replicas=(2, 1, 1))
+    refused("need 6 devices, there are 4", replicas=(3, 3))
+    refused("must be the devices of each stage", replicas="21")
+    refused("each of replicas must be a whole number", replicas=(2, 0))
+    refused("is named twice", replicas=(2, 1), devices=[jax.devices()[i] for i in (0, 1, 0)])
+    refused("whose stages have", stages=TWO_ONE, replicas=(1, 2))
+    refused("device 1 is named for stage 0 and for stage 1", stages=jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), 1]))
+    for schedule in ("pipedream", "interleaved", "auto", "zb-v"):
+        refused("cannot run under", replicas=(2, 1), schedule=schedule, planner="jvpipe")
+    refused("cannot run under pipedream", stages=TWO_ONE, schedule="pipedream")
+    pipe, state = begun(TWO_ONE, **DEVICES)
+    with pytest.raises(ValueError, match="adapting cannot be done with replicated stages"):
+        pipe.adapt()
+    with pytest.raises(ValueError, match="a change of the model cannot be done"):
+        pipe.update_model(state, loss_fn, PARAMS)
+    with pytest.raises(ValueError, match="a change of the model cannot be done"):
+        pipe.precompile(loss_fn, PARAMS)
+    coupled = lambda p, b, _: jnp.mean((b["x"] @ p[0] - jnp.mean(b["x"] @ p[0], 0)[None]) @ p[1])  # noqa: E731
+    other = jvpipe.Pipeline(coupled, optax.sgd(0.1), TWO_ONE, 2, **DEVICES)
+    with pytest.raises(ValueError, match=r"layer .* cannot be replicated: .* gives single examples"):
+        other.init(PARAMS, BATCH, None)
+
+
+def test_a_limit_counts_every_replica() -> None:
+    pipe, _ = begun(2, replicas=(2, 1), **DEVICES)
+    most = max(peak.bytes for peak in pipe.session.compiled.peaks)
+    begun(2, replicas=(2, 1), memory_limit=most, **DEVICES)
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as caught:
+        pipeline(2, replicas=(2, 1), memory_limit=most - 1, **DEVICES).init(PARAMS, BATCH, None)
+    begun(2, replicas=(2, 1), memory_limit=caught.value.smallest_limit_bytes, **DEVICES)
+
+
+def test_the_last_micro_batch_may_keep_all() -> None:
+    close(*[_params_after(replace(plan), checkpoint="except_last") for plan in (TWO_ONE, ONE_TWO)])
+
+
+def _params_after(plan: jvpipe.Plan, **options: Any) -> Any:
+    pipe, state = begun(plan, **DEVICES, **options)
+    return pipe.params(pipe.step(state, BATCH)[0])

@@ -1,0 +1,118 @@
+"""How the outputs of a loss lie over its examples: sums, means and what is neither; coupling is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvpipe.ir.examples import Over
+from jvpipe.trace import jaxprs
+from jvpipe.trace.spread import CoupledError, Lies, Spreading, reaching
+
+MANY, FEW, T, D = 6, 2, 3, 4
+
+
+def spread(fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []) -> list[Lies]:
+    """How the results of a function of [examples, tokens, features] lie; some of them are remembered as model state."""
+    closed, small = (jaxprs.flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+    remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))
+    spreading = Spreading(MANY, FEW, remembered, lambda eqn: "layer 0")
+    spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
+    spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
+    return [spreading.lies(a, b) for a, b in zip(closed.jaxpr.outvars, small.jaxpr.outvars, strict=True)]
+
+
+def noisy(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+    return h + jax.random.normal(key, h.shape), None
+
+
+FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
+    "each": (lambda x: jnp.tanh(x), Over.ALONG),
+    "none": (lambda x: jnp.arange(3.0), Over.NONE),
+    "sum": (lambda x: jnp.sum(x**2), Over.SUM),
+    "mean": (lambda x: jnp.mean(x**2), Over.MEAN),
+    "mean by hand": (lambda x: jnp.sum(x) / x.shape[0], Over.MEAN),
+    "mean over examples alone": (lambda x: jnp.mean(x, 0), Over.MEAN),
+    "mean of means": (lambda x: jnp.mean(jnp.mean(x, (1, 2))), Over.MEAN),
+    "mean and what depends on none": (lambda x: jnp.mean(x) + 0.1 * jnp.sum(jnp.arange(3.0)), Over.MEAN),
+    "means together": (lambda x: 2 * jnp.mean(x) - jnp.mean(x**2) / 3, Over.MEAN),
+    "sums together": (lambda x: jnp.sum(x) + 2 * jnp.sum(x**2), Over.SUM),
+    "sum and mean": (lambda x: jnp.sum(x) + jnp.mean(x**2), Over.MIXED),
+    "sum and a constant": (lambda x: jnp.sum(x) + 1.0, Over.MIXED),
+    "count": (lambda x: jnp.float32(x.shape[0]) * jnp.ones(()), Over.SUM),
+    "greatest": (lambda x: jnp.max(x), Over.MIXED),
+    "square of a mean": (lambda x: jnp.mean(x) ** 2, Over.MIXED),
+    "mean over items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32), Over.MIXED),
+    "product over examples": (lambda x: jnp.einsum("btd,bte->de", x, x), Over.SUM),
+    "positions": (lambda x: x + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None, None], Over.ALONG),
+    "zeros for each": (lambda x: jnp.zeros((x.shape[0], 5)) + x[:, 0, :1], Over.ALONG),
+    "scan over tokens": (
+        lambda x: jax.lax.scan(lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0],
+        Over.ALONG,
+    ),
+    "what a scan stacks": (
+        lambda x: jax.lax.scan(lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1],
+        Over.ALONG,
+    ),
+    "a rule of its own": (lambda x: jax.nn.relu(x), Over.ALONG),
+    "a log-sum": (lambda x: jnp.mean(jax.nn.logsumexp(x, -1)), Over.MEAN),
+}
+REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
+    "centred": (lambda x: x - jnp.mean(x, 0)[None], "layer 0 cannot be replicated: .* gives single examples"),
+    "greatest": (lambda x: x / jnp.max(x), "gives single examples"),
+    "each with each": (lambda x: jnp.einsum("btd,ctd->bc", x, x), "makes .6, 6. of 6 examples"),
+    "a scan over examples": (lambda x: jax.lax.scan(lambda h, y: (h + y, h), x[:1, 0].sum(0), x[:, 0])[1], "examples"),
+    "noise in a loop": (
+        lambda x: jax.lax.scan(noisy, x, jax.random.split(jax.random.key(0), 3))[0],
+        "inside of a loop",
+    ),
+    "a branch by the examples": (lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x), "as its examples say"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_finds_sums_and_means(name: str) -> None:
+    fn, over = FOUND[name]
+    (found,) = spread(fn)
+    assert found.over is over
+
+
+@pytest.mark.parametrize("name", [name for name, (_, over) in FOUND.items() if over in (Over.SUM, Over.MEAN)])
+def test_what_is_a_sum_or_a_mean_is_made_of_those_of_slices(name: str) -> None:
+    fn, over = FOUND[name]
+    x = np.random.default_rng(1).normal(size=(MANY, T, D)).astype(np.float32)
+    parts = [(1, 3), (3, 6), (0, 1)]
+    shares = [1.0 if over is Over.SUM else (b - a) / MANY for a, b in parts]
+    total = sum(share * np.asarray(fn(jnp.asarray(x[a:b]))) for share, (a, b) in zip(shares, parts, strict=True))
+    np.testing.assert_allclose(np.asarray(fn(jnp.asarray(x))), total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_couples_examples(name: str) -> None:
+    fn, why = REFUSED[name]
+    with pytest.raises(CoupledError, match=why):
+        spread(fn)
+
+
+def test_batch_norm_is_known_by_its_model_state() -> None:
+    def normed(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mean, square = jnp.mean(x, (0, 1)), jnp.mean(x**2, (0, 1))
+        variance = square - mean**2
+        scale = jax.lax.rsqrt(variance + 1e-5)
+        return (x - mean[None, None]) * scale[None, None], 0.9 + 0.1 * mean, 0.9 + 0.1 * variance
+
+    with pytest.raises(CoupledError, match="batch norm"):
+        spread(normed)
+    with pytest.raises(CoupledError):
+        spread(normed, lambda outs: outs[1:2])  # the variance is not remembered
+    out, mean, variance = spread(normed, lambda outs: outs[1:])
+    assert (out.over, out.axis) == (Over.ALONG, 0)
+    assert (mean.over, variance.over) == (Over.MEAN, Over.MIXED)
+
+
+def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:
+    with pytest.raises(CoupledError, match="another program on 2 examples than on 6"):
+        spread(lambda x: jnp.sin(x) if x.shape[0] > 2 else jnp.cos(x))
