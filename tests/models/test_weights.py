@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jvpipe import models
+from jvpipe.cli.export import parameter_names
 from jvpipe.models import bert, gpt2, t5
 from jvpipe.models.weights import Format, open_folder, read_params
 
@@ -46,6 +47,13 @@ def test_what_is_made_anew_has_the_same_parameters(name: str) -> None:
     fresh = MODELS[name].parts(config).init(jax.random.key(0))
     assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, fresh)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("options", [{"gated": True}, {"tied": False}, {"gated": True, "tied": False}])
+def test_each_parameter_of_later_t5s_has_a_source(options: dict[str, bool]) -> None:
+    config = models.load("t5", "tiny", published=True, **options).config
+    shapes = jax.eval_shape(t5.parts(config).init, jax.random.key(0))
+    assert sorted(t5.FORMAT.sources(config)) == sorted(parameter_names(shapes))
 
 
 @pytest.mark.parametrize(
