@@ -83,7 +83,8 @@ def places(pipe: Pipeline) -> dict[str, Place]:
     """What is on each device of a pipeline now, by its name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
-        layers[stage.devices[0]] += stage.layers
+        for device in stage.devices:
+            layers[device] += stage.layers
     devices, limits = session.settings.devices, session.settings.limits
     return {str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None) for d in sorted(layers)}
 

@@ -145,13 +145,13 @@ class Replicas:
         """The parts in which each loss and leaf of aux of a micro-batch is made; None: whole."""
         graph = self.traced.graph
         loss = Spread(Over.SUM if graph.weighted else Over.MEAN)
-        parts = [self._parts(graph.loss_layer, loss)] * (1 + graph.weighted)
+        parts = [self._made_in(graph.loss_layer, loss)] * (1 + graph.weighted)
         for i, spread in enumerate(self.batching.aux):
             maker = next(layer.id for layer in graph.layers if i in layer.writing(ValueKind.AUX))
-            parts.append(self._parts(maker, spread))
+            parts.append(self._made_in(maker, spread))
         return parts
 
-    def _parts(self, layer: int, spread: Spread) -> Parts | None:
+    def _made_in(self, layer: int, spread: Spread) -> Parts | None:
         slices = tuple(e for e in self.where.slices(layer) if e is not None)
         return Parts(slices[:1] if spread.over is Over.NONE else slices, spread) if slices else None
 

@@ -86,6 +86,9 @@ def _others(eqn: JaxprEqn, axes: Sequence[Axis], own: int, grown: Sequence[Axis]
             return _gathered(eqn, axes)
         case "sort":
             return _all(own, grown) if same and eqn.params["dimension"] != own else "sorts examples"
+        case "fft":
+            rank, last = len(_jax.aval(eqn.invars[0]).shape), len(eqn.params["fft_lengths"])
+            return _all(own, grown) if own < rank - last else "transforms over examples"
         case "top_k":
             last = len(_jax.aval(eqn.invars[0]).shape) - 1
             return _all(own, grown) if eqn.params.get("axis", last) != own else "sorts examples"

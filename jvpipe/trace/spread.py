@@ -35,6 +35,7 @@ _CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
+_POSITIONS = ("start_indices", "padding_config")
 _LINEAR = (
     "neg",
     "convert_element_type",
@@ -130,14 +131,19 @@ class Spreading:
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         name = eqn.primitive.name
+        fixed = {key: value for key, value in eqn.params.items() if isinstance(value, int | float) or key in _POSITIONS}
+        if any(small.params[key] != value for key, value in fixed.items()):
+            raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             return self._call(eqn, small, ins)
         if name == "optimization_barrier":
             return list(ins)
         if name == "scan":
             return self._scan(eqn, small, ins)
-        if name in ("while", "cond") and any(x.over is not Over.NONE for x in ins):
-            raise self._refused(eqn, "runs as its examples say, which jvpipe does not look into")
+        if name == "while":
+            return self._while(eqn, small, ins)
+        if name == "cond":
+            return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
         moving = [x for x in ins if x.over is Over.ALONG]
         reduced = [x for x in ins if x.reduced]
@@ -239,20 +245,49 @@ class Spreading:
             raise self._refused(eqn, "goes through the examples one after another")
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
-        while True:
-            outs = self._inside(eqn, body, fewer, [*consts, *carry, *xs])
-            after = outs[: len(carry)]
-            joined = [self._joined(eqn, a, b) for a, b in zip(carry, after, strict=True)]
-            if joined == carry:
-                break
-            carry = joined
+        carry, outs = self._settled(eqn, carry, lambda now: self._inside(eqn, body, fewer, [*consts, *now, *xs]))
         ys = [replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in outs[len(carry) :]]
         return [*carry, *ys]
 
+    def _while(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        first = eqn.params["cond_nconsts"]
+        start = first + eqn.params["body_nconsts"]
+
+        def run(key: str, given: Sequence[Lies]) -> list[Lies]:
+            return self._inside(eqn, eqn.params[key].jaxpr, small.params[key].jaxpr, given)
+
+        carry, _ = self._settled(eqn, ins[start:], lambda now: run("body_jaxpr", [*ins[first:start], *now]))
+        self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
+        return carry
+
+    def _cond(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        self._check_same_for_all(eqn, ins[0])
+        both = zip(eqn.params["branches"], small.params["branches"], strict=True)
+        first, *others = (self._inside(eqn, a.jaxpr, b.jaxpr, ins[1:]) for a, b in both)
+        for outs in others:
+            first = [self._joined(eqn, a, b) for a, b in zip(first, outs, strict=True)]
+        return first
+
+    def _check_same_for_all(self, eqn: JaxprEqn, chosen: Lies) -> None:
+        if chosen.over is not Over.NONE:
+            raise self._refused(eqn, "runs as its examples say")
+
+    def _settled(
+        self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
+    ) -> tuple[list[Lies], list[Lies]]:
+        """How what a loop carries lies once another step changes nothing, and what that step yields."""
+        now = list(carry)
+        while True:
+            outs = step(now)
+            joined = [self._joined(eqn, a, b) for a, b in zip(now, outs[: len(now)], strict=True)]
+            if joined == now:
+                return now, outs
+            now = joined
+
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """How what a loop carries lies, if it begins as `a` and goes on as `b`."""
+        """How a value lies that is one or the other: what a loop begins or goes on with, or what branches yield."""
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
-            raise self._refused(eqn, "carries values of single examples that begin as something else")
+            raise self._refused(eqn, "makes of single examples what else is not made of them")
         return replace(a, over=a.over if a.over is b.over else Over.MIXED, roots=a.roots | b.roots)
 
 

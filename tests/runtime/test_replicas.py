@@ -57,6 +57,15 @@ def test_the_ledger_the_lists_and_the_simulator_count_the_same_bytes() -> None:
     assert list(timeline.peak_bytes)[:3] == list(pipe.ledger.peak)[:3]
 
 
+def test_no_program_holds_a_collective() -> None:
+    pipe, _ = begun(TWO_ONE, **DEVICES)
+    compiled = pipe.session.compiled
+    programs: dict[Any, Any] = {one.row.kind: one.run for one in compiled.step.instructions}
+    told = [run.as_text() for run in programs.values() if hasattr(run, "as_text")]
+    assert len(told) >= 7
+    assert not [text for text in told if "all-reduce" in text or "collective" in text or "all-gather" in text]
+
+
 def test_a_checkpoint_knows_no_replicas(tmp_path: Path) -> None:
     pipe, state = begun(TWO_ONE, **DEVICES)
     state, _ = pipe.step(state, BATCH)

@@ -60,6 +60,7 @@ KEPT: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
     "pooling": (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "VALID"), 0),
     "embedding": (looked_up, 0),
     "picked": (picked, 0),
+    "transform": (lambda x: jnp.fft.fft(x).real, 0),
 }
 REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
     "running sum": (lambda x: jnp.cumsum(x, 0), "from example to example"),
@@ -67,6 +68,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
     "turned": (lambda x: jnp.flip(x, 0), "turns the examples"),
     "each with each": (lambda x: jnp.einsum("btd,ctd->bc", x, x), "every other"),
     "behind merged": (lambda x: x.transpose(1, 0, 2).reshape(-1, D), "mixes the axis"),
+    "transform": (lambda x: jnp.fft.fft(x, axis=0).real, "transforms over examples"),
     "half of them": (lambda x: x[: x.shape[0] // 2], "some of the examples"),
     "one beside another": (lambda x: jnp.concatenate([x, x], 0), "beside others"),
     "a window": (

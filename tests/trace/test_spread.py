@@ -57,6 +57,11 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
         lambda x: jax.lax.scan(lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1],
         Over.ALONG,
     ),
+    "a loop as often for all": (
+        lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1])), (0, x))[1],
+        Over.ALONG,
+    ),
+    "a branch for all": (lambda x: jax.lax.cond(jnp.arange(3)[1] > 0, jnp.sin, jnp.cos, x), Over.ALONG),
     "a rule of its own": (lambda x: jax.nn.relu(x), Over.ALONG),
     "a log-sum": (lambda x: jnp.mean(jax.nn.logsumexp(x, -1)), Over.MEAN),
 }
@@ -69,6 +74,15 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         lambda x: jax.lax.scan(noisy, x, jax.random.split(jax.random.key(0), 3))[0],
         "inside of a loop",
     ),
+    "a loop for each": (
+        lambda x: jax.lax.fori_loop(0, x.shape[0], lambda i, y: jnp.sin(y), x),
+        "as the number of|as its",
+    ),
+    "a loop until all are small": (
+        lambda x: jax.lax.while_loop(lambda y: jnp.max(y) > 1.0, lambda y: y / 2, x),
+        "as its examples say",
+    ),
+    "a power": (lambda x: x ** x.shape[0], "as the number of examples says"),
     "a branch by the examples": (lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x), "as its examples say"),
 }
 
