@@ -145,7 +145,8 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
         if not options.resume:
             run.refuse_if_used()
             return plan
-        run.check(_config(options, workload))
+        usual = find_model(options.model, options.size).settings
+        run.check(_config(options, workload), {"model_config": usual})
         if plan and not given and run.checkpoints():  # layers may have moved since it was made
             with run.advising():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan

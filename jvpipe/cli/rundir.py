@@ -194,13 +194,19 @@ class RunDir:
         if self.checkpoints():
             raise ValueError(f"{self.path} holds a run already: continue it with --resume, or name another --run-dir")
 
-    def check(self, wanted: Mapping[str, Any]) -> None:
+    def check(self, wanted: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Checks that the run in this folder agrees with what is wanted, field by field.
+
+        Args:
+            wanted: the fields.
+            usual: fields within fields, as they were in a run that began before there were such.
 
         Raises:
             ValueError: they differ; the message names the fields, and of fields within fields the first.
         """
-        there, here = self.read_config(), json.loads(json.dumps(wanted))
+        there, here = dict(self.read_config()), json.loads(json.dumps(wanted))
+        for key, fields in json.loads(json.dumps(usual or {})).items():
+            there[key] = fields | there.get(key, {})
         if differing := list(_differences({key: there.get(key) for key in here}, here)):
             told = "; ".join(f"{key} is {old} there, {new} here" for key, old, new in differing)
             raise ValueError(f"{self.path} holds another run: {told}")

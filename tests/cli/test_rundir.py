@@ -199,3 +199,14 @@ def test_the_older_checkpoint_that_is_whole_is_named(tmp_path: Path) -> None:
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
         with pytest.raises(DamageError, match=f"^{run.checkpoint(3)} is damaged: .*{what}"):
             restore()
+
+
+def test_a_run_from_before_there_was_a_field_had_the_usual_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write_config({"model_config": {"width": 16}})
+    usual = {"model_config": {"width": 8, "epsilon": 1e-6}}
+    run.check({"model_config": {"width": 16, "epsilon": 1e-6}}, usual)
+    with pytest.raises(ValueError, match=r"model_config: epsilon is 1e-06 there, 0\.1 here"):
+        run.check({"model_config": {"width": 16, "epsilon": 0.1}}, usual)
+    with pytest.raises(ValueError, match="model_config: width is 16 there, 8 here"):
+        run.check({"model_config": {"width": 8, "epsilon": 1e-6}}, usual)
