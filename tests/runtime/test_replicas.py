@@ -121,6 +121,18 @@ def test_batch_norm_has_statistics_of_each_replica_and_the_first_ones_are_kept()
     np.testing.assert_array_equal(states[0], states[1])
 
 
+def test_statistics_are_carried_from_micro_batch_to_micro_batch_by_each_replica() -> None:
+    plan, batch = jvpipe.Plan.from_cuts([3], devices=[(0, 1)]), {"x": np.arange(16, dtype=np.float32).reshape(8, 2) / 8}
+    pipe = jvpipe.Pipeline(normed, optax.sgd(0.0), plan, 2, has_state=True, **DEVICES)
+    state = pipe.init(PARAMS, batch, None, np.zeros(2, np.float32))
+    expected = np.zeros(2, np.float32)
+    for _ in range(2):
+        state, _ = pipe.step(state, batch)
+        for first in (0, 4):
+            expected = 0.5 * expected + 0.5 * (batch["x"][first : first + 2] @ PARAMS[0]).mean(0)
+        np.testing.assert_allclose(pipe.model_state(state), expected, rtol=1e-5)
+
+
 def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
     def refused(match: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=match):
