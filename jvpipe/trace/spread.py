@@ -132,7 +132,7 @@ class Spreading:
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         name = eqn.primitive.name
         fixed = {key: value for key, value in eqn.params.items() if isinstance(value, int | float) or key in _POSITIONS}
-        if any(small.params[key] != value for key, value in fixed.items()):
+        if any(repr(small.params[key]) != repr(value) for key, value in fixed.items()):  # one may be NaN
             raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             return self._call(eqn, small, ins)

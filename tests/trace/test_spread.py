@@ -61,6 +61,7 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
         lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1])), (0, x))[1],
         Over.ALONG,
     ),
+    "looked up, or NaN": (lambda x: jnp.take_along_axis(x, jnp.argmax(x, -1)[..., None], -1, mode="fill"), Over.ALONG),
     "a branch for all": (lambda x: jax.lax.cond(jnp.arange(3)[1] > 0, jnp.sin, jnp.cos, x), Over.ALONG),
     "a rule of its own": (lambda x: jax.nn.relu(x), Over.ALONG),
     "a log-sum": (lambda x: jnp.mean(jax.nn.logsumexp(x, -1)), Over.MEAN),
