@@ -1,0 +1,82 @@
+"""What no plan of replicated stages is below.
+
+Legend: t(i, j, r) is what a micro-batch takes on a segment of r replicas; M micro-batches. With a cap T a segment needs
+rho(i, j), the fewest replicas with t <= T. The fewest devices of all segments together are a shortest path over cuts,
+whatever the number of devices. T* is the least cap under which they are no more than there are.
+"""
+
+import numpy as np
+
+from jvpipe.planners.joint.replicas_problem import ReplicaProblem
+from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.model.segments import between, sums
+
+BISECTIONS = 16
+"""T* is found to a part of 2 ** 16 of the seconds of the whole model."""
+
+
+def replica_counts(problem: ReplicaProblem, size: int) -> tuple[int, ...]:
+    """The replica counts that differ: of those with the same largest slice the least.
+
+    Args:
+        problem: whose devices there are.
+        size: examples of a micro-batch.
+
+    Of 16 examples, 4 or 5 replicas have slices of 4 at most, 8 to 15 slices of 2:
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.cost.files.cluster_file import find_cluster
+    >>> from jvpipe.planners.joint.replicas_costs import LocalCosts
+    >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),)),))
+    >>> replica_counts(ReplicaProblem(costs, find_cluster("v100-b"), 16, 64), 16)
+    (1, 2, 3, 4, 6, 8, 16)
+    """
+    least = {-(-size // r): r for r in range(min(problem.devices, size), 0, -1)}
+    return tuple(sorted(least.values()))
+
+
+def least_bottleneck_s(tables: Tables, size: int) -> float:
+    """T*: no plan's slowest stage is faster, transfers and memory left aside.
+
+    Args:
+        tables: of the problem.
+        size: examples of a micro-batch.
+    """
+    cuts, counts = tables.cuts, np.array(replica_counts(tables.problem, size))
+    grids = []
+    for r in counts:
+        local = tables.local(size, int(r))
+        grids.append(between(local.forward_s + local.backward_s, cuts, cuts))
+    t = np.minimum.accumulate(np.array(grids), axis=0)
+    t[:, cuts[:, None] >= cuts] = np.inf
+    low, high = 0.0, float(t[0, 0, -1])
+    for _ in range(BISECTIONS):
+        cap = (low + high) / 2
+        if _fewest_devices(t <= cap, counts) <= tables.problem.devices:
+            high = cap
+        else:
+            low = cap
+    return low
+
+
+def lower_bound_s(tables: Tables, size: int, slowest_s: float) -> float:
+    """Seconds that no step with micro-batches of a size is below: all of them on the slowest stage, or one on all.
+
+    Args:
+        tables: of the problem.
+        size: examples of a micro-batch.
+        slowest_s: T*.
+    """
+    locals_ = [tables.local(size, r) for r in replica_counts(tables.problem, size)]
+    through = sums(np.minimum.reduce([np.diff(x.forward_s + x.backward_s) for x in locals_]))[-1]
+    return max(float(through), tables.problem.batch // size * slowest_s)
+
+
+def _fewest_devices(fits: np.ndarray, counts: np.ndarray) -> float:
+    """The devices of the path that needs fewest, where replicas `counts[r]` of segment (i, j) keep the cap."""
+    need = np.where(fits.any(0), counts[fits.argmax(0)], np.inf)
+    fewest = np.full(need.shape[0], np.inf)
+    fewest[0] = 0
+    for j in range(1, len(fewest)):
+        fewest[j] = (fewest[:j] + need[:j, j]).min()
+    return float(fewest[-1])

@@ -1,0 +1,248 @@
+"""Data and pipeline parallelism planned together: cuts, replicas, places and the size of micro-batches.
+
+For each order of devices and the micro-batch sizes of most promise, paths under rising caps (`replicas_search.py`);
+the best of them, with plain data parallelism, straight pipelines and PipeDream's plans, are simulated, and the best
+simulated ones climb: a layer, a replica or the size of micro-batches at a time. What is found is at most
+`gap` above a bound (`replicas_bound.py`).
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound_s, replica_counts
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem, placed
+from jvpipe.planners.joint.replicas_rivals import rivals
+from jvpipe.planners.joint.replicas_search import Ground, few_cuts, paths
+from jvpipe.planners.joint.replicas_stage import ReplicaStage, Tables, least_s, surrogate_s
+from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.model.infeasible import Infeasible
+
+CAPS = (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)
+"""Caps, as multiples of the least bottleneck."""
+SIZES, PATHS, CUTS, PLACES, STAGES = 3, 20, 40, 32, 16
+"""How many micro-batch sizes are searched well, paths simulated, cuts looked at, places of an order, stages."""
+GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS = 14, 5, (1.25,)
+"""The same at first sight of each size."""
+WORTH_A_CLIMB = 1.3
+"""How many times slower than the best the best of another shape may be where it climbs, too."""
+CLIMBS, NEIGHBOURS = 12, 6
+"""How many steps a plan climbs at most, and how many of its neighbours are simulated for each."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A plan that keeps the limit, what its stages take, and its simulated seconds per step."""
+
+    plan: ReplicaPlan
+    stages: tuple[ReplicaStage, ...]
+    step_s: float
+
+
+@dataclass(frozen=True)
+class ReplicaAnswer:
+    """The best plan, the best ones of each shape, and a bound that no plan is below."""
+
+    best: Simulated
+    shapes: dict[str, Simulated]
+    bound_s: float
+    planning_s: float
+
+    @property
+    def gap(self) -> float:
+        """By which part the best plan is above the bound at most."""
+        return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+    def __str__(self) -> str:
+        """Says what was found, and the second best of other shapes: one line each."""
+        head = f"{self.best.plan}: {self.best.step_s:.4g} s a step, at most {self.gap:.0%} above the best there is"
+        others = sorted((x for x in self.shapes.values() if x is not self.best), key=lambda x: x.step_s)
+        lines = (f"{x.plan.shape}: {x.plan}: {x.step_s:.4g} s ({x.step_s / self.best.step_s:.2f} x)" for x in others)
+        return "\n".join([head, *lines])
+
+
+def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
+    """Finds the plan of the least simulated seconds; layers are run again only where nothing fits otherwise.
+
+    Args:
+        problem: what is asked.
+
+    Raises:
+        Infeasible: no plan found keeps the memory limit; with one that would do.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.cost.files.cluster_file import find_cluster
+    >>> from jvpipe.planners.joint.replicas_costs import LocalCosts
+    >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),) * 4),))
+    >>> plan_replicas(ReplicaProblem(costs, find_cluster("v100-b"), 4, 8)).best.plan
+    4 of 4 layers, micro-batches of 8
+    """
+    start_s = time.perf_counter()
+    search = _Search(problem)
+    search.run()
+    if not search.found and not problem.recomputes:
+        return plan_replicas(problem.recomputing())
+    if not search.found:
+        raise search.nothing_fits()
+    every = sorted(search.found.values(), key=lambda x: x.step_s)
+    bound_s = min(search.bounds_s.values())
+    return ReplicaAnswer(every[0], search.shapes(every), bound_s, time.perf_counter() - start_s)
+
+
+class _Search:
+    """What is known of a problem so far."""
+
+    def __init__(self, problem: ReplicaProblem) -> None:
+        self.problem, self.tables = problem, Tables(problem)
+        self.found: dict[ReplicaPlan, Simulated] = {}
+        self.seen: dict[ReplicaPlan, tuple[tuple[ReplicaStage, ...], float]] = {}
+        self.smallest_bytes: int | None = None
+        self.slowest_s = {size: least_bottleneck_s(self.tables, size) for size in problem.sizes}
+        self.bounds_s = {size: lower_bound_s(self.tables, size, x) for size, x in self.slowest_s.items()}
+
+    def run(self) -> None:
+        """Looks at every size once, at the best ones well, and climbs."""
+        glance = {size: self.glance(size) for size in self.problem.sizes}
+        for size in sorted(glance, key=lambda size: glance[size])[:SIZES]:
+            self.simulate_if_fast(self.ranked(self.searched(size, CUTS, STAGES, CAPS))[:PATHS])
+            self.simulate_if_fast(rivals(self.tables, size))
+            self.simulate(self.of_each_shape(size))
+        every = sorted(self.found.values(), key=lambda x: x.step_s)
+        for begin in [*every[:2], *self.shapes(every[2:]).values()]:
+            if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
+                self.climb(begin)
+
+    def shapes(self, every: Iterable[Simulated]) -> dict[str, Simulated]:
+        """The first of each shape."""
+        shapes: dict[str, Simulated] = {}
+        for each in every:
+            shapes.setdefault(each.plan.shape, each)
+        return shapes
+
+    def glance(self, size: int) -> float:
+        """The surrogate's seconds of the best plan for a size, looked for in haste."""
+        plans = [*self.searched(size, GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS), *self.plain(size)]
+        best = self.ranked(plans)[:1]
+        self.simulate([plan for plan in self.plain(size) if self.counted(plan)])
+        return self.seen[best[0]][1] if best else np.inf
+
+    def plain(self, size: int) -> Iterator[ReplicaPlan]:
+        """Yields plain data parallelism, where every device has something to do."""
+        if size >= self.problem.devices:
+            yield ReplicaPlan((0, self.problem.layers), (tuple(range(self.problem.devices)),), size)
+
+    def searched(self, size: int, cuts: int, stages: int, caps: Iterable[float]) -> Iterator[ReplicaPlan]:
+        """Yields what paths there are under caps, and straight ones."""
+        at, G = few_cuts(self.tables, size, cuts), self.problem.devices
+        counts = [r for r in replica_counts(self.problem, size) if self._worth(r)]
+        unit = -(-G // PLACES)
+        for order in self.problem.orders:
+            ground = Ground(self.tables, size, order, tuple(counts), at, unit)
+            for cap in caps:
+                yield from paths(ground, cap * self.slowest_s[size], min(stages, G // unit, len(at) - 1))
+        straight = Ground(self.tables, size, self.problem.orders[0][: len(at)], (1,), at)
+        share_s = float(straight.seconds[0][0, -1]) / len(straight.order)
+        for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
+            yield from paths(straight, cap_s, len(straight.order))
+
+    def _worth(self, r: int) -> bool:
+        """Whether a replica count is looked at: few devices of a machine, or whole machines, if there are many."""
+        each = self.problem.cluster.devices_per_machine
+        unit = -(-self.problem.devices // PLACES)
+        return unit == 1 or r % max(1, each // 2) == 0 or r % unit == 0
+
+    def counted(self, plan: ReplicaPlan) -> bool:
+        """Counts a plan; whether it fits."""
+        if plan not in self.seen:
+            stages = self.tables.stages(plan)
+            most = max(stage.peak_bytes for stage in stages)
+            self.smallest_bytes = min(most, self.smallest_bytes or most)
+            self.seen[plan] = stages, surrogate_s(stages, self.problem.batch // plan.size)
+        return self.tables.fits(self.seen[plan][0])
+
+    def ranked(self, plans: Iterable[ReplicaPlan]) -> list[ReplicaPlan]:
+        """Those that fit, the fastest by the surrogate first."""
+        return sorted({plan for plan in plans if self.counted(plan)}, key=lambda plan: self.seen[plan][1])
+
+    def of_each_shape(self, size: int) -> list[ReplicaPlan]:
+        """The best plan by the surrogate of each shape."""
+        best: dict[str, ReplicaPlan] = {}
+        for plan in self.ranked(plan for plan in self.seen if plan.size == size):
+            best.setdefault(plan.shape, plan)
+        return list(best.values())
+
+    def simulate(self, plans: Iterable[ReplicaPlan]) -> None:
+        """Simulates plans that fit."""
+        for plan in plans:
+            if plan not in self.found and self.counted(plan):
+                stages = self.seen[plan][0]
+                self.found[plan] = Simulated(plan, stages, simulated_s(self.problem, plan, stages))
+
+    def simulate_if_fast(self, plans: Iterable[ReplicaPlan]) -> None:
+        """Simulates plans that fit and that may be the fastest."""
+        for plan in plans:
+            best_s = min((x.step_s for x in self.found.values()), default=np.inf)
+            if self.counted(plan) and least_s(self.seen[plan][0], self.problem.batch // plan.size) < best_s:
+                self.simulate([plan])
+
+    def climb(self, at: Simulated) -> None:
+        """Goes on to better neighbours while there are any."""
+        for _ in range(CLIMBS):
+            near = self.ranked(self.neighbours(at.plan))[:NEIGHBOURS]
+            self.simulate_if_fast(near)
+            best = min((self.found[plan] for plan in near if plan in self.found), key=lambda x: x.step_s, default=at)
+            if best.step_s >= at.step_s:
+                return
+            at = best
+
+    def neighbours(self, plan: ReplicaPlan) -> Iterator[ReplicaPlan]:
+        """Yields plans with a bound, a replica or the size of micro-batches moved."""
+        cuts = [int(b) for b in self.tables.cuts]
+        for s in range(1, plan.stages):
+            at = cuts.index(plan.bounds[s])
+            for b in cuts[max(0, at - 2) : at + 3]:
+                if plan.bounds[s - 1] < b < plan.bounds[s + 1] and b != plan.bounds[s]:
+                    yield ReplicaPlan((*plan.bounds[:s], b, *plan.bounds[s + 1 :]), plan.places, plan.size)
+        sizes, at = self.problem.sizes, self.problem.sizes.index(plan.size)
+        for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
+            if size >= max(plan.replicas):
+                yield ReplicaPlan(plan.bounds, plan.places, size)
+        for replicas in _moved(plan.replicas, self.problem.devices):
+            for order in self.problem.orders:
+                if max(replicas) <= plan.size:
+                    starts = [0, *accumulate(replicas)][:-1]
+                    yield ReplicaPlan(plan.bounds, placed(order, starts, list(replicas)), plan.size)
+
+    def nothing_fits(self) -> Infeasible:
+        """The error when no plan fits."""
+        limit, smallest = self.problem.memory_limit_bytes, self.smallest_bytes
+        assert limit is not None
+        if smallest is None or smallest <= limit:
+            smallest = self._least_bytes()
+        return Infeasible(
+            f"no plan found fits into {limit} bytes per device, even with every layer run again: the smallest limit "
+            f"that would do is {smallest} bytes, {smallest - limit} more. Use more devices, or a smaller model",
+            stage=0,
+            excess_bytes=smallest - limit,
+            smallest_limit_bytes=smallest,
+        )
+
+    def _least_bytes(self) -> int:
+        """The bytes of the fullest device where stages of one device each hold as little as they can."""
+        free = ReplicaProblem(self.problem.costs, self.problem.cluster, self.problem.devices, self.problem.batch)
+        search = _Search(free.recomputing())
+        plans = search.searched(1, CUTS, STAGES, (1e9,))
+        return min(max(stage.peak_bytes for stage in search.tables.stages(plan)) for plan in plans)
+
+
+def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
+    """Yields counts with a device given from one stage to another, or taken from those that are idle."""
+    for a, more in enumerate(replicas):
+        if sum(replicas) < devices:
+            yield (*replicas[:a], more + 1, *replicas[a + 1 :])
+        for b, less in enumerate(replicas):
+            if a != b and less > 1:
+                yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))

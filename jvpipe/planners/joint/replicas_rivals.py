@@ -1,0 +1,56 @@
+"""Plans of the papers' planners as plans with replicated stages, to be simulated beside our own."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan, placed
+from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.published.dapple import dapple
+from jvpipe.planners.published.pipedream import pipedream
+from jvpipe.schedules import find_schedule
+
+MOST_LAYERS, MOST_DEVICES = 64, 16
+"""PipeDream's hierarchical program takes seconds for more."""
+
+
+def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
+    """Yields PipeDream's plan over levels and the straight ones of PipeDream and DAPPLE; none where they find none.
+
+    Args:
+        tables: of the problem.
+        size: examples of a micro-batch.
+    """
+    problem = tables.problem
+    costs, cluster = problem.local.at(size), problem.cluster
+    devices, order = problem.devices, problem.orders[0]
+    schedule = find_schedule("1f1b")
+    for straight in (True, False):
+        stages = min(devices, len(tables.cuts) - 1) if straight else devices
+        if not straight and (len(tables.cuts) > MOST_LAYERS or devices > min(MOST_DEVICES, problem.layers)):
+            continue
+        peer = cluster.peer if stages <= cluster.devices_per_machine else cluster.network
+        asked = Problem(
+            costs,
+            stages,
+            schedule,
+            problem.batch // size,
+            memory_limit_bytes=problem.memory_limit_bytes,
+            peer=peer,
+            peer_uses_host=False,
+            cluster=cluster,
+        )
+        for decide in (pipedream, dapple) if straight else (_hierarchical,):
+            try:
+                found = decide(asked)
+            except (Infeasible, ValueError):
+                continue
+            replicas = list(found.replicas or (1,) * (len(found.bounds) - 1))
+            if max(replicas) <= size:
+                starts = [0, *accumulate(replicas)][:-1]
+                yield ReplicaPlan(found.bounds, placed(order, starts, replicas), size)
+
+
+def _hierarchical(problem: Problem) -> Decision:
+    return pipedream(problem, replicate=True)

@@ -1,0 +1,245 @@
+"""Cuts, replicas and places for one micro-batch size and one order of devices: least seconds under caps.
+
+Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m devices of an order:
+counted from the end, so that a stage's micro-batches in flight are known. m tells where a stage lies, hence its links.
+
+    H_e(i, m) = min over j, r of t(i, j, r) + c + H_(e-1)(j, m - r), where t and c keep the cap; devices may be left out
+
+A stage's all-reduce A counts as far as the backwards before it do not hide it: the part that shows of a suffix is
+max(A of its first stage, what showed before - B of its first stage). One way is kept for each (e, i, m), by the sum of
+seconds and of what shows; so it is not exact, and every way is counted again (`replicas_stage.py`) and simulated.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan, placed
+from jvpipe.planners.joint.replicas_stage import Tables, reduce_rate
+from jvpipe.planners.model.segments import Grid, between
+
+OverM = Float[np.ndarray, "n m"]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is searched: micro-batches of a size, an order of devices, replica counts, and places to cut."""
+
+    tables: Tables
+    size: int
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+    at: Int[np.ndarray, "n"]  # positions in the tables' cuts
+    unit: int = 1  # stages begin at its multiples in the order
+
+    @property
+    def cuts(self) -> Int[np.ndarray, "n"]:
+        """The cuts themselves."""
+        return self.tables.cuts[self.at]
+
+    @cached_property
+    def seconds(self) -> list[Grid]:
+        """Forward and backward of a micro-batch, for each replica count."""
+        return [self.tables.local(self.size, r).seconds[np.ix_(self.at, self.at)] for r in self.counts]
+
+    @cached_property
+    def backward_s(self) -> list[Grid]:
+        """Backward of a micro-batch, for each replica count."""
+        return [between(self.tables.local(self.size, r).backward_s, self.cuts, self.cuts) for r in self.counts]
+
+    @cached_property
+    def crossing_bytes(self) -> Grid:
+        """What each segment receives and returns of a micro-batch."""
+        found = self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
+        return np.where(np.isfinite(found), found, 0.0)
+
+    def fitting_s(self, index: int, behind: int) -> Grid:
+        """Seconds, infinite where the memory limit is not kept.
+
+        Args:
+            index: of the replica count.
+            behind: stages from this one on.
+        """
+        limit = self.tables.problem.memory_limit_bytes
+        if limit is None:
+            return self.seconds[index]
+        peaks = self.tables.local(self.size, self.counts[index]).peak_bytes(behind)[np.ix_(self.at, self.at)]
+        return np.where(peaks <= limit, self.seconds[index], np.inf)
+
+    @cached_property
+    def where(self) -> "_Where":
+        """The machines of stages at each place in the order."""
+        return _Where.of(self)
+
+    @cached_property
+    def reduces(self) -> list[tuple[Float[np.ndarray, "n n k"], Int[np.ndarray, "m"]]]:
+        """A for each replica count: grids of the kinds of places, and the kind of each place."""
+        found = []
+        for r in self.counts:
+            local, kinds, rates = self.tables.local(self.size, r), [], []
+            for m in range(len(self.order) // self.unit + 1):
+                places = self.order[len(self.order) - m * self.unit :][:r]
+                rate = reduce_rate(self.tables.problem.cluster, places)
+                if rate not in rates:
+                    rates.append(rate)
+                kinds.append(rates.index(rate))
+            grids = [self.tables.exposed_s(local, *rate)[np.ix_(self.at, self.at)] for rate in rates]
+            found.append((np.stack(grids, axis=-1), np.array(kinds)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Where:
+    """For stages with m units of the order from their first on, and replica counts: rows m, columns counts."""
+
+    pattern: Int[np.ndarray, "m r"]  # alike where slices stay in their machines
+    single: Int[np.ndarray, "m r"]  # the machine, or -1 - itself if there are several
+    machines: Int[np.ndarray, "m r"]
+
+    @staticmethod
+    def of(ground: Ground) -> "_Where":
+        known: dict[tuple[int, ...], int] = {}
+        machine = ground.tables.problem.cluster.machines_of(ground.order)
+        G, u = len(ground.order), ground.unit
+        shape = G // u + 1, len(ground.counts)
+        pattern, single, machines = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        for m in range(shape[0]):
+            for k, r in enumerate(ground.counts):
+                places = machine[G - m * u :][:r]
+                pattern[m, k] = known.setdefault(tuple(sorted(places)), len(known))
+                machines[m, k] = max(1, len(set(places)))
+                single[m, k] = places[0] if machines[m, k] == 1 and places else -1
+        return _Where(pattern, single, machines)
+
+    def transfer_s(self, ground: Ground, k: int, m: np.ndarray, sizes: OverM, k2: np.ndarray, m2: np.ndarray) -> OverM:
+        """`Cluster.transfer_s` both ways, from stages with count k at m to those with counts k2 at m2."""
+        cluster, counts = ground.tables.problem.cluster, np.array(ground.counts)
+        ways = np.minimum(counts[k], counts[k2])
+        inside = self.pattern[m, k] == self.pattern[m2, k2]
+        inside |= (self.single[m, k] == self.single[m2, k2]) & (self.single[m2, k2] >= 0)
+        nets = np.minimum(ways, cluster.networks * np.minimum(self.machines[m, k], self.machines[m2, k2]))
+        peer, network = cluster.peer, cluster.network
+        near = 2 * peer.latency_s + sizes / ways / peer.bytes_per_s
+        far = 2 * network.latency_s + sizes / nets / network.bytes_per_s
+        return np.where(sizes > 0, np.where(inside, near, far), 0.0)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out."""
+
+    total: OverM
+    shown: OverM
+    bytes: OverM
+    count: Int[np.ndarray, "n m"]
+    begin: Int[np.ndarray, "n m"]
+    cut: Int[np.ndarray, "n m"]
+
+    @staticmethod
+    def none(n: int, places: int) -> "_Ways":
+        whole = [np.zeros((n, places), dtype=np.int64) for _ in range(3)]
+        return _Ways(np.full((n, places), np.inf), np.zeros((n, places)), np.zeros((n, places)), *whole)
+
+    def take(self, columns: np.ndarray, better: np.ndarray, **found: np.ndarray) -> None:
+        """Puts better ways in place of those that are there."""
+        for name, values in found.items():
+            mine = getattr(self, name)
+            mine[:, columns] = np.where(better, values, mine[:, columns])
+
+    def leaving_out(self) -> None:
+        """Lets the first devices stay idle where that is better."""
+        sums = self.total + self.shown
+        least = np.minimum.accumulate(sums, axis=1)
+        new = np.concatenate([np.ones((len(sums), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
+        best = np.maximum.accumulate(np.where(new, np.arange(sums.shape[1]), 0), axis=1)
+        for mine in vars(self).values():
+            mine[:] = np.take_along_axis(mine, best, axis=1)
+
+
+def paths(ground: Ground, cap_s: float, most_stages: int) -> Iterator[ReplicaPlan]:
+    """Yields the best way found for each number of stages.
+
+    Args:
+        ground: what is searched.
+        cap_s: of t and c.
+        most_stages: that there may be.
+    """
+    places = len(ground.order) // ground.unit + 1
+    levels: list[_Ways] = []
+    for e in range(1, most_stages + 1):
+        level = _Ways.none(len(ground.at), places)
+        for k, r in enumerate(ground.counts):
+            if r % ground.unit == 0 and r // ground.unit < places:
+                t = ground.fitting_s(k, e)
+                _extend(ground, level, levels[-1] if levels else None, k, np.where(t <= cap_s, t, np.inf), cap_s)
+        level.leaving_out()
+        levels.append(level)
+        if np.isfinite(level.total[0, -1]):
+            yield _plan(ground, levels)
+        elif e > 1 and not np.isfinite(level.total).any():
+            return
+
+
+def _extend(ground: Ground, level: _Ways, after: _Ways | None, k: int, t: Grid, cap_s: float) -> None:
+    """Puts a stage of count k before the ways that there are."""
+    units = ground.counts[k] // ground.unit
+    m = np.arange(units, level.total.shape[1])
+    grids, kinds = ground.reduces[k]
+    if after is None:
+        shown = grids[:, -1][:, kinds[m]]
+        total = np.repeat(t[:, -1:], len(m), 1)
+        cut, sizes = np.full(total.shape, len(t) - 1), np.repeat(ground.crossing_bytes[:, -1:], len(m), 1)
+    else:
+        rest = slice(0, len(m))
+        k2, m2 = after.count[:, rest], after.begin[:, rest]
+        c = ground.where.transfer_s(ground, k, m[None, :], after.bytes[:, rest], k2, m2)
+        later = np.where(c <= cap_s, after.total[:, rest] + c, np.inf)
+        hidden = ground.backward_s[k][:, :, None] + (c / 2 - after.shown[:, rest])[None]
+        every = np.maximum(grids[:, :, kinds[m]], -hidden)
+        sums = t[:, :, None] + later[None]
+        cut = (sums + every).argmin(1)
+        rows, columns = np.arange(len(t))[:, None], np.arange(len(m))[None]
+        total, shown = sums[rows, cut, columns], every[rows, cut, columns]
+        sizes = ground.crossing_bytes[rows, cut]
+    better = total + shown < level.total[:, m] + level.shown[:, m]
+    count, begin = np.full(total.shape, k), np.broadcast_to(m, total.shape)
+    level.take(m, better, total=total, shown=shown, bytes=sizes, count=count, begin=begin, cut=cut)
+
+
+def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:
+    """The plan behind the last level's whole model on all devices."""
+    i, m, G = 0, len(ground.order) // ground.unit, len(ground.order)
+    bounds, starts, replicas = [0], [], []
+    for level in reversed(levels):
+        k, begin, j = int(level.count[i, m]), int(level.begin[i, m]), int(level.cut[i, m])
+        replicas.append(ground.counts[k])
+        starts.append(G - begin * ground.unit)
+        bounds.append(int(ground.cuts[j]))
+        i, m = j, begin - ground.counts[k] // ground.unit
+    return ReplicaPlan(tuple(bounds), placed(ground.order, starts, replicas), ground.size)
+
+
+def few_cuts(tables: Tables, size: int, most: int) -> Int[np.ndarray, "n"]:
+    """The positions of at most so many cuts: of each share of seconds and gradients that where least crosses.
+
+    Args:
+        tables: of the problem.
+        size: examples of a micro-batch.
+        most: how many.
+    """
+    last = len(tables.cuts) - 1
+    if last < most:
+        return np.arange(last + 1)
+    local = tables.local(size, 1)
+    seconds, gradients = (local.forward_s + local.backward_s)[tables.cuts], local.gradient_bytes[tables.cuts]
+    work = seconds / max(seconds[-1], 1e-30) + gradients / max(gradients[-1], 1.0)
+    crossing = local.crossing_bytes[:, -1]
+    share = np.minimum((work / max(work[-1], 1e-30) * (most - 2)).astype(int), most - 3)
+    best: dict[int, int] = {}
+    for at in range(1, last):
+        if share[at] not in best or crossing[at] < crossing[best[share[at]]]:
+            best[int(share[at])] = at
+    return np.array(sorted({0, last, *best.values()}))

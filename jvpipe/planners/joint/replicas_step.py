@@ -1,0 +1,115 @@
+"""The simulated step of a plan with replicated stages: rows on devices and on named links.
+
+The replicas of a stage are in step, so a stage is one row of its devices. Beside F and B there are SEND and RETURN of
+the slices, on the networks of the machines between which they pass, and a REDUCE per stage after its last B, on those
+of all machines that its replicas are on: stages that share a machine's network wait for each other there. Of many
+micro-batches the last ones are not simulated: they are as far apart as those before.
+"""
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Int
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
+from jvpipe.planners.joint.replicas_stage import ReplicaStage
+from jvpipe.schedules.one_f_one_b import one_f_one_b
+from jvpipe.simulate.engine import Work
+
+LEAST_SIMULATED = 8
+"""So many micro-batches are simulated at least, and as many as two per stage."""
+
+KINDS = ("F", "B", "SEND", "RETURN", "REDUCE")
+Row = tuple[str, int, int]
+
+
+def simulated_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> float:
+    """The seconds of a step under 1F1B.
+
+    Args:
+        problem: whose cluster and batch count.
+        plan: the places of the stages.
+        stages: what they take.
+    """
+    count, most = problem.batch // plan.size, max(LEAST_SIMULATED, 2 * plan.stages)
+    if count <= most + plan.stages:
+        return _step_s(problem, plan, stages, count)
+    before, after = (_step_s(problem, plan, stages, m) for m in (most, most + plan.stages))
+    return after + (count - most - plan.stages) * (after - before) / plan.stages
+
+
+def _step_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> float:
+    sends = tuple(stage.comm_s > 0 for stage in stages)
+    kinds = [(kind, s) for kind in KINDS for s in range(plan.stages)]
+    links = tuple(_links(problem, plan, kind, s) for kind, s in kinds)
+    each_s = np.array([_seconds(kind, s, stages) for kind, s in kinds])
+    work, slots = _work(plan.stages, count, sends, links)
+    seconds = each_s[slots]
+    return float((np.array(work.starts_s(seconds.tolist())) + seconds).max())
+
+
+@lru_cache(maxsize=256)
+def _work(
+    stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[Hashable, ...], ...]
+) -> tuple[Work, Int[np.ndarray, " rows"]]:
+    """The rows as work, and the slot of each in what is listed by kind and stage."""
+    rows = _rows(stages, count, sends)
+    ids = {row: i for i, row in enumerate(rows)}
+    slots = [KINDS.index(kind) * stages + s for kind, s, _ in rows]
+    names: dict[Hashable, int] = {s: s for s in range(stages)}
+    occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
+    waits = [[ids[need] for need in needs] for needs in rows.values()]
+    return Work(waits, [occupied[slot] for slot in slots], range(stages)), np.array(slots)
+
+
+def _rows(stages: int, count: int, sends: Sequence[bool]) -> dict[Row, list[Row]]:
+    """The rows, and what each waits for; `sends` says whether a transfer before each stage takes time."""
+    rows: dict[Row, list[Row]] = {}
+    for s, tasks in enumerate(one_f_one_b(stages, count)):
+        for _, kind, m in tasks:
+            if kind == Kind.F:
+                rows["F", s, m] = [("SEND" if sends[s] else "F", s - 1, m)] if s else []
+                if s + 1 < stages and sends[s + 1]:
+                    rows["SEND", s, m] = [("F", s, m)]
+            elif kind == Kind.B:
+                back = ("RETURN" if s + 1 < stages and sends[s + 1] else "B", s + 1, m)
+                rows["B", s, m] = [("F", s, m), *([back] if s + 1 < stages else [])]
+                if s and sends[s]:
+                    rows["RETURN", s, m] = [("B", s, m)]
+        rows["REDUCE", s, 0] = [("B", s, count - 1)]
+    return rows
+
+
+def _seconds(kind: str, s: int, stages: Sequence[ReplicaStage]) -> float:
+    match kind:
+        case "F":
+            return stages[s].forward_s
+        case "B":
+            return stages[s].backward_s
+        case "SEND":
+            return stages[s + 1].comm_s / 2 if s + 1 < len(stages) else 0.0
+        case "RETURN":
+            return stages[s].comm_s / 2
+        case "REDUCE":
+            return stages[s].reduce_s
+        case _:
+            raise AssertionError(kind)
+
+
+def _links(problem: ReplicaProblem, plan: ReplicaPlan, kind: str, s: int) -> tuple[Hashable, ...]:
+    """What a row occupies: its stage's devices, or the networks of machines, one for each direction."""
+    machines_of = problem.cluster.machines_of
+    if kind in ("F", "B"):
+        return (s,)
+    here = machines_of(plan.places[s])
+    if kind == "REDUCE":
+        every = sorted(set(here))
+        return tuple((way, machine) for machine in every for way in ("out", "in")) if len(every) > 1 else ()
+    if not 0 <= (s + 1 if kind == "SEND" else s - 1) < plan.stages:
+        return ()
+    there = machines_of(plan.places[s + 1 if kind == "SEND" else s - 1])
+    if here == there or len({*here, *there}) == 1:
+        return ((kind, s),)
+    return (*(("out", m) for m in sorted(set(here))), *(("in", m) for m in sorted(set(there))))

@@ -1,0 +1,33 @@
+"""No plan is below the bound."""
+
+import random
+
+import pytest
+
+from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound_s, replica_counts
+from jvpipe.planners.joint.replicas_problem import ReplicaProblem
+from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.joint.replicas_step import simulated_s
+from tests.planners.joint.replicas import chain, every_plan, flat, layer
+
+
+def test_counts_with_the_same_largest_slice_are_one() -> None:
+    problem = ReplicaProblem(chain([layer(1.0)], []), flat(16, 1.0), 16, 16)
+    assert replica_counts(problem, 16) == (1, 2, 3, 4, 6, 8, 16)
+    assert replica_counts(problem, 2) == (1, 2)
+
+
+def test_no_plan_is_below_the_bound_and_the_least_bottleneck_is_reached() -> None:
+    draw = random.Random(0)
+    for _ in range(6):
+        layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 50)) for _ in range(4)]
+        problem = ReplicaProblem(chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), flat(3, 10.0), 3, 6)
+        tables = Tables(problem)
+        plans = [(plan, tables.stages(plan)) for plan in every_plan(problem)]
+        for size in problem.sizes:
+            mine = [(plan, stages) for plan, stages in plans if plan.size == size]
+            slowest_s = least_bottleneck_s(tables, size)
+            reached = min(max(x.forward_s + x.backward_s for x in stages) for _, stages in mine)
+            assert slowest_s <= reached == pytest.approx(slowest_s, rel=1e-3)
+            bound_s = lower_bound_s(tables, size, slowest_s)
+            assert all(simulated_s(problem, plan, stages) >= bound_s * (1 - 1e-9) for plan, stages in mine)

@@ -1,0 +1,79 @@
+"""Data and pipeline parallelism planned together."""
+
+import random
+
+import pytest
+
+from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.planners.joint.replicas_planner import plan_replicas
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
+from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.model.infeasible import Infeasible
+from tests.planners.joint.replicas import GPU, best_s, chain, flat, layer
+
+
+def test_uniform_layers_on_fast_links_are_data_parallel() -> None:
+    problem = ReplicaProblem(chain([layer(1.0, 1000)] * 12, [1000] * 11), flat(8, 1e9), 8, 64)
+    answer = plan_replicas(problem)
+    assert answer.best.plan.shape == "data parallel"
+    assert answer.best.plan.replicas == (8,)
+    assert answer.gap < 0.01
+
+
+def test_large_parameters_at_the_end_and_slow_links_leave_the_last_layers_alone() -> None:
+    # VGG-19 in short: convolutions that compute, with few parameters and falling activations; 400 MB of dense layers
+    convolutions = [layer(0.0001, 4_000_000) for _ in range(16)]
+    sizes = [*(12_000_000 >> (i // 3) for i in range(15)), 100_000]
+    dense = [layer(0.00001, 400_000_000), layer(0.00001, 64_000_000), layer(0.00001, 16_000_000)]
+    costs = chain([*convolutions, *dense], [*sizes, 16_000, 16_000])
+    answer = plan_replicas(ReplicaProblem(costs, flat(16, 1.25e9 * 0.8), 16, 2048))
+    assert answer.best.plan.replicas == (15, 1)
+    assert answer.best.plan.bounds[1] == 16
+    assert answer.shapes["data parallel"].step_s > answer.best.step_s
+
+
+def test_small_cases_are_as_good_as_anything_there_is() -> None:
+    draw = random.Random(1)
+    clusters = (flat(4, 20.0), flat(3, 200.0), Cluster("two", GPU, 2, 2, peer=Link(200.0), network=Link(20.0)))
+    for _ in range(12):
+        layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60), draw.randint(1, 9)) for _ in range(4)]
+        cluster = draw.choice(clusters)
+        limit = draw.choice((None, 400))
+        costs = chain(layers, [draw.randint(1, 9) for _ in layers[1:]])
+        problem = ReplicaProblem(costs, cluster, cluster.devices, draw.choice((6, 8)), limit)
+        answer = plan_replicas(problem)
+        assert answer.best.step_s == pytest.approx(best_s(problem))
+        assert answer.bound_s <= answer.best.step_s
+
+
+def test_no_plan_is_slower_than_plain_data_parallelism() -> None:
+    draw = random.Random(2)
+    for _ in range(3):
+        layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60)) for _ in range(10)]
+        cluster = Cluster("two", GPU, 4, 2, peer=Link(100.0), network=Link(30.0))
+        problem = ReplicaProblem(chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), cluster, 8, 16)
+        best, tables = plan_replicas(problem).best, Tables(problem)
+        for size in (16, 8):
+            plain = ReplicaPlan((0, 10), (tuple(range(8)),), size)
+            assert best.step_s <= simulated_s(problem, plain, tables.stages(plain)) * (1 + 1e-9)
+
+
+def test_layers_run_again_where_nothing_fits_otherwise_and_else_the_bytes_are_named() -> None:
+    costs = chain([layer(1.0, 10, 100)] * 4, [1] * 3)
+    free = plan_replicas(ReplicaProblem(costs, flat(2, 100.0), 2, 4, 1_000)).best.stages
+    tight = plan_replicas(ReplicaProblem(costs, flat(2, 100.0), 2, 4, 250)).best.stages
+    assert sum(x.backward_s / x.forward_s for x in free) / len(free) == 2
+    assert sum(x.backward_s / x.forward_s for x in tight) / len(tight) == 3
+    with pytest.raises(Infeasible, match="even with every layer run again") as caught:
+        plan_replicas(ReplicaProblem(costs, flat(2, 100.0), 2, 4, 20))
+    enough = caught.value.smallest_limit_bytes
+    plan_replicas(ReplicaProblem(costs, flat(2, 100.0), 2, 4, enough))
+    assert enough > 20
+
+
+def test_other_shapes_are_named_with_their_seconds() -> None:
+    answer = plan_replicas(ReplicaProblem(chain([layer(1.0, 10)] * 4, [1] * 3), flat(4, 100.0), 4, 8))
+    said = str(answer).splitlines()
+    assert "above the best there is" in said[0]
+    assert {line.split(":")[0] for line in said[1:]} <= set(answer.shapes)
