@@ -66,7 +66,10 @@ class Ground:
         limit = self.tables.problem.memory_limit_bytes
         if limit is None:
             return self.seconds[index]
-        peaks = self.tables.local(self.size, self.counts[index]).peak_bytes(behind)[np.ix_(self.at, self.at)]
+        local = self.tables.local(self.size, self.counts[index])
+        if local.peak_bytes(self.tables.most_stages)[0, -1] <= limit:
+            return self.seconds[index]  # even the whole model does, with as much in flight as anywhere
+        peaks = local.peak_bytes(behind)[np.ix_(self.at, self.at)]
         return np.where(peaks <= limit, self.seconds[index], np.inf)
 
     @cached_property

@@ -1,0 +1,20 @@
+"""DAPPLE's table V, where the profiles are."""
+
+import pytest
+
+from experiments.dapple.run import problem_of, short
+from experiments.planners.tables import PROFILES
+from jvpipe.planners.joint.replicas_planner import plan_replicas
+from jvpipe.planners.joint.replicas_problem import ReplicaPlan
+
+
+def test_plans_in_cells() -> None:
+    assert short(ReplicaPlan((0, 3), ((0, 1),), 2)) == "DP on 2"
+    assert short(ReplicaPlan((0, 2, 3), ((0, 1), (2,)), 2)) == "2:1 (2:1; mu 2)"
+    assert short(ReplicaPlan((0, 2, 3), ((0,), (2,)), 2)) == "straight (2:1; mu 2)"
+
+
+@pytest.mark.skipif(not PROFILES.is_dir(), reason="the profiles are not there")
+def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
+    assert plan_replicas(problem_of("vgg16", 2048, "B", overlaps=True)).best.plan.replicas == (16,)
+    assert plan_replicas(problem_of("vgg16", 2048, "C")).best.plan.replicas == (15, 1)
