@@ -27,7 +27,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     return int(size_bytes)
 
 
-def parse_limits(sizes: int | str | Sequence[int | str] | None) -> int | tuple[int, ...] | None:
+def parse_limits(sizes: int | str | Sequence[int | str | None] | None) -> int | tuple[int, ...] | None:
     """One limit for all devices, or one for each: of a sequence, or a text with commas.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)

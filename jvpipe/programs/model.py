@@ -29,7 +29,14 @@ def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "
 
 
 def programs_of(store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all") -> LayerPrograms:
-    """Forward and backward of one layer; see `layer_programs`."""
+    """Forward and backward of one layer.
+
+    Args:
+        store: where they are kept.
+        traced: the model.
+        number: the layer.
+        share: which candidates are kept.
+    """
     layer, body = traced.graph.layers[number], traced.bodies[number]
     later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != number]
     names = [c.name for c in layer.candidates]

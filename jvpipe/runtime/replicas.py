@@ -67,7 +67,16 @@ class Replicas:
         return self._slices[examples]
 
     def programs(self, layout: int, examples: Examples, layer: int) -> LayerPrograms:
-        """A layer's programs on some of the examples, under the fates of a layout."""
+        """A layer's programs on some of the examples, under the fates of a layout.
+
+        Args:
+            layout: by its number.
+            examples: of a micro-batch.
+            layer: by its number.
+
+        Raises:
+            ValueError: they leave other values for the backward than those of the whole micro-batch.
+        """
         key = layout, examples, layer
         if key not in self._programs:
             share, whole = self.whole[layout]

@@ -57,7 +57,7 @@ class BinaryPartition:
         self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
         self.need = [self._need(s, least) for s in range(segments.problem.stages)]
-        self._parts: dict[tuple[int, int, int, int], Part | None] = {}
+        self.parts: dict[tuple[int, int, int, int], Part | None] = {}
 
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
@@ -173,9 +173,9 @@ class BinaryPartition:
             last: behind the last stage.
         """
         key = p, q, first, last
-        if key not in self._parts:
-            self._parts[key] = self._best(*key)
-        return self._parts[key]
+        if key not in self.parts:
+            self.parts[key] = self._best(*key)
+        return self.parts[key]
 
     def _best(self, p: int, q: int, first: int, last: int) -> Part | None:
         if last - first == 1:

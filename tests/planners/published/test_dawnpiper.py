@@ -81,7 +81,7 @@ def test_segments_are_looked_up() -> None:
     """phi^log2(S) visits would be millions here; far fewer segments differ."""
     search = BinaryPartition(Segments(limited(chain([block()] * 120, 8), 300)))
     assert search.best(0, 120, 0, 8) is not None
-    assert len(search._parts) < 5000
+    assert len(search.parts) < 5000
 
 
 def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
