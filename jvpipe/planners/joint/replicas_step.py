@@ -7,7 +7,9 @@ micro-batches the last ones are not simulated: they are as far apart as those be
 """
 
 from collections.abc import Hashable, Sequence
+from enum import Enum, auto
 from functools import lru_cache
+from typing import assert_never
 
 import numpy as np
 from jaxtyping import Int
@@ -21,8 +23,19 @@ from jvpipe.simulate.engine import Work
 LEAST_SIMULATED = 8
 """So many micro-batches are simulated at least, and as many as two per stage."""
 
-KINDS = ("F", "B", "SEND", "RETURN", "REDUCE")
-Row = tuple[str, int, int]
+
+class What(Enum):
+    """What a row of a stage does; RETURN sends cotangents."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    SEND = auto()
+    RETURN = auto()
+    REDUCE = auto()
+
+
+WHATS = tuple(What)
+Row = tuple[What, int, int]
 
 
 def simulated_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> float:
@@ -42,7 +55,7 @@ def simulated_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[Rep
 
 def _step_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> float:
     sends = tuple(stage.comm_s > 0 for stage in stages)
-    kinds = [(kind, s) for kind in KINDS for s in range(plan.stages)]
+    kinds = [(kind, s) for kind in WHATS for s in range(plan.stages)]
     links = tuple(_links(problem, plan, kind, s) for kind, s in kinds)
     each_s = np.array([_seconds(kind, s, stages) for kind, s in kinds])
     work, slots = _work(plan.stages, count, sends, links)
@@ -57,7 +70,7 @@ def _work(
     """The rows as work, and the slot of each in what is listed by kind and stage."""
     rows = _rows(stages, count, sends)
     ids = {row: i for i, row in enumerate(rows)}
-    slots = [KINDS.index(kind) * stages + s for kind, s, _ in rows]
+    slots = [WHATS.index(kind) * stages + s for kind, s, _ in rows]
     names: dict[Hashable, int] = {s: s for s in range(stages)}
     occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
     waits = [[ids[need] for need in needs] for needs in rows.values()]
@@ -70,46 +83,46 @@ def _rows(stages: int, count: int, sends: Sequence[bool]) -> dict[Row, list[Row]
     for s, tasks in enumerate(one_f_one_b(stages, count)):
         for _, kind, m in tasks:
             if kind == Kind.F:
-                rows["F", s, m] = [("SEND" if sends[s] else "F", s - 1, m)] if s else []
+                rows[What.FORWARD, s, m] = [(What.SEND if sends[s] else What.FORWARD, s - 1, m)] if s else []
                 if s + 1 < stages and sends[s + 1]:
-                    rows["SEND", s, m] = [("F", s, m)]
+                    rows[What.SEND, s, m] = [(What.FORWARD, s, m)]
             elif kind == Kind.B:
-                back = ("RETURN" if s + 1 < stages and sends[s + 1] else "B", s + 1, m)
-                rows["B", s, m] = [("F", s, m), *([back] if s + 1 < stages else [])]
+                back = (What.RETURN if s + 1 < stages and sends[s + 1] else What.BACKWARD, s + 1, m)
+                rows[What.BACKWARD, s, m] = [(What.FORWARD, s, m), *([back] if s + 1 < stages else [])]
                 if s and sends[s]:
-                    rows["RETURN", s, m] = [("B", s, m)]
-        rows["REDUCE", s, 0] = [("B", s, count - 1)]
+                    rows[What.RETURN, s, m] = [(What.BACKWARD, s, m)]
+        rows[What.REDUCE, s, 0] = [(What.BACKWARD, s, count - 1)]
     return rows
 
 
-def _seconds(kind: str, s: int, stages: Sequence[ReplicaStage]) -> float:
+def _seconds(kind: What, s: int, stages: Sequence[ReplicaStage]) -> float:
     match kind:
-        case "F":
+        case What.FORWARD:
             return stages[s].forward_s
-        case "B":
+        case What.BACKWARD:
             return stages[s].backward_s
-        case "SEND":
+        case What.SEND:
             return stages[s + 1].comm_s / 2 if s + 1 < len(stages) else 0.0
-        case "RETURN":
+        case What.RETURN:
             return stages[s].comm_s / 2
-        case "REDUCE":
+        case What.REDUCE:
             return stages[s].reduce_s
         case _:
-            raise AssertionError(kind)
+            assert_never(kind)
 
 
-def _links(problem: ReplicaProblem, plan: ReplicaPlan, kind: str, s: int) -> tuple[Hashable, ...]:
+def _links(problem: ReplicaProblem, plan: ReplicaPlan, kind: What, s: int) -> tuple[Hashable, ...]:
     """What a row occupies: its stage's devices, or the networks of machines, one for each direction."""
     machines_of = problem.cluster.machines_of
-    if kind in ("F", "B"):
+    if kind is What.FORWARD or kind is What.BACKWARD:
         return (s,)
     here = machines_of(plan.places[s])
-    if kind == "REDUCE":
+    if kind is What.REDUCE:
         every = sorted(set(here))
         return tuple((way, machine) for machine in every for way in ("out", "in")) if len(every) > 1 else ()
-    if not 0 <= (s + 1 if kind == "SEND" else s - 1) < plan.stages:
+    if not 0 <= (s + 1 if kind is What.SEND else s - 1) < plan.stages:
         return ()
-    there = machines_of(plan.places[s + 1 if kind == "SEND" else s - 1])
+    there = machines_of(plan.places[s + 1 if kind is What.SEND else s - 1])
     if here == there or len({*here, *there}) == 1:
         return ((kind, s),)
     return (*(("out", m) for m in sorted(set(here))), *(("in", m) for m in sorted(set(there))))
