@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.schedules.clock import step_s
+
 MICRO, WARM, STEPS, PER_DEVICE, NAPS = 8, 2, 6, 4, 20
 WIDTH = 16
 FAMILIES = ("gpipe", "1f1b", "interleaved", "interleaved-4", "zb-h1", "interleaved-split", "zb-v", "v-half")
@@ -52,16 +54,11 @@ def one(devices: int, name: str) -> tuple[float, float, tuple[list[int], list[in
     )
     batch = naps.batch(2 * MICRO, WIDTH)
     state = pipe.init(naps.params(count, WIDTH), batch, None)
-    taken = []
-    for _ in range(WARM + STEPS):
-        start_s = time.perf_counter()
-        state, _ = pipe.step(state, batch)
-        jax.block_until_ready(state)
-        taken.append(time.perf_counter() - start_s)
+    measured_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)
     compiled = pipe.session.compiled
     told = simulate(compiled.lowered, seconds_of(), temporary_bytes=compiled.step.temporary_bytes)
     peaks = list(told.peak_bytes[:devices]), list(pipe.ledger.peak[:devices])
-    return told.step_s, statistics.median(taken[WARM:]), peaks
+    return told.step_s, measured_s, peaks
 
 
 def schedule_of(name: str) -> Any:

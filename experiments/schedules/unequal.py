@@ -1,12 +1,12 @@
 """Two sleeping devices, one twice as fast: simulated and measured steps. python -m experiments.schedules.unequal"""
 
 import argparse
-import statistics
 import sys
-import time
 from typing import Any, NamedTuple
 
 import jax
+
+from experiments.schedules.clock import step_s
 
 LAYERS, MICRO, WARM, STEPS = 12, 8, 2, 8
 WIDTH, EXAMPLES = 16, 64
@@ -73,16 +73,11 @@ def one(schedule: str, speeds: tuple[float, ...], *, told: bool = True, limit: A
     )
     batch = naps.batch(EXAMPLES * MICRO, WIDTH)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)
-    taken = []
-    for _ in range(WARM + STEPS):
-        start_s = time.perf_counter()
-        state, _ = pipe.step(state, batch)
-        jax.block_until_ready(state)
-        taken.append(time.perf_counter() - start_s)
+    measured_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)
     planned = pipe.session.planned
     assert planned is not None
     placed = " ".join(f"{len(stage.layers)} on {stage.devices[0]}," for stage in pipe.plan.stages).rstrip(",")
-    return Row(placed, planned.step_s, statistics.median(taken[WARM:]), list(pipe.ledger.peak[:2]))
+    return Row(placed, planned.step_s, measured_s, list(pipe.ledger.peak[:2]))
 
 
 if __name__ == "__main__":

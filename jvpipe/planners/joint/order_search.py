@@ -37,7 +37,7 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -168,13 +168,13 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
         tried: dict[Decision, None] = {}
-        for bounds, one in product(first_cuts(placed[0], cuts), placed):
+        even, *linked = first_cuts(placed[0], cuts)
+        for bounds, one in product((even, *linked), placed):
             decision = with_fates(one, bounds)
             if decision is not None and decision not in tried:
                 tried[decision] = None
                 yield from ruled(one, decision)
         shares = SHARES if problem.memory_limit_bytes is not None else ()
-        even = balanced(placed[0], cuts, layer_s(problem))
         tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], even, share)))
         for decision in tried:
             yield from _listed(placed[0], decision)
@@ -260,11 +260,8 @@ def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Ite
 def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | None:
     """Another planner's plan with its lists; None if it does not fit."""
     other = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
-    found, limit = evaluate(other, decision), problem.memory_limit_bytes
-    host = problem.host_limit_bytes
-    if limit is not None and found.limit_bytes > limit:
-        return None
-    if host is not None and sum(stage.host_bytes for stage in found.stages) > host:
+    found = evaluate(other, decision)
+    if not keeps_limits(other, found):
         return None
     lists = schedule.tasks(problem.devices, problem.microbatches)
     bound_s = Loads.of(other, found.stages).bound_s()

@@ -7,7 +7,7 @@ then        bounds of the best of them move, as long as the clock is faster; the
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from jaxtyping import Float
@@ -22,7 +22,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.planners.published.registry import PUBLISHED
 from jvpipe.schedules.auto import given, lines_of
@@ -59,12 +59,12 @@ def under_rule(problem: Problem) -> Decision:
     cuts = Segments(problem).cuts
     begin = [with_fates(problem, bounds) for bounds in first_cuts(problem, cuts)]
     every = dict.fromkeys([*filter(None, begin), *_asked(problem)])
-    step_s = {decision: _step_s(problem, decision) for decision in every}
-    best = sorted((one for one in every if step_s[one] < np.inf), key=lambda one: step_s[one])[:MOVED]
+    step_s = cache(partial(_step_s, problem))
+    best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
         return on_devices(jvpipe)(problem)  # which says what would do
     moved = (with_moved_bounds(one, MOVED_TASKS).decision for decision in best for one in ruled(problem, decision))
-    return min([best[0], *moved], key=partial(_step_s, problem))
+    return min([best[0], *moved], key=step_s)
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -110,11 +110,8 @@ def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
 
 def _step_s(problem: Problem, decision: Decision) -> float:
     """The simulated seconds of a step; infinite where a limit is not kept."""
-    found, host = evaluate(problem, decision), problem.host_limit_bytes
-    over = problem.memory_limit_bytes is not None and found.limit_bytes > problem.memory_limit_bytes
-    if over or (host is not None and sum(stage.host_bytes for stage in found.stages) > host):
-        return np.inf
-    return simulated_step_s(problem, found.stages)
+    evaluation = evaluate(problem, decision)
+    return simulated_step_s(problem, evaluation.stages) if keeps_limits(problem, evaluation) else np.inf
 
 
 def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:

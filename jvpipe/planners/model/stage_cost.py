@@ -223,6 +223,13 @@ def check(problem: Problem, decision: Decision) -> None:
             raise ValueError(f"layers {group} must share a stage, the bounds are {bounds}")
 
 
+def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
+    """Tells whether every device is within its limit, and what is swapped within the host's."""
+    memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
+    within = memory is None or evaluation.limit_bytes <= memory
+    return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)
+
+
 def excess_bytes(problem: Problem, evaluation: Evaluation) -> int:
     """By how many bytes a device is over its limit at most; not above 0 if every stage fits."""
     limit = problem.memory_limit_bytes
