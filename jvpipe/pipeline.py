@@ -187,7 +187,7 @@ class Pipeline:
             layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
             reasons = [*device_reasons(planned.problem), *cut_reasons(planned.problem, planned.decision)]
             reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
-            reasons += [search_reasons(planned.found)] if planned.found else []
+            reasons += [search_reasons(planned.ordered)] if planned.ordered else []
         return explain(session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 
     # A run

@@ -13,40 +13,39 @@ of the statistics of the batch, and stay.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.transformer import prediction_loss
-from jvpipe.models.workload import Data, Workload, sized
+from jvpipe.models.vision import (
+    ClassConfig,
+    Convolution,
+    Head,
+    Image,
+    abstract_images,
+    class_loss,
+    init_units,
+    open_data,
+)
+from jvpipe.models.workload import Workload, sized
 
 Tree = Any
-Image = Float[Array, "B _Y _X _C"]
 
 
-@dataclass(frozen=True)
-class AmoebaNetConfig:
+@dataclass(frozen=True, kw_only=True)
+class AmoebaNetConfig(ClassConfig):
     """The shape of an AmoebaNet-D: GPipe's (L, D) are the normal `cells`, and the `filters` of the first group.
 
-    Of large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side. `dtype` is that of
-    the computation, float32 or bfloat16; parameters are float32.
+    Of large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side.
     """
 
     cells: int
     filters: int
-    side: int = 224
-    classes: int = 1000
     stem_reductions: int = 2
     groups: int = 3
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if min(self.cells, self.groups) < 1 or self.cells % self.groups:
@@ -55,10 +54,7 @@ class AmoebaNetConfig:
             raise ValueError(f"filters={self.filters} must be a multiple of 8: operations work on quarters and halves")
         if self.stem_reductions not in (0, 1, 2):
             raise ValueError(f"stem_reductions={self.stem_reductions} must be 0 for small images, else 1 or 2")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
-        if self.side < 8 or self.classes < 2:
-            raise ValueError(f"{self} is too small: it needs a side of 8 and 2 classes")
+        super().__post_init__()
 
 
 SIZES = {
@@ -66,63 +62,12 @@ SIZES = {
     "mini": AmoebaNetConfig(cells=3, filters=32, side=16, classes=10, stem_reductions=0),
     "28m": AmoebaNetConfig(cells=18, filters=120),
     "82m": AmoebaNetConfig(cells=18, filters=208),
+    "122m": AmoebaNetConfig(cells=18, filters=256),
+    "319m": AmoebaNetConfig(cells=18, filters=416),
+    "543m": AmoebaNetConfig(cells=18, filters=544),
+    "1.1b": AmoebaNetConfig(cells=36, filters=544),
+    "1.8b": AmoebaNetConfig(cells=72, filters=512),
 }
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """ReLU (unless `linear`), convolution, batch norm; `shifted`: half the channels see the image moved by a pixel."""
-
-    inputs: int
-    outputs: int
-    kernel: tuple[int, int] = (1, 1)
-    strides: tuple[int, int] = (1, 1)
-    shifted: bool = False
-    linear: bool = False
-
-    def init(self, key: jax.Array) -> Tree:
-        """Fresh parameters (He's initialisation)."""
-        draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
-        kernel = draw(key, (*self.kernel, self.inputs, self.outputs))
-        return {"kernel": kernel, "scale": jnp.ones(self.outputs), "bias": jnp.zeros(self.outputs)}
-
-    def averages(self) -> Tree:
-        """The running averages before any step."""
-        return {"mean": np.zeros(self.outputs, np.float32), "variance": np.ones(self.outputs, np.float32)}
-
-    def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
-        """The image after it, and the new averages."""
-        x = x if self.linear else jax.nn.relu(x)
-        kernel = p["kernel"].astype(x.dtype)
-        if self.shifted:
-            moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
-            halves = zip((x, moved), jnp.split(kernel, 2, axis=3), strict=True)
-            y = jnp.concatenate([convolved(image, half, self.strides) for image, half in halves], axis=3)
-        else:
-            y = convolved(x, kernel, self.strides)
-        return batch_norm(p, averages, y, training)
-
-
-def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
-    """A convolution that keeps the image, but for strides."""
-    return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
-    """Each channel with mean 0 and variance 1 (arXiv:1502.03167), scaled and moved; in float32.
-
-    In training these are of the batch, and move the averages by a tenth.
-    """
-    wide = x.astype(jnp.float32)
-    mean, variance = averages["mean"], averages["variance"]
-    if training:
-        mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
-        averages = {
-            "mean": 0.9 * averages["mean"] + 0.1 * mean,
-            "variance": 0.9 * averages["variance"] + 0.1 * variance,
-        }
-    y = (wide - mean[None, None, None]) * jax.lax.rsqrt(variance + 1e-5)[None, None, None]
-    return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(x.dtype), averages
 
 
 def mean_pool(x: Image, stride: int) -> Image:
@@ -225,9 +170,7 @@ class Cell:
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters."""
-        units = list(self._units())
-        keys = (jax.random.fold_in(key, i) for i in range(len(units)))
-        return {name: unit.init(k) for (name, unit), k in zip(units, keys, strict=True)}
+        return init_units(dict(self._units()), key)
 
     def averages(self) -> Tree:
         """The running averages before any step."""
@@ -293,28 +236,27 @@ class AmoebaNet:
             near, far, before = cell.outputs, near, kind
         return cells
 
+    @property
+    def head(self) -> Head:
+        """From the last cell's channels to classes."""
+        return Head(list(self.cells.values())[-1].outputs, self.config.classes)
+
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `cells/003/near_0/kernel`."""
-        cells, last = self.cells, list(self.cells.values())[-1]
+        cells = self.cells
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
-        draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        classes = self.config.classes
         return {
             "stem": self.stem.init(keys[0]),
             "cells": {name: cell.init(k) for (name, cell), k in zip(cells.items(), keys[2:], strict=True)},
-            "head": {"kernel": draw(keys[1], (last.outputs, classes)), "bias": jnp.zeros(classes)},
+            "head": self.head.init(keys[1]),
         }
 
     def averages(self) -> Tree:
         """The running averages before any step: the model state."""
         return {"stem": self.stem.averages(), "cells": {name: cell.averages() for name, cell in self.cells.items()}}
 
-    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
-        """The loss of classes, and the new averages; without a key the averages stay and are used.
-
-        The batch holds `images` [B, Y, X, 3] float32, `targets` [B] int32 and `weights` [B] float32. `total` is the
-        sum of the cross entropies in nats, `weight` their number.
-        """
+    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree, Tree]:
+        """The loss of classes, the new averages and the top-1; without a key the averages stay and are used."""
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
         x, stem = self.stem(params["stem"], averages["stem"], x, training)
@@ -322,30 +264,12 @@ class AmoebaNet:
         for name, cell in self.cells.items():
             y, new[name] = cell(params["cells"][name], averages["cells"][name], x, before, training)
             before, x = x, y
-        means = jnp.mean(jax.nn.relu(x).astype(jnp.float32), (1, 2))
-        logits = means @ params["head"]["kernel"] + params["head"]["bias"][None]
-        return prediction_loss(logits, batch), {"stem": stem, "cells": new}
-
-
-def abstract_images(side: int, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and types of a batch of images."""
-    shape = partial(jax.ShapeDtypeStruct, dtype=np.float32)
-    return {
-        "images": shape((batch_size, side, side, 3)),
-        "targets": jax.ShapeDtypeStruct((batch_size,), np.int32),
-        "weights": shape((batch_size,)),
-    }
-
-
-def open_data(config: AmoebaNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
-    """Images of classes."""
-    from jvpipe.models.images import open_images  # a plan needs no data, nor the libraries that read it
-
-    return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)
+        loss, aux = class_loss(self.head(params["head"], x), batch)
+        return loss, {"stem": stem, "cells": new}, aux
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """AmoebaNet-D of a size (`tiny`, `mini`, `28m`, `82m`), with fields of `AmoebaNetConfig` replaced by `options`."""
+    """AmoebaNet-D of one of `SIZES`, with fields of `AmoebaNetConfig` replaced by `options`."""
     return sized(
         "amoebanet",
         SIZES,
@@ -354,7 +278,8 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         init=lambda config: AmoebaNet(config).init,
         loss_function=lambda config: AmoebaNet(config).loss_fn,
         model_state=lambda config: AmoebaNet(config).averages,
-        abstract_batch=lambda config, batch_size: abstract_images(config.side, batch_size),
+        has_aux=True,
+        abstract_batch=abstract_images,
         open_data=open_data,
         learning_rate=1e-3,
         batch_size=128,

@@ -20,10 +20,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.weighted import Weighted
 from jvpipe.models import bert_published
-from jvpipe.models.transformer import (
+from jvpipe.models.blocks import (
     Block,
+    LossFunction,
     Parts,
     TransformerConfig,
     distance_bias,
@@ -32,19 +32,16 @@ from jvpipe.models.transformer import (
     layer_norm,
     linear,
     normed,
-    prediction_loss,
+    predicting,
 )
 from jvpipe.models.workload import Data, Workload, sized
 
 
-@dataclass(frozen=True)
-class BertConfig(TransformerConfig):
-    """The shape of a BERT; of a record's tokens the share `mask_rate` is predicted. `published`: as in the paper."""
+@dataclass(frozen=True, kw_only=True)
+class MaskedConfig(TransformerConfig):
+    """The shape of a transformer that predicts the share `mask_rate` of a record's tokens."""
 
-    vocabulary: int = 30522
-    tokens: int = 128
     mask_rate: float = 0.15
-    published: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +52,15 @@ class BertConfig(TransformerConfig):
     def masked(self) -> int:
         """K: how many tokens of a record are predicted at most (its first token is special)."""
         return max(1, round(self.mask_rate * (self.tokens - 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(MaskedConfig):
+    """The shape of a BERT. `published`: as in the paper."""
+
+    vocabulary: int = 30522
+    tokens: int = 128
+    published: bool = False
 
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
         """Less, the farther away a token is."""
@@ -108,19 +114,13 @@ def parts(config: BertConfig) -> Parts:
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
 
-def loss_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_function(config: BertConfig) -> LossFunction:
     """The loss of masked tokens, `loss_fn(params, batch, rng)`.
 
     The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 and `weights` [B, K] float32; a
     position of weight 0 does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
     """
-    logits = logits_function(config)
-
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
-        batch = jax.tree.map(jnp.asarray, batch)
-        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
-
-    return loss_fn
+    return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
@@ -137,7 +137,7 @@ def logits_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None]
     return logits
 
 
-def abstract_batch(config: BertConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: MaskedConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and types of a batch."""
     masked = (batch_size, config.masked)
     return {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.models.transformer import Block, TransformerConfig, dropped, embedding, layer_norm, linear, normed
+from jvpipe.models.blocks import Block, TransformerConfig, dropped, embedding, layer_norm, linear, normed
 from jvpipe.models.weights import Format, Source, only
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
@@ -88,22 +88,22 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sources(config: TransformerConfig) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    found = table_of("embeddings.tokens", "embeddings.word_embeddings")
-    found |= table_of("embeddings.positions", "embeddings.position_embeddings")
-    found |= table_of("embeddings.segments", "embeddings.token_type_embeddings")
-    found |= norm_of("embeddings.norm", "embeddings.LayerNorm")
+    sources = table_of("embeddings.tokens", "embeddings.word_embeddings")
+    sources |= table_of("embeddings.positions", "embeddings.position_embeddings")
+    sources |= table_of("embeddings.segments", "embeddings.token_type_embeddings")
+    sources |= norm_of("embeddings.norm", "embeddings.LayerNorm")
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"encoder.layer.{i}"
         read = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
-        found |= linear_of(f"{ours}.attention.inputs", *read)
-        found |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
-        found |= norm_of(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        found |= linear_of(f"{ours}.expand", f"{theirs}.intermediate.dense")
-        found |= linear_of(f"{ours}.contract", f"{theirs}.output.dense")
-        found |= norm_of(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
-    found |= linear_of("head.transform", "cls.predictions.transform.dense")
-    found |= norm_of("head.norm", "cls.predictions.transform.LayerNorm")
-    return found | {"head.bias": Source(("cls.predictions.bias",))}
+        sources |= linear_of(f"{ours}.attention.inputs", *read)
+        sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
+        sources |= norm_of(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+        sources |= linear_of(f"{ours}.expand", f"{theirs}.intermediate.dense")
+        sources |= linear_of(f"{ours}.contract", f"{theirs}.output.dense")
+        sources |= norm_of(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
+    sources |= linear_of("head.transform", "cls.predictions.transform.dense")
+    sources |= norm_of("head.norm", "cls.predictions.transform.LayerNorm")
+    return sources | {"head.bias": Source(("cls.predictions.bias",))}
 
 
 FORMAT = Format(_fields, _sources, ("pooler", "seq_relationship", "position_ids", "cls.predictions.decoder"))

@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from typing import Self
 
 import numpy as np
 
@@ -33,7 +32,7 @@ class RegularizedEvolution:
         self._members: deque[tuple[Architecture, float]] = deque(maxlen=population)
         self._drawn = 0
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "RegularizedEvolution":
         return self
 
     def __next__(self) -> Architecture:

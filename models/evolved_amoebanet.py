@@ -14,26 +14,24 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.amoebanet import POOLINGS, Convolution, Image, abstract_images, convolutions
+from jvpipe.models.amoebanet import POOLINGS, convolutions
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
-from jvpipe.models.transformer import prediction_loss
-from jvpipe.models.workload import Data, Workload, sized
+from jvpipe.models.blocks import prediction_loss
+from jvpipe.models.vision import ClassConfig, Convolution, Head, Image, abstract_images, init_units, open_data
+from jvpipe.models.workload import Workload, sized
 
 LEFT = ("conv_1x1", "conv_3x3", "conv_1x7_7x1")
 RIGHT = ("none", "max_pool_3x3", "avg_pool_3x3", "conv_1x1", "conv_3x3", "conv_1x7_7x1")
 
 
-@dataclass(frozen=True)
-class EvolvedAmoebaNetConfig:
+@dataclass(frozen=True, kw_only=True)
+class EvolvedAmoebaNetConfig(ClassConfig):
     """The shape of the model: `slots` in `groups`, the first of which works on `filters` channels."""
 
     slots: int
@@ -41,17 +39,13 @@ class EvolvedAmoebaNetConfig:
     side: int = 32
     classes: int = 10
     groups: int = 2
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if min(self.slots, self.groups) < 1 or self.slots % self.groups:
             raise ValueError(f"slots={self.slots} must be a multiple of groups={self.groups}")
         if self.filters < 4 or self.filters % 4:
             raise ValueError(f"filters={self.filters} must be a multiple of 4: operations work on quarters")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
-        if self.side < 8 or self.classes < 2:
-            raise ValueError(f"{self} is too small: it needs a side of 8 and 2 classes")
+        super().__post_init__()
 
     def channels(self, group: int) -> int:
         """Of all blocks of a group."""
@@ -79,7 +73,7 @@ def through(chain: Chain, p: Any, x: Image) -> Image:
 
 def init(chain: Chain, key: jax.Array) -> Any:
     """Fresh parameters of a chain."""
-    return {str(i): unit.init(jax.random.fold_in(key, i)) for i, unit in enumerate(chain)}
+    return init_units({str(i): unit for i, unit in enumerate(chain)}, key)
 
 
 def block_chains(block: Block, channels: int) -> dict[str, Chain]:
@@ -111,6 +105,11 @@ def last(config: EvolvedAmoebaNetConfig) -> Convolution:
     return Convolution(channels, channels, linear=True)
 
 
+def head(config: EvolvedAmoebaNetConfig) -> Head:
+    """From the last group's channels to classes."""
+    return Head(config.channels(config.groups - 1), config.classes)
+
+
 def params_of(config: EvolvedAmoebaNetConfig, architecture: Architecture, key: jax.Array) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
 
@@ -122,13 +121,11 @@ def params_of(config: EvolvedAmoebaNetConfig, architecture: Architecture, key: j
     }
     parts["last"] = {"conv": (last(config),)}
     parts |= {name: block_chains(b, config.channels(config.group(slot))) for slot, name, b in architecture.blocks()}
-    draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-    head = draw(own("head"), (config.channels(config.groups - 1), config.classes))
-    found = {
+    params = {
         name: {side: init(chain, own(name, side)) for side, chain in chains.items() if chain}
         for name, chains in parts.items()
     }
-    return found | {"head": {"kernel": head, "bias": jnp.zeros(config.classes)}}
+    return params | {"head": head(config).init(own("head"))}
 
 
 def loss_of(
@@ -146,8 +143,7 @@ def loss_of(
                 if config.group(slot) == group:
                     x = run_block(block, params[name], x)
         x = through((last(config),), params["last"]["conv"], x)
-        means = jnp.mean(jax.nn.relu(x).astype(jnp.float32), (1, 2))
-        return prediction_loss(means @ params["head"]["kernel"] + params["head"]["bias"][None], batch)
+        return prediction_loss(head(config)(params["head"], x), batch)
 
     return loss_fn
 
@@ -168,15 +164,6 @@ def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
     )
 
 
-def open_data(
-    config: EvolvedAmoebaNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
-) -> Data:
-    """Images of classes."""
-    from jvpipe.models.images import open_images  # a plan needs no data, nor the libraries that read it
-
-    return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)
-
-
 def workload(size: str | None = None, **options: Any) -> Workload:
     """An evolved AmoebaNet of a size (`tiny`, `mini`), with fields of its configuration replaced by `options`.
 
@@ -189,7 +176,7 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         options,
         init=lambda config: partial(params_of, config, default_architecture(config)),
         loss_function=lambda config: loss_of(config, default_architecture(config)),
-        abstract_batch=lambda config, batch_size: abstract_images(config.side, batch_size),
+        abstract_batch=abstract_images,
         open_data=open_data,
         learning_rate=1e-3,
         batch_size=128,

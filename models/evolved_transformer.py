@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
+from jvpipe.models.blocks import Attention, Kind, dropped, linear, normed, prediction_loss, residual_scale
 from jvpipe.models.gpt2 import Embeddings, Gpt2Config, Head, abstract_batch, open_data
-from jvpipe.models.transformer import Attention, Kind, dropped, linear, normed, prediction_loss, residual_scale
 from jvpipe.models.workload import Workload, sized
 
 LEFT = (
@@ -98,8 +98,8 @@ class FeedForward(nnx.Module):
 
 def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
     """The module of a branch's operation; None for `none`."""
-    found = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
-    kind, size, activation = found.groups() if found else ("", "", None)
+    match = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
+    kind, size, activation = match.groups() if match else ("", "", None)
     match kind:
         case "none":
             return None

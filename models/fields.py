@@ -34,13 +34,13 @@ def with_fields(kind: str, config: Config, given: Mapping[str, Any]) -> Config:
     """
     chosen: Any = config
     fields = [field.name for field in dataclasses.fields(chosen) if field.init]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in given.items():
         own = name if name in fields else _ALSO.get(name, name)
         if own not in fields:
             raise ValueError(did_you_mean(f"option of {kind}", name, fields))
-        found[own] = _read(f"{own} of {kind}", value, getattr(chosen, own))
-    return dataclasses.replace(chosen, **found)
+        values[own] = _read(f"{own} of {kind}", value, getattr(chosen, own))
+    return dataclasses.replace(chosen, **values)
 
 
 def _read(told: str, value: Any, present: Any) -> Any:

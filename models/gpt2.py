@@ -8,7 +8,6 @@ token embedding transposed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.weighted import Weighted
-from jvpipe.models.transformer import (
+from jvpipe.models.blocks import (
     Block,
+    LossFunction,
     Parts,
+    TextConfig,
     TransformerConfig,
     dropped,
     embedding,
     layer_norm,
+    looking_back,
     normed,
-    prediction_loss,
+    predicting,
 )
 from jvpipe.models.weights import Format, Source, linear, norm, only, table
 from jvpipe.models.workload import Data, Workload, sized
@@ -42,8 +43,7 @@ class Gpt2Config(TransformerConfig):
 
     def bias(self, tokens: int) -> Float[Array, "1 T T"]:
         """Nobody looks ahead."""
-        iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
-        return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
+        return looking_back(tokens)
 
 
 SIZES = {
@@ -85,19 +85,13 @@ def parts(config: Gpt2Config) -> Parts:
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
 
-def loss_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_function(config: Gpt2Config) -> LossFunction:
     """The loss of next tokens, `loss_fn(params, batch, rng)`.
 
     The batch holds `tokens` and `targets` [B, T] int32 and `weights` [B, T] float32; a position of weight 0 (padding)
     does not count. `total` is the sum of the cross entropies in nats, `weight` their number.
     """
-    logits = logits_function(config)
-
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
-        batch = jax.tree.map(jnp.asarray, batch)
-        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
-
-    return loss_fn
+    return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
@@ -113,14 +107,14 @@ def logits_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None]
     return logits
 
 
-def abstract_batch(config: Gpt2Config, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: TextConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and types of a batch."""
     shape = (batch_size, config.tokens)
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def open_data(config: Gpt2Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
     """Text as records whose every token is predicted from those before it."""
     from jvpipe.models.text import open_next_tokens  # a plan needs no data, nor the libraries that read it
 
@@ -145,16 +139,16 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sources(config: Gpt2Config) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    found = table("embeddings.tokens", "wte") | table("embeddings.positions", "wpe") | norm("head.norm", "ln_f")
+    sources = table("embeddings.tokens", "wte") | table("embeddings.positions", "wpe") | norm("head.norm", "ln_f")
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
-        found |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        found |= linear(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
-        found |= linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
-        found |= norm(f"{ours}.feed_forward_norm", f"{theirs}.ln_2")
-        found |= linear(f"{ours}.expand", f"{theirs}.mlp.c_fc", turned=False)
-        found |= linear(f"{ours}.contract", f"{theirs}.mlp.c_proj", turned=False)
-    return found
+        sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        sources |= linear(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
+        sources |= linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
+        sources |= norm(f"{ours}.feed_forward_norm", f"{theirs}.ln_2")
+        sources |= linear(f"{ours}.expand", f"{theirs}.mlp.c_fc", turned=False)
+        sources |= linear(f"{ours}.contract", f"{theirs}.mlp.c_proj", turned=False)
+    return sources
 
 
 FORMAT = Format(_fields, _sources, (".attn.bias", ".attn.masked_bias", "lm_head"))

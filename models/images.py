@@ -1,4 +1,4 @@
-"""Images as training data: of a file, or drawn, so that nothing need be fetched.
+"""Labelled images: of a file, the digits that scikit-learn carries, or drawn, so that nothing need be fetched.
 
 Axes: N images, Y and X of an image.
 """
@@ -6,17 +6,17 @@ Axes: N images, Y and X of an image.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jvpipe.models.batches import fixed_batches, train_batches
-from jvpipe.models.text import frequency_loss
-from jvpipe.models.workload import Batch, Data
+from jvpipe.ir.extras import extra
 
+DIGITS = 10
 _DRAWN = 4096
-_HELD_OUT = 16  # one in so many
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,27 @@ class Images:
     digest: str
 
 
-def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int) -> Data:
-    """Images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
+def digit_images(side: int) -> Images:
+    """The handwritten digits of scikit-learn, 1797 images of 8 x 8 pixels, grey, enlarged.
 
     Raises:
-        ValueError: what `read_images` raises.
-
+        MissingExtraError: scikit-learn is not installed.
     """
-    pictures = drawn_images(side, classes) if data_path is None else read_images(data_path, side, classes)
+    grey, labels = digits()
+    nearest = np.arange(side) * grey.shape[1] // side
 
-    def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
-        i = int(record[0])
-        return {"images": pictures.image(i), "targets": pictures.labels[i], "weights": np.ones((), np.float32)}
+    def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
+        return np.repeat(2 * grey[i][np.ix_(nearest, nearest)][..., None] - 1, 3, axis=2)
 
-    order = np.random.default_rng(0).permutation(len(pictures.labels)).astype(np.int32)[:, None]
-    held_out_records, records = np.split(order, [max(1, len(order) // _HELD_OUT)])
-    held_out = fixed_batches(held_out_records, example, batch_size)
-    return Data(
-        train=train_batches(records, example, seed, batch_size),
-        example=held_out[0],
-        held_out=held_out,
-        digest=pictures.digest,
-        baseline_loss=frequency_loss(pictures.labels[records], held_out, classes, 0),
-    )
+    return Images(labels, image, hashlib.sha256(grey.tobytes() + labels.tobytes()).hexdigest())
+
+
+@cache
+def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Int32[np.ndarray, "N"]]:
+    """The ink of scikit-learn's digits, from 0 to 1, and which they are."""
+    with extra("images"):
+        digits = import_module("sklearn.datasets").load_digits()
+    return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 
 def drawn_images(side: int, classes: int) -> Images:

@@ -1,4 +1,4 @@
-"""Masked-language modelling: which tokens are hidden."""
+"""Masked-language modelling: which tokens are hidden, or in which order they are predicted."""
 
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,46 @@ def mask_record(
     `targets` and `weights` [K]: weight 1 where there is a token to predict, 0 in the rest.
     """
     assert marks.mask is not None, "looked at before"
-    ordinary = np.flatnonzero(~np.isin(record, marks.special))
-    count = min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary))))
-    chosen = np.sort(generator.choice(ordinary, count, replace=False))
-    fate = generator.random(count)
-    hidden = np.where(fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, count))
+    chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
+    fate = generator.random(len(chosen))
+    hidden = np.where(fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, len(chosen)))
     tokens = record.copy()
     tokens[chosen] = np.where(fate < 0.9, hidden, record[chosen])
-    filled = partial(np.pad, pad_width=(0, masked - count))
+    return {"tokens": tokens} | _told(record, chosen, masked)
+
+
+def permute_record(
+    record: Int32[np.ndarray, "T"],
+    generator: np.random.Generator,
+    *,
+    masked: int,
+    mask_rate: float,
+    marks: Marks = OURS,
+) -> Batch:
+    """Chooses a share `mask_rate` of ordinary tokens, `masked` (K) at most, in the order of their prediction.
+
+    Returns the `tokens` [T] as they are, and `positions`, `targets` and `weights` [K]: weight 1 where there is a token
+    to predict, 0 in the rest (arXiv:1906.08237, 2.3).
+    """
+    return {"tokens": record} | _told(record, _chosen(record, generator, masked, mask_rate, marks), masked)
+
+
+def _chosen(
+    record: Int32[np.ndarray, "T"], generator: np.random.Generator, masked: int, mask_rate: float, marks: Marks
+) -> np.ndarray:
+    """Positions of ordinary tokens, in a random order."""
+    ordinary = np.flatnonzero(~np.isin(record, marks.special))
+    return generator.choice(
+        ordinary, min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary)))), replace=False
+    )
+
+
+def _told(record: Int32[np.ndarray, "T"], chosen: np.ndarray, masked: int) -> Batch:
+    filled = partial(np.pad, pad_width=(0, masked - len(chosen)))
     return {
-        "tokens": tokens,
         "positions": filled(chosen.astype(np.int32)),
         "targets": filled(record[chosen]),
-        "weights": filled(np.ones(count, np.float32)),
+        "weights": filled(np.ones(len(chosen), np.float32)),
     }
 
 
@@ -70,4 +97,28 @@ def open_masked_text(
         tokens=tokens,
         first=OURS.first,
         transform=transform,
+    )
+
+
+def open_permuted_text(
+    data_path: Path | None,
+    run_dir: Path,
+    seed: int,
+    batch_size: int,
+    *,
+    vocabulary: int,
+    tokens: int,
+    masked: int,
+    mask_rate: float,
+) -> Data:
+    """Text as batches of records that are predicted in a random order; raises what `open_text` does."""
+    return open_text(
+        data_path,
+        run_dir,
+        seed,
+        batch_size,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        first=OURS.first,
+        transform=lambda _, marks: partial(permute_record, masked=masked, mask_rate=mask_rate, marks=marks),
     )

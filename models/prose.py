@@ -32,7 +32,7 @@ def gather_prose(limit_characters: int = _LIMIT_CHARACTERS) -> Corpus:
     Files come in the order of the hash of their names, so that the limit takes a little of everything. A paragraph
     that occurs again is left out.
     """
-    found: list[str] = []
+    prose: list[str] = []
     seen: set[str] = set()
     characters = 0
     for texts in _sources():
@@ -41,11 +41,11 @@ def gather_prose(limit_characters: int = _LIMIT_CHARACTERS) -> Corpus:
             if paragraph not in seen:
                 seen.add(paragraph)
                 fresh.append(paragraph)
-        found += documents(fresh)
+        prose += documents(fresh)
         characters += sum(map(len, fresh))
         if characters >= limit_characters:
             break
-    return Corpus(tuple(found))
+    return Corpus(tuple(prose))
 
 
 def prose_paragraphs(text: str) -> Iterator[str]:

@@ -10,7 +10,6 @@ it. What differs from the paper: layer norm has a bias, products have biases, an
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.weighted import Weighted
 from jvpipe.models import t5_published
-from jvpipe.models.transformer import (
+from jvpipe.models.blocks import (
     Block,
+    CrossAttention,
+    LossFunction,
     Parts,
     TransformerConfig,
     distance_bias,
@@ -31,10 +31,9 @@ from jvpipe.models.transformer import (
     embedding,
     layer_norm,
     linear,
-    mixture,
+    looking_back,
     normed,
-    prediction_loss,
-    residual_scale,
+    predicting,
 )
 from jvpipe.models.workload import Data, Workload, sized
 
@@ -64,8 +63,7 @@ class T5Config(TransformerConfig):
 class _DecoderConfig(T5Config):
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
         """The same, and nobody looks ahead."""
-        iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
-        return jnp.where(iota(2) > iota(1), -jnp.inf, distance_bias(self.heads, tokens))
+        return looking_back(tokens) + distance_bias(self.heads, tokens)
 
 
 SIZES = {
@@ -86,25 +84,6 @@ class Embeddings(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The vectors that a first block reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
-
-
-class CrossAttention(nnx.Module):
-    """Tokens of the decoder look at those of the encoder."""
-
-    def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        self.queries = linear(config, rngs, config.width, config.width)
-        self.inputs = linear(config, rngs, config.width, 2 * config.width)
-        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
-        self.dropout = nnx.Dropout(config.dropout)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], key: jax.Array | None
-    ) -> Float[Array, "B T D"]:
-        """The mixture of the values of what was read."""
-        k, v = jnp.split(self.inputs(read), 2, axis=-1)
-        drop = partial(dropped, self.dropout, key=key)
-        return self.output(mixture(self.queries(x), k, v, self.config.heads, None, drop))
 
 
 class DecoderBlock(nnx.Module):
@@ -156,20 +135,14 @@ def parts(config: T5Config) -> Parts:
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
-def loss_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_function(config: T5Config) -> LossFunction:
     """The loss of the tokens that are written, `loss_fn(params, batch, rng)`.
 
     The batch holds `inputs`, `tokens` and `targets` [B, T] int32, which the encoder reads, the decoder reads and the
     decoder predicts, and `weights` [B, T] float32; a position of weight 0 does not count. `total` is the sum of the
     cross entropies in nats, `weight` their number.
     """
-    logits = logits_function(config)
-
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
-        batch = jax.tree.map(jnp.asarray, batch)
-        return prediction_loss(logits(params, batch, rng if config.dropout > 0 else None), batch)
-
-    return loss_fn
+    return predicting(logits_function(config), config.dropout)
 
 
 def logits_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:

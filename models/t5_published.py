@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.models.transformer import Parts, TransformerConfig, dropped, embedding, mixture
+from jvpipe.models.blocks import Parts, TransformerConfig, dropped, embedding, mixture
 from jvpipe.models.weights import Format, Source, only
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
@@ -42,8 +42,8 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
     exact = half // 2
     log = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(distance / exact) * (half - exact)
-    found = jnp.where(far < exact, far, jnp.minimum(exact + log.astype(jnp.int32), half - 1))
-    return found + jnp.where(forward > 0, half, 0) if ahead else found
+    bucket = jnp.where(far < exact, far, jnp.minimum(exact + log.astype(jnp.int32), half - 1))
+    return bucket + jnp.where(forward > 0, half, 0) if ahead else bucket
 
 
 class Embeddings(nnx.Module):
@@ -253,29 +253,29 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    found = table_of("embeddings.tokens", "shared")
+    sources = table_of("embeddings.tokens", "shared")
     for half, own in (("encoder", "read"), ("decoder", "head")):
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
-        found |= table_of(f"{half}_distances.table", first)
-        found |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
+        sources |= table_of(f"{half}_distances.table", first)
+        sources |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
-            found |= _block(config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder")
-    return found | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
+            sources |= _block(config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder")
+    return sources | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     looks = {"attention": "0.SelfAttention"} | ({"reading": "1.EncDecAttention"} if decodes else {})
     for name, there in looks.items():
-        found |= norm_of(f"{ours}.{name}_norm", f"{theirs}.{there[0]}.layer_norm", bias=False)
+        sources |= norm_of(f"{ours}.{name}_norm", f"{theirs}.{there[0]}.layer_norm", bias=False)
         for part, letter in (("queries", "q"), ("keys", "k"), ("values", "v"), ("output", "o")):
-            found |= linear_of(f"{ours}.{name}.{part}", f"{theirs}.{there}.{letter}", bias=False)
+            sources |= linear_of(f"{ours}.{name}.{part}", f"{theirs}.{there}.{letter}", bias=False)
     last = f"{theirs}.{len(looks)}"
-    found |= norm_of(f"{ours}.feed_forward_norm", f"{last}.layer_norm", bias=False)
+    sources |= norm_of(f"{ours}.feed_forward_norm", f"{last}.layer_norm", bias=False)
     units = {"expand": "wi_0", "gate": "wi_1"} if config.gated else {"expand": "wi"}
     for name, there in (units | {"contract": "wo"}).items():
-        found |= linear_of(f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False)
-    return found
+        sources |= linear_of(f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False)
+    return sources
 
 
 FORMAT = Format(_fields, _sources, ("embed_tokens", "lm_head", "1.EncDecAttention.relative_attention_bias"))

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -48,12 +48,12 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
         ValueError: it has nothing to end a document with.
     """
     known = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
-    found = [next((known[n] for n in names if known[n] is not None), None) for names in (_STARTS, _ENDS, _MASKS)]
-    start, end, mask = found
+    ids = [next((known[n] for n in names if known[n] is not None), None) for names in (_STARTS, _ENDS, _MASKS)]
+    start, end, mask = ids
     if end is None:
         raise ValueError(f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it")
     added = tokenizer.get_added_tokens_decoder()
-    special = {i for i, token in added.items() if token.special} | {i for i in found if i is not None}
+    special = {i for i, token in added.items() if token.special} | {i for i in ids if i is not None}
     return Marks(end if start is None else start, end, mask, tuple(sorted(special)))
 
 
@@ -129,13 +129,20 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
 
 
 def cached_records(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
-    """`pack`, once: then read from the cache, under the hash of documents and tokenizer, as a memory map."""
+    """`pack`, once."""
+    return cached(str(tokens), documents, tokenizer, lambda: pack(documents, tokenizer, tokens))
+
+
+def cached(
+    name: str, texts: Sequence[str], tokenizer: Tokenizer, rows: Callable[[], np.ndarray]
+) -> Int32[np.ndarray, "N T"]:
+    """`rows()`, once: then read from the cache, under the hash of texts and tokenizer, as a memory map."""
     key = hashlib.sha256(tokenizer.to_str().encode())
-    for document in documents:
-        key.update(hashlib.sha256(document.encode()).digest())
-    path = cache_folder() / f"records-{key.hexdigest()[:32]}-{tokens}.npy"
+    for text in texts:
+        key.update(hashlib.sha256(text.encode()).digest())
+    path = cache_folder() / f"records-{key.hexdigest()[:32]}-{name}.npy"
     if not path.exists():
         content = io.BytesIO()
-        np.save(content, pack(documents, tokenizer, tokens), allow_pickle=False)
+        np.save(content, rows(), allow_pickle=False)
         write_whole(path, content.getvalue())
     return np.load(path, mmap_mode="r", allow_pickle=False)

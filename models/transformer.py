@@ -1,249 +1,184 @@
-"""What the transformers here share: pre-norm blocks (arXiv:1706.03762, arXiv:2002.04745) in Flax NNX.
+"""The Transformer (arXiv:1706.03762): an encoder reads a sentence, a decoder writes its translation, in Flax NNX.
 
-Axes: B batch, T tokens, D model, H heads, F feed-forward.
+Axes: B batch, T tokens that are read, and as many that are written, D model, H heads, V vocabulary.
+
+As in the paper: layer norm stands after each sublayer, positions are sinusoids, and one table of vectors serves both
+languages and, transposed, the output. Its base model has 65M parameters there, its big one 213M, both rounded; here it
+is 63.1M and 214.2M with a vocabulary of 37,000 and biases of all products.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models.blocks import (
+    CrossAttention,
+    Parts,
+    TransformerConfig,
+    dropped,
+    layer_norm,
+    linear,
+    looking_back,
+    normed,
+)
+from jvpipe.models.translators import Logits, TranslatorConfig, abstract_batch, loss_of, open_data, unseen
+from jvpipe.models.workload import Workload, sized
 
 
-@dataclass(frozen=True)
-class TransformerConfig(ABC):
-    """The shape of a transformer; `tokens` is the length of a record.
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
+    """The shape of a Transformer; `blocks` are those of the encoder, and as many has the decoder."""
 
-    `dtype` is that of the computation, float32 or bfloat16; parameters are float32. For weights from elsewhere: a table
-    of positions may have more rows than a record has `tokens`, the feed-forward network other than 4 D units, and layer
-    norm another `epsilon`.
-    """
+    vocabulary: int = 37000
+    tokens: int = 128
 
-    blocks: int
-    width: int
-    heads: int
-    vocabulary: int
-    tokens: int
-    dropout: float = 0.1
-    dtype: str = "float32"
-    positions: int = 0
-    feed_forward: int = 0
-    epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        if min(self.blocks, self.width, self.heads) < 1 or self.tokens < 8 or self.vocabulary < 300:
-            raise ValueError(f"{self} is too small: it needs a block, a head, 8 tokens and a vocabulary of 300")
-        if 0 < self.positions < self.tokens:
-            raise ValueError(f"tokens={self.tokens} are more than the {self.positions} positions: give fewer")
-
-    @abstractmethod
-    def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
-        """What is added to the scores of attention: who looks at whom; None for nothing."""
+    def bias(self, tokens: int) -> Float[Array, "1 T T"]:
+        """Nobody looks ahead."""
+        return looking_back(tokens)
 
 
-def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
-    """What a head adds to its scores: less, the farther away a token is (ALiBi).
-
-    The first half of the heads looks back, the other half ahead: on the other side distances count fourfold. In each
-    half slopes fall from 1 towards 2^-8.
-
-    >>> distance_bias(2, 3)[0].astype("int32").tolist()
-    [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
-    """
-    half = (heads + 1) // 2
-    iota = partial(jax.lax.broadcasted_iota, jnp.float32)
-    slope = jnp.exp2(iota((half, 1, 1), 0) * (-8 / half))
-    ahead = iota((1, tokens, tokens), 2) - iota((1, tokens, tokens), 1)
-    back = slope * jnp.minimum(ahead, -4 * ahead)
-    return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
+_config = EncoderDecoderConfig
+SIZES = {
+    "tiny": _config(blocks=2, width=32, heads=2, vocabulary=300, tokens=8, dropout=0.0, smoothing=0.0),
+    "mini": _config(blocks=2, width=128, heads=4, vocabulary=1024, tokens=32, dropout=0.2),
+    "base": _config(blocks=6, width=512, heads=8),
+    "big": _config(blocks=6, width=1024, heads=16, dropout=0.3),
+}
 
 
-class Attention(nnx.Module):
-    """Tokens look at tokens of their record, with H heads."""
+class Embeddings(nnx.Module):
+    """A vector per token plus one per position; also the output's."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        self.inputs = linear(config, rngs, config.width, 3 * config.width)
-        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
+        init, dtype = nnx.initializers.normal(config.width**-0.5), jnp.dtype(config.dtype)
+        self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
-        """The mixture of the other tokens' values; `key` draws the dropped weights."""
-        q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
-        bias = self.config.bias(x.shape[1])
-        return self.output(mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key)))
+    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The vectors that a first block reads."""
+        x = self.tokens(tokens)
+        D = x.shape[2]
+        return dropped(self.dropout, x * D**0.5 + sinusoids(tokens.shape[1], D).astype(x.dtype)[None], key)
 
-
-def mixture(
-    q: Float[Array, "B T D"],
-    k: Float[Array, "B S D"],
-    v: Float[Array, "B S D"],
-    heads: int,
-    bias: Float[Array, "#H T S"] | None,
-    drop: Callable[[jax.Array], jax.Array],
-    scale: float | None = None,
-) -> Float[Array, "B T D"]:
-    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights.
-
-    Scores are multiplied by `scale`, by the usual one unless it is given.
-    """
-    D = q.shape[2]
-    q, k, v = (y.reshape(*y.shape[:2], heads, D // heads) for y in (q, k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (
-        (D // heads) ** -0.5 if scale is None else scale
-    )
-    scores = scores if bias is None else scores + bias[None]
-    weights = drop(jax.nn.softmax(scores).astype(q.dtype))
-    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], D)
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Of the next token, in float32."""
+        return self.tokens.attend(x).astype(jnp.float32)
 
 
 class Block(nnx.Module):
-    """Attention, then a feed-forward network of F units, each added to its input."""
+    """Attention and a feed-forward network, each added to its input, the sum normed."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
+        self.attention = CrossAttention(config, rngs=rngs)
         self.attention_norm = layer_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.feed_forward_norm = layer_norm(config, rngs)
         self.expand = linear(config, rngs, config.width, units)
-        self.contract = linear(config, rngs, units, config.width, scale=residual_scale(config))
+        self.contract = linear(config, rngs, units, config.width)
+        self.feed_forward_norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def attended(self, x: Float[Array, "B T D"], bias: jax.Array, key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after they have looked at each other."""
+        k0, k1 = _keys(key, 2)
+        return normed(self.attention_norm, x + dropped(self.dropout, self.attention(x, x, k0, bias), k1))
+
+    def fed(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens, each for itself."""
+        y = self.contract(jax.nn.relu(self.expand(x)))
+        return normed(self.feed_forward_norm, x + dropped(self.dropout, y, key))
+
+
+class EncoderBlock(Block):
+    """One after the other."""
+
+    def __call__(
+        self, x: Float[Array, "B T D"], mask: Float[Array, "B 1 1 T"], key: jax.Array | None
+    ) -> Float[Array, "B T D"]:
         """The tokens after one block."""
-        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = x + dropped(self.dropout, self.attention(normed(self.attention_norm, x), k0), k1)
-        y = self.contract(jax.nn.gelu(self.expand(normed(self.feed_forward_norm, x))))
-        return x + dropped(self.dropout, y, k2)
+        k0, k1 = _keys(key, 2)
+        return self.fed(self.attended(x, mask, k0), k1)
 
 
-Part = Callable[..., nnx.Module]
-"""How a module is built: `part(config, rngs=rngs)`."""
+class DecoderBlock(Block):
+    """Its tokens look back, and between the two at what was read."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.config = config
+        self.reading = CrossAttention(config, rngs=rngs)
+        self.reading_norm = layer_norm(config, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        read: Float[Array, "B T D"],
+        mask: Float[Array, "B 1 1 T"],
+        key: jax.Array | None,
+    ) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2, k3 = _keys(key, 4)
+        x = self.attended(x, self.config.bias(x.shape[1])[None], k0)
+        x = normed(self.reading_norm, x + dropped(self.dropout, self.reading(x, read, k1, mask), k2))
+        return self.fed(x, k3)
 
 
-class Kind:
-    """A kind of module, built and traced once for all: `build(rngs)` makes one."""
-
-    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
-        self._build = build
-
-    def module(self, params: Any) -> Any:
-        """A module of this kind with these parameters."""
-        graph, _, rest = self._structure
-        return nnx.merge(graph, params, rest, copy=True)
-
-    @cached_property
-    def init(self) -> Callable[[jax.Array], Any]:
-        """Maps a key to fresh parameters, nested dicts of float32 arrays."""
-        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param)))
-
-    @cached_property
-    def _structure(self) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param, ...)
+def sinusoids(tokens: int, width: int, first: int = 0) -> Float[Array, "T D"]:
+    """The vectors of positions from `first` on: half sines, half cosines, of wave lengths from 2 pi to 20,000 pi."""
+    half = width // 2
+    rates = jnp.exp(jax.lax.iota(jnp.float32, half) * (-np.log(1e4) / max(1, half - 1)))
+    angles = (jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first) * rates[None]
+    return jnp.pad(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1), ((0, 0), (0, width % 2)))
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A transformer taken apart: its kinds of modules in their order, each built and traced once for all.
-
-    Those called as in `stacked` occur as often as the configuration has blocks.
-    """
-
-    config: TransformerConfig
-    kinds: Mapping[str, Part]
-    stacked: tuple[str, ...] = ("blocks",)
-
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
-        found = {}
-        for name, kind in self._kinds.items():
-            first = self._first[name]
-            stack = {f"{i:03}": kind.init(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
-            found[name] = stack if name in self.stacked else stack["000"]
-        return found
-
-    def part(self, name: str, params: Any) -> Any:
-        """A module of a kind with these parameters."""
-        return self._kinds[name].module(params)
-
-    def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
-        """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
-        return None if key is None else jax.random.fold_in(key, self._first[name] + i)
-
-    def through(self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array) -> jax.Array:
-        """The tokens after all blocks of a kind, each of which reads `others` too."""
-        for i in range(self.config.blocks):
-            x = self.part(name, blocks[f"{i:03}"])(x, *others, self.key(name, key, i))
-        return x
-
-    def _count(self, name: str) -> int:
-        return self.config.blocks if name in self.stacked else 1
-
-    @cached_property
-    def _first(self) -> dict[str, int]:
-        """The position of the first module of each kind."""
-        starts = accumulate(map(self._count, self.kinds), initial=0)
-        return dict(zip(self.kinds, starts, strict=False))
-
-    @cached_property
-    def _kinds(self) -> dict[str, Kind]:
-        return {name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs)) for name, part in self.kinds.items()}
+def parts(config: EncoderDecoderConfig) -> Parts:
+    """The model taken apart."""
+    kinds = {"embeddings": Embeddings, "encoder": EncoderBlock, "decoder": DecoderBlock}
+    return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
-def embedding(config: TransformerConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
-    """A table of vectors of width D."""
-    init = nnx.initializers.normal(spread)
-    return nnx.Embed(rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+def loss_function(config: EncoderDecoderConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of the tokens that are written, that of `loss_of`."""
+    return loss_of(config, logits_function(config))
 
 
-def linear(config: TransformerConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0) -> nnx.Linear:
-    """A linear map whose results vary as its inputs do, times `scale`."""
-    init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    return nnx.Linear(inputs, outputs, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+def logits_function(config: EncoderDecoderConfig) -> Logits:
+    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+        embeddings = model.part("embeddings", params["embeddings"])
+        mask = unseen(batch["lengths"], config.tokens)[:, None, None]
+        x = embeddings(batch["inputs"], model.key("embeddings", key))
+        read = model.through("encoder", params["encoder"], x, key, mask)
+        y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
+        return embeddings.logits(model.through("decoder", params["decoder"], y, key, read, mask))
+
+    return logits
 
 
-def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Layer norm of vectors of width D."""
-    return nnx.LayerNorm(config.width, epsilon=config.epsilon, rngs=rngs)
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """A Transformer of a size (`tiny`, `mini`, `base`, `big`), with fields replaced by `options`."""
+    return sized(
+        "transformer",
+        SIZES,
+        size,
+        options,
+        init=lambda config: parts(config).init,
+        loss_function=loss_function,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=5e-4,
+        batch_size=128,
+        mini_rate=2e-3,
+    )
 
 
-def residual_scale(config: TransformerConfig) -> float:
-    """Sublayers that add to the residual stream start smaller the more of them there are (GPT-2's rule)."""
-    return (2 * config.blocks) ** -0.5
-
-
-def normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
-    """Layer norm in float32, whatever the type of `x`, which it keeps."""
-    return norm(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Dropout; none without a key."""
-    return x if key is None else dropout(x, rngs=key, deterministic=False)
-
-
-def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
-    """Nats for each target [*B]."""
-    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
-    return -jnp.squeeze(scores, -1)
-
-
-def prediction_loss(logits: Float[Array, "*B V"], batch: Mapping[str, Any]) -> Weighted:
-    """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B]."""
-    weights = batch["weights"]
-    return Weighted(jnp.sum(cross_entropies(logits, batch["targets"]) * weights), jnp.sum(weights))
+def _keys(key: jax.Array | None, count: int) -> Any:
+    return [None] * count if key is None else jax.random.split(key, count)

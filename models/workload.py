@@ -25,7 +25,21 @@ Tree = Any
 Config = TypeVar("Config")
 Batch = dict[str, np.ndarray]
 
-NAMES = ("bert", "gpt2", "t5", "amoebanet", "evolved-transformer", "evolved-amoebanet")
+NAMES = (
+    "bert",
+    "gpt2",
+    "llama",
+    "t5",
+    "transformer",
+    "gnmt",
+    "xlnet",
+    "resnet",
+    "vgg",
+    "unet",
+    "amoebanet",
+    "evolved-transformer",
+    "evolved-amoebanet",
+)
 _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 
@@ -128,7 +142,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     """The workload called `name`.
 
     Args:
-        name: `bert`, `gpt2`, `t5`, `amoebanet`, `evolved-transformer` or `evolved-amoebanet`.
+        name: one of `NAMES`.
         size: one of the model's sizes; its smallest if None.
         **options: fields of the model's configuration that replace those of the size, e.g. `tokens=512`.
 
@@ -142,7 +156,7 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
     >>> load("brt")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, t5, amoebanet, evolved-transformer, ...
+    ValueError: unknown model 'brt': did you mean 'bert'? There are bert, gpt2, llama, ...
 
     """
     if name not in _MODULES:
@@ -184,8 +198,10 @@ def sized(
     open_data: Callable[[Config, Path | None, Path, int, int], Data],
     learning_rate: float,
     batch_size: int,
+    mini_rate: float = 3e-3,
     model_state: Callable[[Config], Callable[[], Tree]] | None = None,
     supernet: Callable[[Config], Supernet] | None = None,
+    has_aux: bool = False,
 ) -> Workload:
     """A model of one of its sizes with fields replaced by `options`: each function takes the configuration first.
 
@@ -194,7 +210,7 @@ def sized(
     size = size or "mini"
     config = configured(name, sizes, size, options)
     mini = size == "mini"
-    recipe = Recipe(3e-3 if mini else learning_rate)
+    recipe = Recipe(mini_rate if mini else learning_rate)
     return Workload(
         name=name,
         size=size,
@@ -210,4 +226,5 @@ def sized(
         steps=800 if mini else 100_000,
         model_state=model_state(config) if model_state else None,
         supernet=supernet(config) if supernet else None,
+        has_aux=has_aux,
     )

@@ -114,3 +114,15 @@ def test_the_page_about_the_house_has_a_line_for_every_file() -> None:
     told = set(re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE))
     present = {path.relative_to(LIBRARY).as_posix() for path in FILES if path.name != "__init__.py"}
     assert sorted(told) == sorted(present)
+
+
+def test_every_experiment_says_what_it_found_and_is_listed() -> None:
+    folder = ROOT / "experiments"
+    folders = {path.parent.name for path in folder.glob("*/__init__.py")}
+    listed = re.findall(r"^\| \[(\w+)\]\((\w+)/README\.md\) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert all(name == target for name, target in listed)
+    assert [name for name, _ in listed] == sorted(folders)
+    for name in folders:
+        page = (folder / name / "README.md").read_text()
+        assert f"python -m experiments.{name}." in page, name
+        assert re.search(r"20\d\d-\d\d-\d\d", page), f"{name} does not say when"

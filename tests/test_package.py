@@ -14,7 +14,7 @@ import jvpipe
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax": "jaxlib"}
+IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax": "jaxlib", "pillow": "PIL", "scikit-learn": "sklearn"}
 
 
 def named(requirements: list[str]) -> set[str]:
@@ -34,7 +34,11 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("jvpipe", ["cli", "figures", "tensorboard", "wandb"]), ("models", ["models", "parquet"])]
+    ("folder", "extras"),
+    [
+        ("jvpipe", ["cli", "figures", "tensorboard", "wandb"]),
+        ("models", ["models", "parquet", "images", "translation"]),
+    ],
 )
 def test_what_is_imported_is_of_the_core_or_of_an_extra(folder: str, extras: list[str]) -> None:
     known = named([text for extra in extras for text in EXTRAS[extra]]) | named(PROJECT["dependencies"])

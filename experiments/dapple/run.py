@@ -16,12 +16,13 @@ from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
-from jvpipe.planners.joint.replicas_costs import LocalCosts, local_costs
 from jvpipe.planners.joint.replicas_planner import ReplicaAnswer, plan_replicas
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
 from jvpipe.planners.joint.replicas_rivals import rivals
-from jvpipe.planners.joint.replicas_stage import Tables
-from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.model.replicas_costs import LocalCosts, local_costs
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.replicas_step import simulated_s
 
 DEVICES = 16
 LOCAL_BATCHES = (1, 4)

@@ -49,10 +49,9 @@ def subject(name: str) -> tuple[Costing, Costing]:
     @cache
     def traced(size: int) -> Model:
         cuts = None if size == ANCHORS[0] else traced(ANCHORS[0]).traced.cuts
-        state, key = workload.initial_state(), jax.random.key(0)
-        return trace_model(
-            workload.loss_fn, params, workload.abstract_batch(size), key, state, cuts, has_state=workload.has_state
-        )
+        batch, state, key = workload.abstract_batch(size), workload.initial_state(), jax.random.key(0)
+        aux, stateful = workload.has_aux, workload.has_state
+        return trace_model(workload.loss_fn, params, batch, key, state, cuts, has_aux=aux, has_state=stateful)
 
     @cache
     def optimizer() -> OptimizerCut:

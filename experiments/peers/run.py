@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--jaxpp-python", default="")
     parser.add_argument("--jaxpp-src", default="", help="the folder src of JaxPP's repository")
     parser.add_argument("--torch-python", default="")
-    parser.add_argument("--only", default="", help="ways whose name has this in it")
+    parser.add_argument("--only", default="", help="ways whose name has one of these in it, with commas between")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: dispatch alone")
     options = parser.parse_args()
     pythons: dict[Environment, str] = {
@@ -114,7 +114,8 @@ def main() -> None:
     }
     for name in (name for name, python in pythons.items() if not python):
         print(f"{name} is left out: --{name.lower()}-python is not given")
-    ways = [way for way in WAYS if pythons[way.environment] and options.only in way.name]
+    only = options.only.split(",")
+    ways = [way for way in WAYS if pythons[way.environment] and any(name in way.name for name in only)]
     found: dict[Way, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder) / "reference.npz")

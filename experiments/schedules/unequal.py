@@ -8,9 +8,9 @@ import jax
 
 from experiments.schedules.clock import step_s
 
-LAYERS, MICRO, WARM, STEPS = 12, 8, 2, 8
+LAYERS, MICRO, WARM, STEPS = 12, 8, 2, 5
 WIDTH, EXAMPLES = 16, 64
-FORWARD_S, BACKWARD_S = 4e-3, 8e-3
+FORWARD_S, BACKWARD_S = 12e-3, 24e-3
 SPEEDS = ((2.0, 1.0), (1.0, 2.0))
 """Of device 0 and device 1."""
 ROOM = 0.75

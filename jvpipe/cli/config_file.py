@@ -42,11 +42,11 @@ def read_options(path: Path, types: Mapping[str, Any], of_one_start: Collection[
         raise ValueError(f"--config {path}: {did_you_mean('option', unknown, list(types))}")
     if isinstance(fields := named.get("set"), Mapping):
         named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
-    found = {name: as_type(value, types[name]) for name, value in named.items()}
-    for name, value in found.items():
+    values = {name: as_type(value, types[name]) for name, value in named.items()}
+    for name, value in values.items():
         if not is_type(value, types[name]):
             raise ValueError(f"--config {path}: {name} is {value!r}, and should be {_wanted(types[name])}")
-    return found
+    return values
 
 
 def as_type(value: Any, wanted: Any) -> Any:

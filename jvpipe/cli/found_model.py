@@ -56,18 +56,18 @@ def find_model(name: str, size: str | None = None, fields: Mapping[str, Any] | N
 
 def _of_file(path: Path) -> ModuleType:
     """The module of a file, imported once; what lies beside it can be imported too."""
-    found = path.resolve()
-    if not found.is_file():
+    file = path.resolve()
+    if not file.is_file():
         raise ValueError("there is no such file")
-    name = f"{found.stem}_of_{found.parent.name}"
+    name = f"{file.stem}_of_{file.parent.name}"
     loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(found):
+    if loaded is not None and loaded.__file__ == str(file):
         return loaded
-    spec = importlib.util.spec_from_file_location(name, found)
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, "a file that ends in .py has a loader"
     assert spec.loader is not None
-    if str(found.parent) not in sys.path:
-        sys.path.insert(0, str(found.parent))
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     try:
         spec.loader.exec_module(module)

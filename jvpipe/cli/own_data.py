@@ -76,17 +76,17 @@ class Counted:
 
     def peek(self) -> Tree:
         """The next batch, which stays the next."""
-        found = next(self)
-        self._iterator, self._taken = chain([found], self._iterator), self._taken - 1
-        return found
+        batch = next(self)
+        self._iterator, self._taken = chain([batch], self._iterator), self._taken - 1
+        return batch
 
     def __iter__(self) -> "Counted":
         return self
 
     def __next__(self) -> Tree:
-        found = _next(self._told, self._iterator)
+        batch = _next(self._told, self._iterator)
         self._taken += 1
-        return found
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """How many batches were taken."""
@@ -131,10 +131,10 @@ def digest_of(batch: Tree) -> str:
     >>> digest_of({"x": np.zeros(2)}) == digest_of({"x": np.zeros(2)}) != digest_of({"x": np.ones(2)})
     True
     """
-    found = hashlib.sha256(str(shapes_of(batch)).encode())
+    digest = hashlib.sha256(str(shapes_of(batch)).encode())
     for leaf in jax.tree.leaves(batch):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def _iterator(told: str, batches: Any) -> Iterator[Tree]:
@@ -155,5 +155,5 @@ def _next(told: str, iterator: Iterator[Tree]) -> Tree:
 def _check_size(told: str, batch: Tree, batch_size: int) -> None:
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(batch_size,)}:
-        found = sorted(size[0] if size else 0 for size in sizes)
-        raise ValueError(f"{told} gives arrays whose first axis is {found}: it counts the examples, {batch_size}")
+        counts = sorted(size[0] if size else 0 for size in sizes)
+        raise ValueError(f"{told} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}")

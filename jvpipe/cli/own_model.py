@@ -35,27 +35,27 @@ _MAY = {
 _BATCH_SIZE, _STEPS, _RATE = 32, 1000, 1e-3
 
 
-def is_model(found: Any) -> bool:
+def is_model(given: Any) -> bool:
     """Whether something has what a model must have."""
-    return all(hasattr(found, name) for name in _MUST)
+    return all(hasattr(given, name) for name in _MUST)
 
 
 def completed(
-    where: str, name: str, found: Any, size: str | None, options: Mapping[str, Any] | None = None
+    where: str, name: str, given: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
     """A user's model with the defaults for what it lacks.
 
     Args:
         where: the value of `--model`, for messages.
         name: what the model is called.
-        found: an object, or a class that is made without arguments.
+        given: an object, or a class that is made without arguments.
         size: one of its `sizes`.
         options: fields that replace those of a dataclass.
 
     Raises:
         ValueError: it is no model: what is missing, and what it should be.
     """
-    model = _made(where, found)
+    model = _made(where, given)
     if size is not None:
         sizes = dict(getattr(model, "sizes", {}))
         if size not in sizes:
@@ -96,16 +96,16 @@ def _unknown(steps: int) -> np.ndarray:
     return np.full(steps, math.nan)
 
 
-def _made(where: str, found: Any) -> Any:
+def _made(where: str, given: Any) -> Any:
     """An object, or that of a class."""
-    if not isinstance(found, type):
-        return found
+    if not isinstance(given, type):
+        return given
     try:
-        return found()
+        return given()
     except TypeError as problem:
         raise ValueError(
-            f"--model {where}: the class {found.__name__} is not made without arguments ({problem}): give them "
-            f"defaults, or name an object, such as mine = {found.__name__}(...)"
+            f"--model {where}: the class {given.__name__} is not made without arguments ({problem}): give them "
+            f"defaults, or name an object, such as mine = {given.__name__}(...)"
         ) from problem
 
 

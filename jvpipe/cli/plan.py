@@ -25,17 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(Options, arguments, "jvpipe.plan")
     try:
         names = check(options)
-        found = of_model(options, names) if options.graph is None else of_graph(options, names)
+        forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    found.show(Console(width=160))
-    if not found.fits:
-        print("no plan:", found.why_not(), file=sys.stderr)
+    forecast.show(Console(width=160))
+    if not forecast.fits:
+        print("no plan:", forecast.why_not(), file=sys.stderr)
     try:
-        _write(options, found)
+        _write(options, forecast)
     except OSError as mistake:
         return _error(mistake)
-    return 0 if found.fits else 1
+    return 0 if forecast.fits else 1
 
 
 def _error(mistake: Exception) -> int:
@@ -75,16 +75,16 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     return asked(problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph))
 
 
-def _write(options: Options, found: Forecast) -> None:
+def _write(options: Options, forecast: Forecast) -> None:
     """Writes all answers as JSON, and pictures of the first."""
     if options.json is not None:
         with writing("--json", options.json) as path:
-            path.write_text(json.dumps(found.to_json(), indent=2) + "\n")
-    if found.answers[0].decision is None:
+            path.write_text(json.dumps(forecast.to_json(), indent=2) + "\n")
+    if forecast.answers[0].decision is None:
         return
     if options.timeline is not None:
         with writing("--timeline", options.timeline) as path:
-            found.timeline(path)
+            forecast.timeline(path)
     if options.figure is not None:
         with writing("--figure", options.figure) as path:
-            found.figure(path)
+            forecast.figure(path)

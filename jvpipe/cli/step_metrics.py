@@ -80,12 +80,12 @@ def tokens_in(batch: Any) -> int | None:
     24
     >>> tokens_in(np.zeros((2, 8), int))
     """
-    found = [
+    counts = [
         math.prod(leaf.shape[:2])
         for path, leaf in jax.tree.leaves_with_path(batch)
         if path_name(path[-1:]) in _TOKENS and len(leaf.shape) >= 2 and np.issubdtype(leaf.dtype, np.integer)
     ]
-    return sum(found) if found else None
+    return sum(counts) if counts else None
 
 
 def scalars_in(aux: Any) -> Mapping[str, float]:

@@ -102,7 +102,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         print(replace(change, step=change.step + 1))
     if (loss := held_out_loss(job, state, watch)) is not None:
         baseline = job.data.baseline_loss
-        told = "" if math.isnan(baseline) else f", predicting by token frequency {baseline:.4f}"
+        told = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
         print(f"held-out loss {loss:.4f}{told}")
     if not job.options.export:
         return

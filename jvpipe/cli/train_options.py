@@ -84,7 +84,9 @@ class Options:
     """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
     """A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the English
-    prose that comes with Python."""
+    prose that comes with Python. For models of images a folder with a folder for each class; by default the digits of
+    scikit-learn. For models that translate a folder with files such as train.en and train.de; by default the message
+    catalogues of Django."""
     tokenizer: str | None = None
     """Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text."""
     init_from: str | None = None

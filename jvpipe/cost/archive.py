@@ -7,7 +7,7 @@ other, and a file that is damaged is as good as none.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +40,23 @@ class Archive:
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, anew, busy)
+
+    def numbers(self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]) -> list[float]:
+        """The numbers that were kept, or else those measured now, which are kept.
+
+        Args:
+            what: says what they are of; asked only if there is a folder.
+            count: how many there are; others were not kept by this version.
+            measure: is asked where none are kept.
+        """
+        if self.folder is None:
+            return measure()
+        words = what()
+        numbers = self.find(*words)
+        if numbers is None or len(numbers) != count:
+            numbers = measure()
+            self.keep(numbers, *words)
+        return numbers
 
     def find(self, *what: str) -> list[float] | None:
         """The numbers that were kept; None if there are none that can be read."""

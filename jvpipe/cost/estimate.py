@@ -59,8 +59,8 @@ def estimate(
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
     splits = split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device)) if split else None
-    found = [works[id(p)] for p in everything]
-    return costs_of(traced.graph, signatures, found, options, optimizer, microbatches, splits)
+    chosen = [works[id(p)] for p in everything]
+    return costs_of(traced.graph, signatures, chosen, options, optimizer, microbatches, splits)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:

@@ -73,12 +73,13 @@ def links_between(device: Device, other: Device | None = None, archive: Archive 
         (device.device_kind, other.device_kind if other else ""),
     )
     if kinds not in known:
-        what = ("links", surroundings(device), *kinds)
-        numbers = archive.find(*what)
-        if numbers is None or len(numbers) != _NUMBERS:
-            numbers = measure_links(device, other).numbers
-            archive.keep(numbers, *what)
-        known[kinds] = Links.of(numbers)
+        known[kinds] = Links.of(
+            archive.numbers(
+                lambda: ("links", surroundings(device), *kinds),
+                _NUMBERS,
+                lambda: measure_links(device, other).numbers,
+            )
+        )
     return known[kinds]
 
 

@@ -179,19 +179,16 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 
 def _kept_seconds(store: ProgramStore, executable: Any, program: Program, device: Device, archive: Archive) -> float:
     """The seconds of a program, from the archive if they are there."""
-    if archive.folder is None:
-        return _seconds(executable, program, device)
-    what = ("seconds", surroundings(device), store.text(program, device))
-    numbers = archive.find(*what)
-    if numbers is None or len(numbers) != 1:
-        numbers = [_seconds(executable, program, device)]
-        archive.keep(numbers, *what)
-    return numbers[0]
+    return archive.numbers(
+        lambda: ("seconds", surroundings(device), store.text(program, device)),
+        1,
+        lambda: [_seconds(executable, program, device)],
+    )[0]
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:
     """The median of a few runs after one to warm up; what the program overwrites is put there anew for each."""
-    examples = [_example(a) for a in program.inputs]
+    examples = [example_of(a) for a in program.inputs]
     kept = {i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated}
     taken: list[float] = []
     while len(taken) <= _RUNS and (len(taken) < 3 or sum(taken) < _ENOUGH_S):
@@ -203,8 +200,8 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
     return statistics.median(taken[1:])
 
 
-def _example(shape: Any) -> Any:
-    """Values of no consequence, but no zeros: these are faster than real ones on some devices."""
+def example_of(shape: Any) -> Any:
+    """Makes values of no consequence, but no zeros: these are faster than real ones on some devices."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):

@@ -21,15 +21,15 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
     >>> dict(product_flops(jax.make_jaxpr(lambda x: jnp.sin(x @ x))(x).eqns))
     {'bfloat16': 128}
     """
-    found: Counter[str] = Counter()
+    by_dtype: Counter[str] = Counter()
     for eqn in eqns:
         if bodies := _jax.inner_jaxprs(eqn):
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for body in bodies:
-                found.update({dtype: times * count for dtype, count in product_flops(body.eqns).items()})
+                by_dtype.update({dtype: times * count for dtype, count in product_flops(body.eqns).items()})
         elif count := flops(eqn):
-            found[str(_jax.aval(eqn.invars[0]).dtype)] += count
-    return found
+            by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
+    return by_dtype
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:

@@ -57,7 +57,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How the edges between layers and the aux of a loss lie over the examples of a micro-batch."""
+    """How the edges between layers, the aux of a loss and the loss lie over the examples of a micro-batch."""
 
     tensors: tuple[Spread, ...]
     aux: tuple[Spread, ...] = ()
+    loss: Spread = Spread(Over.MEAN)

@@ -230,9 +230,9 @@ class Placer:
     def _teller(self, value: Value) -> int:
         """The place that tells others a value: that of its layer, or of whichever replica has it."""
         place = self.where.of(value.layer, value.examples)
-        found = place if (value, place) in self.current else self.holder(value)
-        assert found is not None, f"{value} lies nowhere"
-        return found
+        where = place if (value, place) in self.current else self.holder(value)
+        assert where is not None, f"{value} lies nowhere"
+        return where
 
     def _fed_bytes(self, value: Value) -> int:
         match value.kind:

@@ -91,5 +91,5 @@ def _fates(graph: LayerGraph, i: int, fates: Mapping[str, str]) -> str:
     layer = graph.layers[i]
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
-    found = {fate: [n for n in names if fates.get(n) == fate] for fate in ("swap", "recompute")}
-    return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in found.items() if chosen)
+    by_fate = {fate: [n for n in names if fates.get(n) == fate] for fate in ("swap", "recompute")}
+    return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in by_fate.items() if chosen)

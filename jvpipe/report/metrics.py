@@ -52,16 +52,16 @@ class StepMetrics:
 
     def numbers(self) -> dict[str, float]:
         """All that are numbers, by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, value in self.told().items():
             match value:
                 case int() | float():
-                    found[name] = value
+                    numbers[name] = value
                 case Mapping():
-                    found |= {f"{name}/{key}": each for key, each in value.items()}
+                    numbers |= {f"{name}/{key}": each for key, each in value.items()}
                 case tuple() if name == "staleness":
-                    found[name] = max(value)
-        return found
+                    numbers[name] = max(value)
+        return numbers
 
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners import find_planner
-from jvpipe.planners.joint.order_search import Found
+from jvpipe.planners.joint.order_search import OrderedPlan
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate
@@ -49,13 +49,14 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
     ]
 
 
-def search_reasons(found: Found) -> str:
+def search_reasons(plan: OrderedPlan) -> str:
     """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
-    rules = sorted(found.others.items(), key=lambda rule: rule[1])
-    beside = ", ".join(f"{name} {seconds / found.step_s:.3f}" for name, seconds in rules)
+    rules = sorted(plan.others.items(), key=lambda rule: rule[1])
+    beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
+    lent = f"; idle devices lend the others {plan.lent:.0%} of their time, so that less work counts for more"
     return (
-        f"the order comes from {found.family}: {1e3 * found.step_s:.2f} ms, no order is under "
-        f"{1e3 * found.bound_s:.2f}; beside it the rules take {beside}"
+        f"the order comes from {plan.family}: {1e3 * plan.step_s:.2f} ms, no order is under "
+        f"{1e3 * plan.bound_s:.2f}; beside it the rules take {beside}{lent if plan.lent else ''}"
     )
 
 

@@ -23,7 +23,7 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.value_shapes import shape
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.slices import batching, sliced
+from jvpipe.trace.slices import Apart, sliced, taken_apart
 
 _Key = tuple[int, Examples, int]
 
@@ -55,15 +55,20 @@ class Replicas:
         return Placement(self.traced.graph, self.plan)
 
     @cached_property
-    def batching(self) -> Batching:
-        """How edges and aux lie over the examples."""
+    def apart(self) -> Apart:
+        """What is known of the loss, whose examples are computed apart."""
         slices = [e for stage in self.plan.stages for e in self.where.slices(stage.layers[0]) if e]
-        return batching(self.traced, min(e.size for e in slices))
+        return taken_apart(self.traced, min(e.size for e in slices))
+
+    @property
+    def batching(self) -> Batching:
+        """How edges, aux and the loss lie over the examples."""
+        return self.apart.batching
 
     def sliced(self, examples: Examples) -> Traced:
         """The layers on some of the examples."""
         if examples not in self._slices:
-            self._slices[examples] = sliced(self.traced, examples)
+            self._slices[examples] = sliced(self.traced, examples, self.apart)
         return self._slices[examples]
 
     def programs(self, layout: int, examples: Examples, layer: int) -> LayerPrograms:
@@ -153,8 +158,7 @@ class Replicas:
     def loss_parts(self) -> list[Parts | None]:
         """The parts in which each loss and leaf of aux of a micro-batch is made; None: whole."""
         graph = self.traced.graph
-        loss = Spread(Over.SUM if graph.weighted else Over.MEAN)
-        parts = [self._made_in(graph.loss_layer, loss)] * (1 + graph.weighted)
+        parts = [self._made_in(graph.loss_layer, self.batching.loss)] * (1 + graph.weighted)
         for i, spread in enumerate(self.batching.aux):
             maker = next(layer.id for layer in graph.layers if i in layer.writing(ValueKind.AUX))
             parts.append(self._made_in(maker, spread))

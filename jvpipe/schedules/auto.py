@@ -46,16 +46,16 @@ class GivenLists:
 def given(lines: Sequence[str]) -> Schedule:
     """The schedule of a plan that holds its own lists, a line per device; ValueError if its stages lie in no order.
 
-    >>> found = given(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
-    >>> found.chunks, found.vee, found.device_of(2, 2)
+    >>> schedule = given(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
+    >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """
     places = {task.stage: d for d, tasks in enumerate(read_lines(tuple(lines))) for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
     for vee in (False, True):
-        found = Schedule(name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee)
-        if places == {s: found.device_of(s, devices) for s in range(stages)} and stages % devices == 0:
-            return found
+        schedule = Schedule(name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee)
+        if places == {s: schedule.device_of(s, devices) for s in range(stages)} and stages % devices == 0:
+            return schedule
     raise ValueError(f"the plan's lists place stages {places}: they must go round the devices, or there and back")
 
 

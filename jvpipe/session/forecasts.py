@@ -123,8 +123,8 @@ class Forecast:
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it; of several planners a list, the best first."""
-        found = [as_json(self.problem, each, self.lower_bound_s) for each in self.answers]
-        return found[0] if len(found) == 1 else found
+        answers = [as_json(self.problem, each, self.lower_bound_s) for each in self.answers]
+        return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
         """Prints one answer whole, several side by side, to a `rich.console.Console`."""
@@ -199,8 +199,8 @@ def plan_for(
     ...         batch = jnp.tanh(batch @ w)
     ...     return jnp.mean(batch**2)
     >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    >>> found = plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
-    >>> found.plan.cuts, found.plan.planner
+    >>> forecast = plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
+    >>> forecast.plan.cuts, forecast.plan.planner
     ((2, 2, 2, 2), 'jvpipe')
     """
     if optimizer is None:
@@ -213,8 +213,8 @@ def plan_for(
     question = Question(loss_fn, params, batch, optimizer, *counts, *rest)
     cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
     problem = question.problem(cluster, parse_limits(memory_limit))
-    found = asked(problem, names, title, question)
-    return with_splits(question, found) if names == ["jvpipe"] else found
+    forecast = asked(problem, names, title, question)
+    return with_splits(question, forecast) if names == ["jvpipe"] else forecast
 
 
 def planner_names(planner: str | Sequence[str]) -> list[str]:
@@ -245,9 +245,9 @@ def asked(problem: Problem, names: Sequence[str], title: str = "", question: Que
     check_sums(problem)
     for name in names:
         check_chooser(problem.schedule, name)
-    found = {name: _answered(problem, name) for name in names}
-    answers = best_first(problem, [given for _, given in found.values()])
-    return Forecast(found[answers[0].planner][0], tuple(answers), title, question)
+    given_by = {name: _answered(problem, name) for name in names}
+    answers = best_first(problem, [given for _, given in given_by.values()])
+    return Forecast(given_by[answers[0].planner][0], tuple(answers), title, question)
 
 
 def answer(problem: Problem, planner: str) -> Answer:

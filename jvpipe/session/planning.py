@@ -11,6 +11,7 @@ from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.cost.lending import measured_lending
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
@@ -18,13 +19,13 @@ from jvpipe.ir.plan import Plan
 from jvpipe.planners import FateRule, find_planner
 from jvpipe.planners.joint.device_orders import least_of, orders, worth_searching
 from jvpipe.planners.joint.floor import Floor, floor
-from jvpipe.planners.joint.order_search import Found, find_order
+from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.programs.model import layer_programs
+from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
@@ -70,12 +71,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was decided on; `found` is what else is known of an order that was searched for."""
+    """A plan, and what it was decided on; `ordered` what is known of an order that was searched for."""
 
     plan: Plan
     problem: Problem
     decision: Decision
-    found: Found | None = None
+    ordered: OrderedPlan | None = None
 
     @property
     def layer_s(self) -> list[float] | None:
@@ -142,6 +143,7 @@ def measure(
         other_costs = partial(measured_costs, traced, store=store, fates=False, **timed)
         slowness = None if request.speeds else measured_slowness(used, other_costs, costs)
         links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
+    lent = _lent(request, traced, store, used, costs, archive)
     problem = Problem(
         costs,
         request.stages,
@@ -151,6 +153,7 @@ def measure(
         host=links.host if links and request.chooses else INFINITE,
         peer=between_hosts or (links.send if links else INFINITE),
         peer_uses_host=links is not None and request.chooses and links.send_uses_host,
+        lent=lent,
     )
     numbers = request.places[: problem.devices]
     if slowness is None:
@@ -159,6 +162,23 @@ def measure(
         each = [slowness[used.index(devices[d])] for d in numbers]
     limits, names = [request.limits[d] for d in numbers if request.limits], [str(devices[d]) for d in numbers]
     return problem.told_apart(each, limits, names, numbers)
+
+
+def _lent(
+    request: Request,
+    traced: Traced,
+    store: ProgramStore,
+    devices: Sequence[Device],
+    costs: Costs,
+    archive: Archive | None,
+) -> float:
+    """Measures by the longest forward what idle devices lend, where an order of tasks is to be found."""
+    if request.schedule != AUTO or not all(map(is_own, devices)):
+        return 0.0
+    longest = max(range(len(costs.layers)), key=lambda at: costs.layers[at].forward_s)
+    return measured_lending(
+        store, forward_program(layer_programs(store, traced)[longest], recompute=True), devices, archive
+    )
 
 
 def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned:
@@ -209,12 +229,12 @@ def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[
     by_room: dict[tuple[int, ...], Problem] = {}
     for one in every:
         by_room.setdefault(tuple(each.less_bytes for each in one.traits), one)
-    found = list[_Least]()
+    floors = list[_Least]()
     for one in by_room.values():
-        found.append(_Least(_floor(request, one, limit, needed_of), one))
-        if found[-1].floor.bytes <= limit:
-            return found[-1]
-    least = min(found, key=lambda x: x.floor.bytes)
+        floors.append(_Least(_floor(request, one, limit, needed_of), one))
+        if floors[-1].floor.bytes <= limit:
+            return floors[-1]
+    least = min(floors, key=lambda x: x.floor.bytes)
     stage, enough = least.floor.stage, least.floor.bytes
     if not problem.traits:
         raise MemoryLimitExceeded(
@@ -308,12 +328,12 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
     """The answer for devices in this order."""
     if problem.schedule != AUTO:
         return _planned(planner, problem, find_planner(planner).decide(problem), places)
-    found = find_order(problem)
-    plan = found.plan(problem.costs, planner)
+    ordered = find_order(problem)
+    plan = ordered.plan(problem.costs, planner)
     at = [each.device for each in problem.traits] or places or range(problem.devices)
     stages = (replace(stage, devices=(at[stage.devices[0]],)) for stage in plan.stages)
-    answered = replace(problem, schedule=found.schedule, stages=len(plan.stages))
-    return Planned(replace(plan, stages=tuple(stages)), answered, found.decision, found)
+    answered = replace(problem, schedule=ordered.schedule, stages=len(plan.stages))
+    return Planned(replace(plan, stages=tuple(stages)), answered, ordered.decision, ordered)
 
 
 def _planned(planner: str, problem: Problem, decision: Decision, places: Sequence[int] | None) -> Planned:

@@ -154,8 +154,10 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     '0F0 0SEND0 0B0 1F0 1B0 1RETURN0'
     """
     M = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
-    found = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
-    places = tuple(found.get(s, min(s, len(lists) - 1)) for s in range(max([len(lists), *(s + 1 for s in found)])))
+    device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+    places = tuple(
+        device_of.get(s, min(s, len(lists) - 1)) for s in range(max([len(lists), *(s + 1 for s in device_of)]))
+    )
     halves = frozenset((s, m) for tasks in lists for s, kind, m in tasks if KINDS[kind].between > 0)
     around = [_Around.of(s, places, features, M) for s in range(len(places))]
     waits: dict[int, tuple[int, ...]] = {}

@@ -5,27 +5,42 @@ are those of the whole micro-batch, of which each slice takes its own: dropout d
 replicas (and every replica draws them all).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from jvpipe import _jax
-from jvpipe._jax import JaxprEqn
+from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph, Ref
 from jvpipe.ir.values import ValueKind
+from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr
-from jvpipe.trace.spread import GENERATORS, NONE, CoupledError, Lies, Spreading, reaching
+from jvpipe.trace.reductions import NONE, Beside, Lies
+from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 
 
-def sliced(traced: Traced, examples: Examples) -> Traced:
+@dataclass(frozen=True)
+class Apart:
+    """What is known of a loss whose examples can be computed apart.
+
+    `amended` are the equations, by their identity, that slices compute in another way.
+    """
+
+    batching: Batching
+    amended: Mapping[int, Beside]
+
+
+def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     """The same layers on some of the examples.
 
     Args:
         traced: the layers on a whole micro-batch.
         examples: of it.
+        apart: what was found of them.
 
     Raises:
         CoupledError: the loss is another one at that size.
@@ -36,9 +51,8 @@ def sliced(traced: Traced, examples: Examples) -> Traced:
             f"the loss on {examples.size} examples is not made of the layers that it has on {traced.graph.examples}: "
             "use larger micro-batches or fewer replicas, so that each has at least 2 examples"
         )
-    share = 1.0 if traced.loss.weighted else examples.size / traced.graph.examples
-    both = zip(traced.bodies, made.bodies, strict=True)
-    bodies = tuple(_body(whole, part, examples, traced.graph.examples, share) for whole, part in both)
+    cut = _Cut(examples, traced.graph.examples, apart)
+    bodies = tuple(cut.body(whole, part) for whole, part in zip(traced.bodies, made.bodies, strict=True))
     return replace(made, bodies=bodies)
 
 
@@ -60,35 +74,84 @@ def _layers(graph: LayerGraph) -> object:
     return layers, tensors, [parameter.readers for parameter in graph.parameters]
 
 
-def _body(whole: Body, part: Body, examples: Examples, all_examples: int, share: float) -> Body:
-    """A layer on a slice: what it draws is cut out of what the whole layer draws."""
-    eqns: list[JaxprEqn] = []
-    for eqn, own in zip(whole.eqns, part.eqns, strict=True):
-        eqns += _generated(eqn, own, examples, all_examples) if eqn.primitive.name in GENERATORS else [own]
-    return replace(part, eqns=tuple(eqns), share=share if Ref(ValueKind.LOSS, 0) in part.writes else 1.0)
+@dataclass(frozen=True)
+class _Cut:
+    """What makes of the layers on a whole micro-batch those on some of its examples."""
+
+    examples: Examples
+    of: int
+    apart: Apart
+
+    @property
+    def share(self) -> float:
+        """How much the slice is of a micro-batch."""
+        return self.examples.size / self.of
+
+    def body(self, whole: Body, part: Body) -> Body:
+        """A layer on a slice: what it draws is cut out of what the whole layer draws."""
+        eqns: list[JaxprEqn] = []
+        for eqn, own in zip(whole.eqns, part.eqns, strict=True):
+            if eqn.primitive.name in GENERATORS:
+                eqns += self._generated(eqn, own)
+            else:
+                eqns += _amended(own, self.apart.amended.get(id(eqn)), self.share)
+        is_mean = self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
+        return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
+
+    def _generated(self, whole: JaxprEqn, own: JaxprEqn) -> Sequence[JaxprEqn]:
+        """Numbers by their position: those of the whole micro-batch, then the part that is wanted."""
+        aval, wanted = _jax.aval(whole.outvars[0]), _jax.aval(own.outvars[0])
+        inputs = [_jax.aval(a).shape == _jax.aval(b).shape for a, b in zip(whole.invars, own.invars, strict=True)]
+        axes = [i for i, (a, b) in enumerate(zip(aval.shape, wanted.shape, strict=True)) if a != b]
+        if not axes or not all(inputs):
+            return [own]
+        (axis,) = axes
+        rows = aval.shape[axis] // self.of
+        start, stop = self.examples.start * rows, self.examples.stop * rows
+        drawn = _jax.new_variable(aval)
+        cut = _equations(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), [drawn], own.outvars)
+        return [whole.replace(invars=own.invars, outvars=[drawn]), *cut]
 
 
-def _generated(whole: JaxprEqn, own: JaxprEqn, examples: Examples, all_examples: int) -> Sequence[JaxprEqn]:
-    """Numbers by their position: those of the whole micro-batch, then the part that is wanted."""
-    aval, wanted = _jax.aval(whole.outvars[0]), _jax.aval(own.outvars[0])
-    inputs = [_jax.aval(a).shape == _jax.aval(b).shape for a, b in zip(whole.invars, own.invars, strict=True)]
-    axes = [i for i, (a, b) in enumerate(zip(aval.shape, wanted.shape, strict=True)) if a != b]
-    if not axes or not all(inputs):
+def _amended(own: JaxprEqn, beside: Beside | None, share: float) -> Sequence[JaxprEqn]:
+    """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero."""
+    if beside is None:
         return [own]
-    (axis,) = axes
-    rows = aval.shape[axis] // all_examples
-    start, stop = examples.start * rows, examples.stop * rows
-    drawn = _jax.new_variable(aval)
-    like = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    (cut,) = jax.make_jaxpr(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis))(like).jaxpr.eqns
+    side = 0 if beside is Beside.LEFT else 1
+    operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
+
+    def changed(x: jax.Array) -> jax.Array:
+        return jnp.where(x == 0, jnp.ones_like(x), x) if beside is Beside.DIVISOR else x * jnp.asarray(share, x.dtype)
+
+    invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
+    return [*_equations(changed, [operand], [made]), own.replace(invars=invars)]
+
+
+def _equations(
+    fn: Callable[[jax.Array], jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
+) -> Sequence[JaxprEqn]:
+    """The equations of a function between variables.
+
+    Args:
+        fn: of arrays.
+        inputs: what it takes.
+        outputs: what it yields.
+    """
+    shapes = [jax.ShapeDtypeStruct(_jax.aval(x).shape, _jax.aval(x).dtype) for x in inputs]
+    closed = jaxprs.flatten(fn, *shapes)
+    names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    names |= {v: o for v, o in zip(closed.jaxpr.outvars, outputs, strict=True) if isinstance(v, Var)}
     return [
-        whole.replace(invars=own.invars, outvars=[drawn]),
-        cut.replace(invars=[drawn], outvars=own.outvars),
+        eqn.replace(
+            invars=[names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars],
+            outvars=[names.get(x, x) for x in eqn.outvars],
+        )
+        for eqn in closed.jaxpr.eqns
     ]
 
 
-def batching(traced: Traced, fewer: int) -> Batching:
-    """Finds how edges and aux lie over the examples of a micro-batch.
+def taken_apart(traced: Traced, fewer: int) -> Apart:
+    """Finds how edges, aux and the loss lie over the examples of a micro-batch.
 
     Args:
         traced: the layers on a whole one.
@@ -118,31 +181,41 @@ def batching(traced: Traced, fewer: int) -> Batching:
     tensors = [variables[Ref(ValueKind.TENSOR, i)] for i in range(len(traced.graph.tensors))]
     known = [spreading.known.get(v, NONE) if isinstance(v, _jax.Var) else NONE for v in tensors]
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]
-    return Batching(tuple(map(_spread, known)), tuple(map(_spread, aux)))
+    batching = Batching(tuple(map(_spread, known)), tuple(map(_spread, aux)), _spread(outputs[Ref(ValueKind.LOSS, 0)]))
+    return Apart(batching, spreading.amended)
 
 
 def _spread(lies: Lies) -> Spread:
     return Spread(lies.over, lies.axis)
 
 
+def _aux_path(traced: Traced, index: int) -> str:
+    """The path of a leaf of aux."""
+    group = next(g for g, members in enumerate(traced.graph.aux_groups) if index in members)
+    aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
+    return f"leaf {jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(aux)[group][0])}"
+
+
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
     """Raises unless the loss, the aux and the model state of a micro-batch can be made of those of its slices."""
     weighted = traced.loss.weighted
-    wanted, cure = (Over.SUM, "sums over its items") if weighted else (Over.MEAN, "a mean over its examples")
+    wanted = {Over.SUM} if weighted else {Over.SUM, Over.MEAN}
+    cure = "both parts sums over its examples" if weighted else "a mean or a sum over its examples"
     pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:
-                if lies.over is not wanted:
+                if lies.over not in wanted:
                     raise CoupledError(
-                        f"the loss cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
+                        f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
+                        f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
                         "over a number of items that differs returns jvpipe.Weighted(total, weight)"
                     )
             case ValueKind.AUX:
                 if lies.over is Over.MIXED or (ref.index in pairs and lies.over is not Over.SUM):
                     raise CoupledError(
-                        f"leaf {ref.index} of aux cannot be made of those of slices, as replicas need it: return "
-                        "values of each example, sums or means over them, or jvpipe.Weighted(total, weight)"
+                        f"{_aux_path(traced, ref.index)} of aux cannot be made of those of slices, as replicas need "
+                        "it: return values of each example, sums or means over them, or jvpipe.Weighted(total, weight)"
                     )
             case ValueKind.STATE:
                 if lies.over is Over.ALONG:

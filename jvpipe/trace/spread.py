@@ -20,7 +20,9 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
+from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
+from jvpipe.trace.reductions import NONE, Beside, Lies, reduced
 
 GENERATORS = ("random_bits", "random_split", "iota")
 """What makes numbers by their position: a slice of them is cut out of those of the whole micro-batch."""
@@ -36,51 +38,10 @@ _CALLS = (
     "custom_vjp_call",
 )
 _POSITIONS = ("start_indices", "padding_config")
-_LINEAR = (
-    "neg",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "reshape",
-    "broadcast_in_dim",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "reduce_precision",
-    "name",
-    "stop_gradient",
-    "optimization_barrier",
-    "reduce_sum",
-    "slice",
-    "real",
-    "imag",
-    "rev",
-)
 
 
 class CoupledError(ValueError):
     """Examples of a micro-batch depend on one another, so that no replicas can share them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lies:
-    """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
-
-    `roots` are the reductions over examples that it was made of.
-    """
-
-    over: Over
-    axis: int = -1
-    roots: frozenset[Var] = frozenset()
-    power: int = 0
-
-    @property
-    def reduced(self) -> bool:
-        """True for what was made of several examples, and has no part for each."""
-        return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
-
-
-NONE = Lies(Over.NONE)
 
 
 @dataclass
@@ -92,6 +53,8 @@ class Spreading:
         fewer: the smaller one.
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
+
+    `amended` are the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
     """
 
     examples: int
@@ -99,6 +62,8 @@ class Spreading:
     remembered: Collection[Var]
     place_of: Callable[[JaxprEqn], str]
     known: dict[Var, Lies] = field(default_factory=dict)
+    amended: dict[int, Beside] = field(default_factory=dict)
+    _alike: Alike = field(default_factory=Alike)
     _outer: JaxprEqn | None = None  # the loop or call that is looked into
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
@@ -113,6 +78,7 @@ class Spreading:
         for eqn, fewer in zip(eqns, small, strict=True):
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
+            self._alike.tell(eqn)
             self.known.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:
@@ -146,17 +112,17 @@ class Spreading:
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
         moving = [x for x in ins if x.over is Over.ALONG]
-        reduced = [x for x in ins if x.reduced]
+        of_several = [x for x in ins if x.reduced]
         if not moving:
             if any(axis is not None for axis in grown):
-                return [self._spread_out(eqn, axis, reduced) for axis in grown]
-            return [self._reduced(name, ins) for _ in grown]
-        self._check_uncoupled(eqn, reduced)
+                return [self._spread_out(eqn, axis, of_several) for axis in grown]
+            return [self._reduced(eqn, ins) for _ in grown]
+        self._check_uncoupled(eqn, of_several)
         axes = [x.axis if x.over is Over.ALONG else None for x in ins]
-        found = along_after(eqn, axes, grown)
-        if isinstance(found, str):
-            raise self._refused(eqn, found)
-        return [self._after(eqn, axis) for axis in found]
+        axes_after = along_after(eqn, axes, grown)
+        if isinstance(axes_after, str):
+            raise self._refused(eqn, axes_after)
+        return [self._after(eqn, axis) for axis in axes_after]
 
     def _after(self, eqn: JaxprEqn, axis: int | None) -> Lies:
         if axis is not None:
@@ -168,10 +134,10 @@ class Spreading:
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """The axis whose size follows the number of examples; None if there is none."""
         a, b = _jax.aval(atom).shape, _jax.aval(small).shape
-        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-        if not axes:
+        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        if not axes and len(a) == len(b):
             return None
-        if len(axes) > 1 or a[axes[0]] * self.fewer != b[axes[0]] * self.examples:
+        if len(a) != len(b) or len(axes) > 1 or a[axes[0]] * self.fewer != b[axes[0]] * self.examples:
             raise self._refused(eqn, f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}")
         return axes[0]
 
@@ -186,30 +152,15 @@ class Spreading:
             raise self._refused(eqn, "makes values for each example in a way that jvpipe does not know")
         return Lies(Over.ALONG, axis)
 
-    def _reduced(self, name: str, ins: Sequence[Lies]) -> Lies:
+    def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
         """What is made of sums and means over examples, and of what depends on none."""
-        moving = [x for x in ins if x.over is not Over.NONE]
-        if not moving:
-            return NONE
-        overs, roots = {x.over for x in moving}, frozenset().union(*(x.roots for x in moving))
-        mixed = Lies(Over.MIXED, roots=roots)
-        if name in _LINEAR and len(moving) == 1:
-            return moving[0]
-        if name in ("add", "sub", "add_any"):
-            if overs == {Over.MEAN} or (overs == {Over.SUM} and len(moving) == len(ins)):
-                return Lies(overs.pop(), roots=roots)
-            return mixed
-        if name in ("mul", "div") and len(moving) == 1 and (name == "mul" or ins[0].over is not Over.NONE):
-            return moving[0]
-        if name in ("mul", "div") and len(moving) == 2:
-            wanted = 1 if name == "div" else -1
-            if ins[0].over is Over.SUM and ins[0].power == 0 and ins[1].power == wanted:
-                return Lies(Over.MEAN, roots=roots)
-            if name == "mul" and ins[1].over is Over.SUM and ins[1].power == 0 and ins[0].power == wanted:
-                return Lies(Over.MEAN, roots=roots)
-        if name == "div" and len(moving) == 1 and moving[0].power == 1:  # one over the number of examples
-            return Lies(Over.MIXED, power=-1)
-        return mixed
+        lies = reduced(eqn, ins, self._alike.number)
+        if lies.beside is None:
+            return lies
+        if self._outer is not None or eqn.outvars[0] in self.remembered:
+            return Lies(Over.MIXED, roots=lies.roots)
+        self.amended[id(eqn)] = lies.beside
+        return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
         """Raises if what was made of several examples becomes part of single ones, unless model state remembers it."""
@@ -230,7 +181,7 @@ class Spreading:
     # Inside of loops and calls
 
     def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
-        inner = replace(self, known={}, _outer=self._outer or eqn)
+        inner = replace(self, known={}, _alike=Alike(), _outer=self._outer or eqn)
         inner.known = dict(zip(body.invars, ins, strict=True))
         inner.run(body.eqns, small.eqns)
         return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
@@ -293,8 +244,8 @@ class Spreading:
 
 def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:
     """The variables that some results are made of."""
-    found = set(jaxprs.variables(wanted))
+    reached = set(jaxprs.variables(wanted))
     for eqn in reversed(eqns):
-        if not found.isdisjoint(eqn.outvars):
-            found.update(jaxprs.variables(eqn.invars))
-    return found
+        if not reached.isdisjoint(eqn.outvars):
+            reached.update(jaxprs.variables(eqn.invars))
+    return reached

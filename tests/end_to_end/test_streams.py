@@ -75,7 +75,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("case", "stages", "optimizer"), [("pre-norm", 3, ADAMW), ("resnet", 2, MOMENTUM)])
+@pytest.mark.parametrize(("case", "stages", "optimizer"), [("one-hot", 3, ADAMW), ("resnet", 2, MOMENTUM)])
 def test_the_replay_gives_the_same_bits_with_any_fates(name: str, case: str, stages: int, optimizer: Any) -> None:
     m, schedule = CASES[case](), SCHEDULES[name]
     graph = trace_model(
@@ -107,8 +107,11 @@ def tied(base: Case) -> Case:
     return Case(loss_fn, base.params, base.batch)
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "optimizer"),
+    [(1, ADAMW), (2, MOMENTUM), (3, ADAMW), (4, ADAMW), (4, MOMENTUM)],
+    ids=["1-adamw", "2-momentum", "3-adamw", "4-adamw", "4-momentum"],
+)
 @pytest.mark.parametrize("name", ["pipedream", "vertical", "2bw", "pipemare", "xpipe"])
 def test_every_schedule_replays_at_every_number_of_stages(name: str, stages: int, optimizer: Any) -> None:
     m = tied(CASES["mlp"]())

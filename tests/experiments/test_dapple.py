@@ -5,7 +5,7 @@ import pytest
 from experiments.dapple.run import problem_of, short
 from experiments.planners.tables import PROFILES
 from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
 
 
 def test_plans_in_cells() -> None:

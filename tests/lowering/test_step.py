@@ -19,11 +19,14 @@ from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.loss import trace_loss
-from tests.zoo import CASES
+from tests.zoo import CASES, Case
 
 
 def lowered(name: str, stages: int, schedule: str, micro: int = 4) -> tuple[LayerGraph, Plan, Lowered]:
-    m = CASES[name]()
+    return lowered_case(CASES[name](), stages, schedule, micro)
+
+
+def lowered_case(m: Case, stages: int, schedule: str, micro: int = 4) -> tuple[LayerGraph, Plan, Lowered]:
     traced = build_graph(
         trace_loss(m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state)
     )

@@ -10,28 +10,11 @@ from jvpipe.models import load
 from jvpipe.models.amoebanet import AmoebaNet, AmoebaNetConfig
 from jvpipe.models.workload import Batch
 from jvpipe.trace.model import trace_model
+from tests.models.plain_images import fake_images, shaken
 from tests.zoo import quick_key
 
 TINY: AmoebaNetConfig = load("amoebanet", "tiny").config
 KEY = quick_key(7)
-
-
-def fake_batch(size: int = 4) -> Batch:
-    rng, side = np.random.default_rng(0), TINY.side
-    images = rng.normal(size=(size, side, side, 3)).astype(np.float32)
-    weights = (np.arange(size) % 4 > 0).astype(np.float32)
-    return {"images": images, "targets": np.arange(size, dtype=np.int32) % TINY.classes, "weights": weights}
-
-
-def shaken(make: Any) -> Any:
-    """Parameters or averages in which every leaf tells."""
-    rng = np.random.default_rng(1)
-
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        drawn = rng.normal(size=leaf.shape) * (0.2 if len(leaf.shape) == 1 else np.prod(leaf.shape[:-1]) ** -0.5)
-        return (np.abs(drawn + 1) if path[-1].key in ("scale", "variance") else drawn).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, make)
 
 
 class Plain:
@@ -118,7 +101,7 @@ def wide(tree: Any) -> Any:
 
 
 def test_loss_and_gradient_are_those_of_a_plain_reference() -> None:
-    model, batch = AmoebaNet(TINY), fake_batch()
+    model, batch = AmoebaNet(TINY), fake_images()
     params = shaken(jax.eval_shape(model.init, KEY))
     averages = model.averages()
     slope = jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, averages, batch, KEY)[0].total))
@@ -134,16 +117,31 @@ def test_loss_and_gradient_are_those_of_a_plain_reference() -> None:
 
 
 def test_without_a_key_the_averages_are_used_and_stay() -> None:
-    model, batch = AmoebaNet(TINY), fake_batch()
+    model, batch = AmoebaNet(TINY), fake_images()
     params, averages = shaken(jax.eval_shape(model.init, KEY)), shaken(jax.eval_shape(model.averages))
-    loss, after = jax.jit(model.loss_fn)(params, averages, batch, None)
+    loss, after, _ = jax.jit(model.loss_fn)(params, averages, batch, None)
     np.testing.assert_allclose(loss.total, Plain(wide(averages)).loss(wide(params), batch), rtol=1e-4)
     jax.tree.map(np.testing.assert_array_equal, after, averages)
 
 
-@pytest.mark.parametrize(("cells", "filters", "millions"), [(18, 208, 82), (18, 416, 318), (36, 544, 1050)])
-def test_parameters_are_as_many_as_gpipe_says(cells: int, filters: int, millions: int) -> None:
-    assert parameters(cells=cells, filters=filters) == pytest.approx(millions * 1e6, rel=0.01)
+@pytest.mark.parametrize(
+    ("size", "shape", "gpipe", "torchgpipe"),  # millions; both round
+    [
+        ("82m", (18, 208), 82, 81.5),
+        ("319m", (18, 416), 318, 319.0),
+        ("543m", (18, 544), 542, 542.7),
+        ("1.1b", (36, 544), 1050, 1060),
+        ("1.8b", (72, 512), 1800, 1840),
+    ],
+)
+def test_parameters_are_as_many_as_both_gpipes_say(
+    size: str, shape: tuple[int, int], gpipe: float, torchgpipe: float
+) -> None:
+    cells, filters = shape
+    assert load("amoebanet", size).config == AmoebaNetConfig(cells=cells, filters=filters)
+    found = parameters(cells=cells, filters=filters)
+    assert found == pytest.approx(torchgpipe * 1e6, rel=0.005)
+    assert found == pytest.approx(gpipe * 1e6, rel=0.03)
 
 
 def test_28m_are_dawnpipers_28_million() -> None:
@@ -160,7 +158,7 @@ def test_normal_cells_of_a_group_are_cut_and_traced_alike() -> None:
     workload = load("amoebanet", "tiny", cells=6, groups=1)
     params = jax.eval_shape(workload.init, KEY)
     state, batch = workload.initial_state(), workload.abstract_batch(2)
-    traced = trace_model(workload.loss_fn, params, batch, KEY, state, has_state=True).traced
+    traced = trace_model(workload.loss_fn, params, batch, KEY, state, has_aux=True, has_state=True).traced
     layers: dict[str, list[list[str]]] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         found = [f"{e.primitive} {[v.aval for v in e.outvars]}" for e in body.eqns]
@@ -179,10 +177,12 @@ def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
 
 
 def test_two_stages_train_it_to_the_same_bits_as_one() -> None:
-    workload, batch = load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1), fake_batch(8)
+    workload, batch = load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1), fake_images(size=8)
     params, ends = jax.jit(workload.init)(KEY), []
     for plan in (jvpipe.Plan.from_cuts([13]), jvpipe.Plan.from_cuts([5, 8], devices=[1, 0])):  # 5 layers on another
-        pipe = jvpipe.Pipeline(workload.loss_fn, optax.sgd(0.05), stages=plan, microbatches=2, has_state=True)
+        pipe = jvpipe.Pipeline(
+            workload.loss_fn, optax.sgd(0.05), stages=plan, microbatches=2, has_aux=True, has_state=True
+        )
         state = pipe.init(params, batch, KEY, workload.initial_state())
         losses = []
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_two_stages_train_it_to_the_same_bits_as_one() -> None:
         ({"filters": 12}, "filters=12 must be a multiple of 8"),
         ({"stem_reductions": 3}, "stem_reductions=3 must be 0 for small images"),
         ({"dtype": "float16"}, "unknown dtype 'float16'"),
-        ({"side": 4}, "too small: it needs a side of 8"),
+        ({"side": 4}, "side=4 is too small"),
         ({"size": "huge"}, "unknown size of amoebanet 'huge'"),
     ],
 )

@@ -4,7 +4,7 @@ from math import log
 import numpy as np
 import pytest
 
-from jvpipe.models.masking import mask_record
+from jvpipe.models.masking import mask_record, permute_record
 from jvpipe.models.text import frequency_loss
 from jvpipe.models.tokens import CLS, MASK, SEP, Marks
 from jvpipe.models.workload import Batch
@@ -83,3 +83,17 @@ def test_frequency_loss_is_counted_by_hand() -> None:
     held_out = {"targets": np.array([[5, 9, 0]]), "weights": np.array([[1.0, 1.0, 0.0]], np.float32)}
     expected = -(log(4 / 11) + log(1 / 11)) / 2
     assert frequency_loss(records, [held_out], 10, first=4) == pytest.approx(expected)
+
+
+def test_an_order_of_prediction_is_random_and_hides_nothing() -> None:
+    record = np.array([CLS, *range(10, 29), SEP], np.int32)
+    examples = [permute_record(record, np.random.default_rng(i), masked=8, mask_rate=0.3) for i in range(50)]
+    for example in examples:
+        np.testing.assert_array_equal(example["tokens"], record)
+        count = int(example["weights"].sum())
+        assert count == len(set(example["positions"][:count])) == 6
+        np.testing.assert_array_equal(example["targets"][:count], record[example["positions"][:count]])
+        assert not example["positions"][count:].any()
+    firsts = {int(example["positions"][0]) for example in examples}
+    assert firsts <= set(range(1, 20))
+    assert len(firsts) > 10

@@ -12,7 +12,7 @@ from jvpipe.ir.examples import Examples, Over, divided
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
-from jvpipe.trace.slices import batching, sliced
+from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
 from tests.sequential import Sequential
 from tests.zoo import CASES, Case, mlp
@@ -29,19 +29,48 @@ def traced(case: Case) -> Traced:
     return build_graph(loss)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", "threefry", "chained-keys", "with-aux"])
+def counted() -> Case:
+    """A masked mean, given back as one with its count, decay beside it; a slice may have nothing to count."""
+    case = mlp(3)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
+        x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
+        loss = jnp.sum(jnp.where(batch["mask"][:, None], x, 0.0) ** 2) / jnp.sum(batch["mask"], dtype=jnp.float32)
+        count = jnp.sum(batch["mask"]).astype(jnp.float32)
+        return Weighted((loss + 0.1 * jnp.sum(params[2]["w"] ** 2)) * count, count)
+
+    return replace(
+        case, loss_fn=loss_fn, batch=case.batch | {"mask": np.array([True, False, True, True, False, False])}
+    )
+
+
+def constant_size() -> Case:
+    """A sum over a constant, with decay and a mean beside it."""
+    case = mlp(3)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
+        return jnp.sum((x - batch["y"]) ** 2) / 32 + 0.1 * jnp.sum(params[2]["w"] ** 2) - jnp.mean(x)
+
+    return replace(case, loss_fn=loss_fn)
+
+
+MADE = {name: CASES[name] for name in ("mlp", "threefry")}
+MADE |= {"counted": counted, "constant-size": constant_size}
+
+
+@pytest.mark.parametrize(("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("counted", 3)])
 def test_slices_make_the_whole(name: str, parts: int) -> None:
-    case = CASES[name]()
+    case = MADE[name]()
     model = traced(case)
     whole = Sequential(model, optimize=False).run(case.params, batch_of(case), case.rng, case.state)
-    slices = [e for e in divided(MANY, parts) if e]
+    slices, apart = [e for e in divided(MANY, parts) if e], taken_apart(model, 1 if parts > 3 else 2)
     loss, gradients = 0.0, [np.zeros_like(g) for g in whole.gradients]
     for e in slices:
-        part = sliced(model, e)
+        part = sliced(model, e, apart)
         batch = jax.tree.map(lambda x, e=e: x[e.start : e.stop], batch_of(case))
         out = Sequential(part, optimize=False).run(case.params, batch, case.rng, case.state)
-        loss += float(out.loss) * (1.0 if model.loss.weighted else e.size / MANY)
+        loss += float(out.loss) * (e.size / MANY if apart.batching.loss.over is Over.MEAN else 1.0)
         gradients = [a + np.asarray(b) for a, b in zip(gradients, out.gradients, strict=True)]
     np.testing.assert_allclose(loss, float(whole.loss), rtol=1e-5)
     for a, b in zip(gradients, whole.gradients, strict=True):
@@ -50,7 +79,8 @@ def test_slices_make_the_whole(name: str, parts: int) -> None:
 
 def test_layers_alike_but_for_their_masks_share_programs() -> None:
     model = traced(mlp())
-    first, second = (sliced(model, e) for e in (Examples(0, 2), Examples(2, 4)))
+    apart = taken_apart(model, 2)
+    first, second = (sliced(model, e, apart) for e in (Examples(0, 2), Examples(2, 4)))
     assert [a.structure == b.structure for a, b in zip(first.bodies, second.bodies, strict=True)] == [True] * 5
 
 
@@ -61,7 +91,7 @@ def test_finds_how_edges_and_aux_lie() -> None:
         aux = jnp.sum(batch["y"]), jnp.mean(batch["x"], 0), batch["x"][:, 0]
         return base.loss_fn(params, batch, rng), aux
 
-    found = batching(traced(replace(base, loss_fn=loss_fn, has_aux=True)), 2)
+    found = taken_apart(traced(replace(base, loss_fn=loss_fn, has_aux=True)), 2).batching
     assert [(spread.over, spread.axis) for spread in found.tensors] == [(Over.ALONG, 0)] * 4
     assert [spread.over for spread in found.aux] == [Over.SUM, Over.MEAN, Over.ALONG]
 
@@ -72,17 +102,17 @@ def refused(loss_fn: Any, match: str, **options: Any) -> None:
         lambda *given: loss_fn(*given), case.params, batch_of(case), None, options.pop("state", None), **options
     )
     with pytest.raises(CoupledError, match=match):
-        batching(build_graph(loss), 2)
+        taken_apart(build_graph(loss), 2)
 
 
 def test_a_loss_that_slices_do_not_make_is_refused_with_the_cure() -> None:
     def made(params: Any, batch: Any) -> jax.Array:
         return batch["x"] @ params[0]["w"] @ params[1]["w"]
 
-    refused(lambda p, b, _: jnp.sum(made(p, b)), "a mean over its examples")
+    refused(lambda p, b, _: jnp.max(made(p, b)), "layer 1 makes, .* a mean or a sum over its examples")
     refused(lambda p, b, _: jnp.sum(made(p, b)) / jnp.sum(b["y"]), "jvpipe.Weighted")
-    refused(lambda p, b, _: Weighted(jnp.mean(made(p, b)), jnp.float32(1.0)), "sums over its items")
-    refused(lambda p, b, _: (jnp.mean(made(p, b)), jnp.max(b["y"])), "leaf 0 of aux", has_aux=True)
+    refused(lambda p, b, _: Weighted(jnp.mean(made(p, b)), jnp.float32(1.0)), "both parts sums")
+    refused(lambda p, b, _: (jnp.mean(made(p, b)), [jnp.max(b["y"])]), "leaf .0. of aux", has_aux=True)
     state = np.zeros((MANY, 2), np.float32)
     refused(
         lambda p, s, b, _: (jnp.mean(made(p, b)), s + b["y"][:, :2]),

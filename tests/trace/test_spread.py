@@ -10,7 +10,8 @@ import pytest
 
 from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
-from jvpipe.trace.spread import CoupledError, Lies, Spreading, reaching
+from jvpipe.trace.reductions import Beside, Lies
+from jvpipe.trace.spread import CoupledError, Spreading, reaching
 
 MANY, FEW, T, D = 6, 2, 3, 4
 
@@ -29,6 +30,10 @@ def noisy(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
     return h + jax.random.normal(key, h.shape), None
 
 
+def count(x: jax.Array) -> jax.Array:
+    return jnp.sum(x > 0).astype(jnp.float32)
+
+
 FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "each": (lambda x: jnp.tanh(x), Over.ALONG),
     "none": (lambda x: jnp.arange(3.0), Over.NONE),
@@ -40,8 +45,13 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "mean and what depends on none": (lambda x: jnp.mean(x) + 0.1 * jnp.sum(jnp.arange(3.0)), Over.MEAN),
     "means together": (lambda x: 2 * jnp.mean(x) - jnp.mean(x**2) / 3, Over.MEAN),
     "sums together": (lambda x: jnp.sum(x) + 2 * jnp.sum(x**2), Over.SUM),
-    "sum and mean": (lambda x: jnp.sum(x) + jnp.mean(x**2), Over.MIXED),
-    "sum and a constant": (lambda x: jnp.sum(x) + 1.0, Over.MIXED),
+    "sum over a constant": (lambda x: jnp.sum(x) / 8, Over.SUM),
+    "mean times the count": (lambda x: jnp.mean(x) * x.shape[0], Over.SUM),
+    "whole numbers": (lambda x: jnp.sum(x > 0) + 1, Over.MIXED),
+    "sum over items, times items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Over.SUM),
+    "over items or one": (lambda x: 2 * jnp.sum(x) / jnp.maximum(count(x), 1) * count(x), Over.SUM),
+    "over other items": (lambda x: jnp.sum(x) / jnp.sum(x > 1, dtype=jnp.float32) * count(x), Over.MIXED),
+    "two over items": (lambda x: (jnp.sum(x) / count(x) - jnp.sum(x**2) / count(x) + 0.5) * count(x), Over.SUM),
     "count": (lambda x: jnp.float32(x.shape[0]) * jnp.ones(()), Over.SUM),
     "greatest": (lambda x: jnp.max(x), Over.MIXED),
     "square of a mean": (lambda x: jnp.mean(x) ** 2, Over.MIXED),
@@ -103,6 +113,20 @@ def test_what_is_a_sum_or_a_mean_is_made_of_those_of_slices(name: str) -> None:
     shares = [1.0 if over is Over.SUM else (b - a) / MANY for a, b in parts]
     total = sum(share * np.asarray(fn(jnp.asarray(x[a:b]))) for share, (a, b) in zip(shares, parts, strict=True))
     np.testing.assert_allclose(np.asarray(fn(jnp.asarray(x))), total, rtol=1e-4, atol=1e-5)
+
+
+def test_what_stands_beside_a_sum_counts_by_the_share_of_a_slice() -> None:
+    for fn, beside in (
+        (lambda x: jnp.sum(x) + jnp.mean(x**2), Beside.RIGHT),
+        (lambda x: 1.0 - jnp.sum(x), Beside.LEFT),
+        (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Beside.DIVISOR),
+    ):
+        closed, small = (jaxprs.flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+        spreading = Spreading(MANY, FEW, set(), lambda eqn: "layer 0")
+        spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
+        spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
+        assert spreading.lies(closed.jaxpr.outvars[0], small.jaxpr.outvars[0]).over is Over.SUM
+        assert list(spreading.amended.values()) == [beside]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,6 +1,6 @@
 """Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
 
-Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes the backward `extra_s` longer,
+Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its backward `own_s` longer,
 and needs `working_bytes` while it runs. In a run of layers computed again (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
 the working bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last
 layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recompute_peak_bytes
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recompute_peak_bytes, recompute_s
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -28,7 +28,8 @@ class Choices:
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
     swapped_bytes: PerChoice
-    extra_s: PerChoice
+    own_s: PerChoice
+    forward_s: PerLayer
     working_bytes: PerChoice  # of RECOMPUTE and RECOMPUTE_CHAIN: at least, of this layer alone
     residual_bytes: PerLayer
     recompute_peak_bytes: PerLayer
@@ -52,16 +53,28 @@ class Choices:
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
         kept[:, RECOMPUTE] = given
         allowed[:, -2:] = True
-        extra[:, -2:] = np.array([[layer.forward_s] for layer in layers])
+        extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
+        forward = np.array([layer.forward_s for layer in layers])
         again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
         temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
-        return Choices(allowed, kept, swapped, extra, working, residual, again, given, temporary)
+        return Choices(allowed, kept, swapped, extra, forward, working, residual, again, given, temporary)
 
     @property
     def columns(self) -> int:
         """The number of columns."""
         return self.allowed.shape[1]
+
+    def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
+        """How much longer choices make backwards on a device that takes `slowness` times as long for each layer.
+
+        A layer of a run takes its forward, the last one what its backward recomputes: `RECOMPUTE_CHAIN` takes that, and
+        what the layer before it takes more than that.
+        """
+        slower = np.array(slowness or np.ones(len(self.forward_s)))
+        extra_s = self.own_s * slower[:, None]
+        extra_s[1:, RECOMPUTE_CHAIN] += (slower * (self.forward_s - self.own_s[:, RECOMPUTE]))[:-1]
+        return extra_s
 
     @cached_property
     def left_bytes(self) -> PerChoice:

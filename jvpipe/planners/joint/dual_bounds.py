@@ -64,12 +64,12 @@ class Pricing:
         """Gives the extra seconds of all choices on the device of a stage."""
         slowness = self.segments.problem.slowness(s)
         if slowness not in self._extra_s:
-            self._extra_s[slowness] = self.choices.extra_s * np.array(slowness)[:, None]
+            self._extra_s[slowness] = self.choices.extra_s(slowness)
         return self._extra_s[slowness]
 
     @cached_property
     def _extra_s(self) -> dict[tuple[float, ...], PerChoice]:
-        return {(): self.choices.extra_s}
+        return {(): self.choices.extra_s()}
 
     def seconds(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
         """Gives extra seconds and link seconds of layers' choices on a stage.

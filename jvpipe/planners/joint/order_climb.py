@@ -35,10 +35,10 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
         if steps is None or loads.peak_bytes(steps) > loads.room_bytes[d]:
             continue
         tries -= 1
-        found = clocked(loads, [steps if e == d else before for e, before in enumerate(best)])
-        if found.step_s <= clock.step_s:
-            stale = 0 if found.step_s < clock.step_s else stale
-            best[d], clock = steps, found
+        after = clocked(loads, [steps if e == d else before for e, before in enumerate(best)])
+        if after.step_s <= clock.step_s:
+            stale = 0 if after.step_s < clock.step_s else stale
+            best[d], clock = steps, after
     return best
 
 

@@ -5,19 +5,67 @@ Fates that swap are not looked at here: an order with what it leaves to I and W 
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_bytes import LayerBytes, option_bytes, recomputed_bytes, stage_bytes
+from jvpipe.planners.model.stage_bytes import option_bytes, recomputed_bytes, stage_bytes
 from jvpipe.planners.model.stage_cost import joint_bytes
 from jvpipe.schedules.schedule import Holding
 
 PRICES = 14
 """How often the price of a byte is halved or doubled."""
+
+
+PerWay = Float[np.ndarray, "N C"]
+
+
+class Ways(NamedTuple):
+    """The choices of all layers that do not swap, `RECOMPUTE` the last, and what each takes; infinite where none is."""
+
+    choices: Int[np.ndarray, "N C"]
+    left_bytes: PerWay
+    working_bytes: PerWay
+    extra_s: PerWay
+
+    @staticmethod
+    def of(problem: Problem) -> "Ways":
+        """Counts them for the layers of a problem."""
+        layers = problem.costs.layers
+        rows, columns = len(layers), 1 + max(len(layer.options) for layer in layers)
+        choices = np.full((rows, columns), RECOMPUTE)
+        left, working, extra = (np.full((rows, columns), np.inf) for _ in range(3))
+        for row, layer in enumerate(layers):
+            every = [(c, option_bytes(layer, option)) for c, option in enumerate(layer.options)]
+            every.append((RECOMPUTE, recomputed_bytes(layer)))
+            for at, (c, way) in enumerate((c, way) for c, way in every if not way.swapped):
+                choices[row, at], left[row, at], working[row, at], extra[row, at] = (
+                    c,
+                    way.left,
+                    way.working,
+                    way.extra_s,
+                )
+        return Ways(choices, left, working, extra)
+
+    def cheapest(self, layers: slice, in_flight: int, price: float) -> list[int]:
+        """Lists the choices of some layers that take the least, seconds and bytes at a price; at no price the first.
+
+        Args:
+            layers: which.
+            in_flight: micro-batches for which a choice leaves bytes.
+            price: seconds per byte; if it is infinite, bytes alone count.
+        """
+        held, extra_s = in_flight * self.left_bytes[layers], self.extra_s[layers]
+        if price == np.inf:
+            held = held + self.working_bytes[layers]
+            cost = np.where(held == held.min(1, keepdims=True), extra_s, np.inf)
+        else:
+            cost = extra_s + (price * held if price else 0.0)
+        return self.choices[layers][np.arange(len(cost)), cost.argmin(1)].tolist()
 
 
 def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]) -> tuple[int, ...]:
@@ -31,9 +79,9 @@ def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
     times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
     totals = np.array([np.concatenate([[0.0], np.cumsum(layer_s * each)])[cuts] for each in times])
     grids = [np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None]) for total in totals]
-    _, found = least_path([grids[place] for place in problem.places], np.maximum)
-    assert found is not None, "there are enough cuts"
-    best, places = list(found), np.array(problem.places)
+    _, path = least_path([grids[place] for place in problem.places], np.maximum)
+    assert path is not None, "there are enough cuts"
+    best, places = list(path), np.array(problem.places)
 
     def rank(bounds: Sequence[int]) -> tuple[float, float]:
         stages_s = totals[places, bounds[1:]] - totals[places, bounds[:-1]]
@@ -62,41 +110,57 @@ def with_fates(
         share: of what the schedule has in flight that has to fit.
         begin: whose fates are kept on devices whose layers are the same.
     """
-    choices = [0] * bounds[-1] if begin is None else list(begin.choices)
+    ways, choices = Ways.of(problem), [0] * bounds[-1] if begin is None else list(begin.choices)
     before = None if begin is None else list(pairwise(begin.bounds))
     vectors = problem.schedule.held(problem.devices, problem.microbatches)
     for d, mine in enumerate(vectors):
         stages = [s for s, place in enumerate(problem.places) if place == d]
-        if before is not None and all(before[s] == bounds[s : s + 2] for s in stages):
-            continue
-
-        def fits(
-            price: float,
-            stages: Sequence[int] = stages,
-            mine: tuple = mine,
-            limit: int | None = problem.limit_of(d),
-        ) -> bool:
-            for s in stages:
-                _choose(problem, s, bounds, price, choices)
-            held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
-            return limit is None or joint_bytes(held, mine, share) <= limit
-
-        if fits(0.0):
-            continue
-        if not fits(float("inf")):
+        same = before is not None and all(before[s] == bounds[s : s + 2] for s in stages)
+        if not same and not _choose(problem, stages, bounds, mine, share, ways, choices):
             return None
-        layers = [layer for s in stages for layer in problem.costs.layers[bounds[s] : bounds[s + 1]]]
-        low, high = 1e-6, 1e6  # around seconds of forwards per byte that they leave
-        per_byte = sum(x.forward_s for x in layers) / max(1, sum(x.options[0].kept_bytes for x in layers))
-        for _ in range(PRICES):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if fits(middle * per_byte) else (middle, high)
-        fits(low * per_byte)
-        wanted = list(choices)
-        if not fits(high * per_byte):
-            fits(float("inf"))
-        _relax(problem, stages, bounds, mine, share, wanted, choices)
     return Decision(bounds, tuple(choices))
+
+
+def _choose(
+    problem: Problem,
+    stages: Sequence[int],
+    bounds: Sequence[int],
+    vectors: Sequence[Holding],
+    share: float,
+    ways: Ways,
+    choices: list[int],
+) -> bool:
+    """Writes the choices of a device's layers at the least price of a byte that makes them fit; False if none does."""
+    limit = problem.limit_of(problem.places[stages[0]])
+    known: dict[tuple[int, ...], bool] = {}  # many prices choose the same
+
+    def fits(price: float) -> bool:
+        chosen: tuple[int, ...] = ()
+        for s in stages:
+            layers = slice(*bounds[s : s + 2])
+            choices[layers] = ways.cheapest(layers, problem.in_flight[s], price)
+            chosen += tuple(choices[layers])
+        if chosen not in known:
+            held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
+            known[chosen] = limit is None or joint_bytes(held, vectors, share) <= limit
+        return known[chosen]
+
+    if fits(0.0):
+        return True
+    if not fits(float("inf")):
+        return False
+    layers = [layer for s in stages for layer in problem.costs.layers[bounds[s] : bounds[s + 1]]]
+    low, high = 1e-6, 1e6  # around seconds of forwards per byte that they leave
+    per_byte = sum(x.forward_s for x in layers) / max(1, sum(x.options[0].kept_bytes for x in layers))
+    for _ in range(PRICES):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if fits(middle * per_byte) else (middle, high)
+    fits(low * per_byte)
+    wanted = list(choices)
+    if not fits(high * per_byte):
+        fits(float("inf"))
+    _relax(problem, stages, bounds, vectors, share, wanted, choices)
+    return True
 
 
 def _relax(
@@ -122,32 +186,14 @@ def _relax(
                 choices[at], held[k] = before, was
 
 
-def _choose(problem: Problem, s: int, bounds: Sequence[int], price: float, choices: list[int]) -> None:
-    """Writes the choices of a stage's layers that take the least, seconds and bytes at a price."""
-    in_flight = problem.in_flight[s]
-    for at in range(bounds[s], bounds[s + 1]):
-        every = _ways(problem, at)
-        if price == float("inf"):
-            choices[at] = min(every, key=lambda one: (in_flight * one[1].left + one[1].working, one[1].extra_s))[0]
-        else:
-            choices[at] = min(every, key=lambda one: (one[1].extra_s + price * in_flight * one[1].left, one[0] < 0))[0]
-
-
-def _ways(problem: Problem, at: int) -> list[tuple[int, LayerBytes]]:
-    """The choices of a layer that do not swap, with their bytes."""
-    layer = problem.costs.layers[at]
-    options = [(c, option_bytes(layer, option)) for c, option in enumerate(layer.options)]
-    return [*((c, way) for c, way in options if not way.swapped), (RECOMPUTE, recomputed_bytes(layer))]
-
-
 def moved_bounds(bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
     """All bounds with one of them a place further or nearer."""
     places = {int(cut): place for place, cut in enumerate(cuts)}
-    found = []
+    neighbours = []
     for s in range(1, len(bounds) - 1):
         for by in (-1, 1):
             place = places[bounds[s]] + by
             moved = (*bounds[:s], int(cuts[place]), *bounds[s + 1 :])
             if all(a < b for a, b in pairwise(moved)):
-                found.append(moved)
-    return found
+                neighbours.append(moved)
+    return neighbours

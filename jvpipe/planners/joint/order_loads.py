@@ -90,15 +90,15 @@ class Loads:
 
     def bound_s(self) -> float:
         """Seconds that no order is below: each device's work, from when its first micro-batch can be there."""
-        arrived, found = 0.0, dict[int, float]()
+        arrived, arrivals_s = 0.0, dict[int, float]()
         least = [
             f + min(b, i + w) if split else f + b
             for f, b, i, w, split in zip(*(self.seconds[kind] for kind in self.seconds), self.splits, strict=True)
         ]
         for s, place in enumerate(self.places):
-            found.setdefault(place, arrived)
+            arrivals_s.setdefault(place, arrived)
             arrived += self.seconds[Kind.F][s] + self.send_s[s]
-        return max(found[d] + self.microbatches * sum(least[s] for s in self.stages_on(d)) for d in found)
+        return max(arrivals_s[d] + self.microbatches * sum(least[s] for s in self.stages_on(d)) for d in arrivals_s)
 
 
 @dataclass

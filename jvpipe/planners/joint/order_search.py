@@ -33,11 +33,11 @@ from jvpipe.planners.joint.rule_search import (
     ruled,
     with_moved_bounds,
 )
-from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -68,9 +68,10 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
 
 
 @dataclass(frozen=True)
-class Found:
+class OrderedPlan:
     """The fastest plan that was found: its lists, the rule that they come from, seconds, and what no order is below.
 
+    Devices are idle for `idle` of the step, and lend each other `lent` of that.
     `whole` are layers that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
     """
 
@@ -81,6 +82,13 @@ class Found:
     bound_s: float
     whole: tuple[int, ...] = ()
     others: dict[str, float] = field(default_factory=dict)
+    idle: float = 0.0
+    lent: float = 0.0
+
+    @property
+    def worth_s(self) -> float:
+        """The seconds of a step, less what idle devices lend."""
+        return self.step_s * (1 - self.lent * self.idle)
 
     def plan(self, costs: Costs, planner: str) -> Plan:
         """The plan with its lists, and each stage on its device; `planner` is who made it."""
@@ -92,7 +100,7 @@ class Found:
         return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 
-def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0) -> Found:
+def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0) -> OrderedPlan:
     """The fastest plan and order that the search finds; always the same one.
 
     Args:
@@ -106,8 +114,8 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
     >>> layer = LayerCost("block", 1.0, 2.0, (Option(8),), split=SplitCost(1.0, 1.0, 4, 4))
     >>> costs = Costs((layer,) * 8, tuple(Edge(i, (i + 1,), 0) for i in range(7)))
-    >>> found = find_order(Problem(costs, 2, ONE_F_ONE_B, microbatches=4))
-    >>> found.step_s, found.bound_s
+    >>> plan = find_order(Problem(costs, 2, ONE_F_ONE_B, microbatches=4))
+    >>> plan.step_s, plan.bound_s
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
@@ -116,20 +124,22 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
         *_candidates(problem),
         *(one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)),
     ]
-    found = sorted(begin, key=lambda one: one.step_s)
+    candidates = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
-    for one in found:
+    for one in candidates:
         others.setdefault(one.family, one.step_s)
     rules = {rule.name for rules in PLACEMENTS for rule in rules}
     near = [
-        one for one in _unlike(found) if one.step_s <= (RULE_NEAR if one.family in rules else NEAR) * found[0].step_s
+        one
+        for one in _unlike(candidates)
+        if one.step_s <= (RULE_NEAR if one.family in rules else NEAR) * candidates[0].step_s
     ]
     moved = (with_moved_bounds(one, MOVED_TASKS) for one in near)
     best = sorted(moved, key=lambda one: one.step_s)[:CLIMBED]
     tries = CLIMBED_TASKS // max(1, len(best) * max((sum(map(len, one.order)) for one in best), default=1))
     best += [_climbed(one, tries, seed) for one in best]
-    crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in found)))
-    answers = [answer for one in [*best, *(_unlike(found) if crowded else ())] if (answer := _simulated(one))]
+    crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
+    answers = [answer for one in [*best, *(_unlike(candidates) if crowded else ())] if (answer := _simulated(one))]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
     if not answers:
         limit = problem.memory_limit_bytes
@@ -142,7 +152,7 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
             excess_bytes=least - limit,
             smallest_limit_bytes=least,
         )
-    answer = min(answers, key=lambda one: one.step_s)
+    answer = min(answers, key=lambda one: one.worth_s)
     return replace(answer, whole=whole, others=others)
 
 
@@ -213,10 +223,10 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
     return order_of(InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches))
 
 
-def _unlike(found: Sequence[Candidate]) -> list[Candidate]:
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of each family the best candidate."""
     best: dict[str, Candidate] = {}
-    for one in found:
+    for one in candidates:
         best.setdefault(one.family, one)
     return list(best.values())
 
@@ -227,16 +237,15 @@ def _climbed(one: Candidate, tries: int, seed: int) -> Candidate:
     return replace(one, order=order, family=family, step_s=clocked(one.loads, order).step_s)
 
 
-def _simulated(one: Candidate) -> Found | None:
+def _simulated(one: Candidate) -> OrderedPlan | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
     schedule = given(lines_of(lists_of(one.order)))
     problem = replace(one.problem, schedule=schedule)
-    found = evaluate(problem, one.decision)
+    evaluation = evaluate(problem, one.decision)
     limit = problem.memory_limit_bytes
-    if limit is not None and found.limit_bytes > limit:
+    if limit is not None and evaluation.limit_bytes > limit:
         return None
-    step_s = simulated_step_s(problem, found.stages)
-    return Found(one.decision, schedule, one.family, step_s, one.loads.bound_s())
+    return _ordered(problem, one.decision, evaluation.stages, one.family, one.loads.bound_s())
 
 
 def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
@@ -257,15 +266,27 @@ def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Ite
         yield from _listed(replace(problem, schedule=ZBH1()), decision)
 
 
-def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> Found | None:
+def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedPlan | None:
     """Another planner's plan with its lists; None if it does not fit."""
     other = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
-    found = evaluate(other, decision)
-    if not keeps_limits(other, found):
+    evaluation = evaluate(other, decision)
+    if not keeps_limits(other, evaluation):
         return None
-    lists = schedule.tasks(problem.devices, problem.microbatches)
-    bound_s = Loads.of(other, found.stages).bound_s()
-    return Found(decision, given(lines_of(lists)), schedule.name, simulated_step_s(other, found.stages), bound_s)
+    bound_s, lists = Loads.of(other, evaluation.stages).bound_s(), schedule.tasks(problem.devices, problem.microbatches)
+    return _ordered(
+        replace(other, schedule=given(lines_of(lists))), decision, evaluation.stages, schedule.name, bound_s
+    )
+
+
+def _ordered(
+    problem: Problem, decision: Decision, stages: Sequence[StageCost], family: str, bound_s: float
+) -> OrderedPlan:
+    step_s = simulated_step_s(problem, stages)
+    idle = 0.0
+    if problem.lent:  # copies need workers too
+        copies_s = problem.microbatches * sum(stage.comm_s for stage in stages)
+        idle = max(0.0, bubble_fraction(problem, stages) - copies_s / (problem.devices * step_s))
+    return OrderedPlan(decision, problem.schedule, family, step_s, bound_s, idle=idle, lent=problem.lent)
 
 
 def _least_bytes(problem: Problem) -> int:

@@ -7,9 +7,9 @@ whatever the number of devices. T* is the least cap under which they are no more
 
 import numpy as np
 
-from jvpipe.planners.joint.replicas_problem import ReplicaProblem
-from jvpipe.planners.joint.replicas_stage import Tables
-from jvpipe.planners.model.segments import between, sums
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.segments import Cuts, between
 
 BISECTIONS = 16
 """T* is found to a part of 2 ** 16 of the seconds of the whole model."""
@@ -26,7 +26,7 @@ def replica_counts(problem: ReplicaProblem, size: int) -> tuple[int, ...]:
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.files.cluster_file import find_cluster
-    >>> from jvpipe.planners.joint.replicas_costs import LocalCosts
+    >>> from jvpipe.planners.model.replicas_costs import LocalCosts
     >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),)),))
     >>> replica_counts(ReplicaProblem(costs, find_cluster("v100-b"), 16, 64), 16)
     (1, 2, 3, 4, 6, 8, 16)
@@ -35,14 +35,15 @@ def replica_counts(problem: ReplicaProblem, size: int) -> tuple[int, ...]:
     return tuple(sorted(least.values()))
 
 
-def least_bottleneck_s(tables: Tables, size: int) -> float:
+def least_bottleneck_s(tables: Tables, size: int, cuts: Cuts) -> float:
     """T*: no plan's slowest stage is faster, transfers and memory left aside.
 
     Args:
         tables: of the problem.
         size: examples of a micro-batch.
+        cuts: where stages may begin and end.
     """
-    cuts, counts = tables.cuts, np.array(replica_counts(tables.problem, size))
+    counts = np.array(replica_counts(tables.problem, size))
     grids = []
     for r in counts:
         local = tables.local(size, int(r))
@@ -59,17 +60,19 @@ def least_bottleneck_s(tables: Tables, size: int) -> float:
     return low
 
 
-def lower_bound_s(tables: Tables, size: int, slowest_s: float) -> float:
-    """Seconds that no step with micro-batches of a size is below: all of them on the slowest stage, or one on all.
-
-    Args:
-        tables: of the problem.
-        size: examples of a micro-batch.
-        slowest_s: T*.
-    """
-    locals_ = [tables.local(size, r) for r in replica_counts(tables.problem, size)]
-    through = sums(np.minimum.reduce([np.diff(x.forward_s + x.backward_s) for x in locals_]))[-1]
-    return max(float(through), tables.problem.batch // size * slowest_s)
+def lower_bound_s(tables: Tables) -> float:
+    """Seconds that no step is below: all micro-batches on the slowest stage, or one of them on all, of any size."""
+    batch, devices, least_s = tables.problem.batch, tables.problem.devices, np.inf
+    for size in tables.problem.sizes:
+        counts, count = replica_counts(tables.problem, size), batch // size
+        locals_ = [tables.local(size, r) for r in counts]
+        every = np.array([np.diff(x.forward_s + x.backward_s) for x in locals_])
+        through_s = float(every.min(0).sum())
+        shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / devices
+        if max(through_s, shared_s) < least_s:
+            slowest_s = least_bottleneck_s(tables, size, tables.cuts)
+            least_s = min(least_s, max(through_s, count * slowest_s))
+    return least_s
 
 
 def _fewest_devices(fits: np.ndarray, counts: np.ndarray) -> float:

@@ -8,25 +8,28 @@ simulated ones climb: a layer, a replica or the size of micro-batches at a time.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import gcd
 
 import numpy as np
+from jaxtyping import Int
 
 from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound_s, replica_counts
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem, placed
 from jvpipe.planners.joint.replicas_rivals import rivals
-from jvpipe.planners.joint.replicas_search import Ground, few_cuts, paths
-from jvpipe.planners.joint.replicas_stage import ReplicaStage, Tables, least_s, surrogate_s
-from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.joint.replicas_search import Ground, paths
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import ReplicaStage, Tables, few_cuts, least_s, surrogate_s
+from jvpipe.planners.model.replicas_step import simulated_s
 
 CAPS = (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)
 """Caps, as multiples of the least bottleneck."""
-SIZES, PATHS, CUTS, PLACES, STAGES = 3, 20, 40, 32, 16
-"""How many micro-batch sizes are searched well, paths simulated, cuts looked at, places of an order, stages."""
-GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS = 14, 5, (1.25,)
-"""The same at first sight of each size."""
+SIZES, PATHS, PLACES, STAGES = 3, 20, 32, 16
+"""How many micro-batch sizes are searched well, paths simulated, places of an order, stages."""
+GLANCES, GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS = 16, 14, 5, (1.25,)
+"""How many sizes are glanced at, and the same at first sight of each."""
 WORTH_A_CLIMB = 1.3
 """How many times slower than the best the best of another shape may be where it climbs, too."""
 CLIMBS, NEIGHBOURS = 12, 6
@@ -75,7 +78,7 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.files.cluster_file import find_cluster
-    >>> from jvpipe.planners.joint.replicas_costs import LocalCosts
+    >>> from jvpipe.planners.model.replicas_costs import LocalCosts
     >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),) * 4),))
     >>> plan_replicas(ReplicaProblem(costs, find_cluster("v100-b"), 4, 8)).best.plan
     4 of 4 layers, micro-batches of 8
@@ -83,12 +86,10 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
     start_s = time.perf_counter()
     search = _Search(problem)
     search.run()
-    if not search.found and not problem.recomputes:
-        return plan_replicas(problem.recomputing())
-    if not search.found:
+    if not search.simulated:
         raise search.nothing_fits()
-    every = sorted(search.found.values(), key=lambda x: x.step_s)
-    bound_s = min(search.bounds_s.values())
+    every = sorted(search.simulated.values(), key=lambda x: x.step_s)
+    bound_s = lower_bound_s(search.tables)
     return ReplicaAnswer(every[0], search.shapes(every), bound_s, time.perf_counter() - start_s)
 
 
@@ -97,20 +98,22 @@ class _Search:
 
     def __init__(self, problem: ReplicaProblem) -> None:
         self.problem, self.tables = problem, Tables(problem)
-        self.found: dict[ReplicaPlan, Simulated] = {}
+        self.simulated: dict[ReplicaPlan, Simulated] = {}
         self.seen: dict[ReplicaPlan, tuple[tuple[ReplicaStage, ...], float]] = {}
         self.smallest_bytes: int | None = None
-        self.slowest_s = {size: least_bottleneck_s(self.tables, size) for size in problem.sizes}
-        self.bounds_s = {size: lower_bound_s(self.tables, size, x) for size, x in self.slowest_s.items()}
+        self._slowest_s: dict[int, float] = {}
 
     def run(self) -> None:
         """Looks at every size once, at the best ones well, and climbs."""
-        glance = {size: self.glance(size) for size in self.problem.sizes}
+        sizes = self.problem.sizes
+        few = sorted({sizes[i * (len(sizes) - 1) // max(1, GLANCES - 1)] for i in range(GLANCES)}, reverse=True)
+        glance = {size: self.glance(size) for size in (sizes if len(sizes) <= GLANCES else few)}
         for size in sorted(glance, key=lambda size: glance[size])[:SIZES]:
-            self.simulate_if_fast(self.ranked(self.searched(size, CUTS, STAGES, CAPS))[:PATHS])
+            every = np.arange(len(self.tables.coarse))
+            self.simulate_if_fast(self.ranked(self.searched(size, every, STAGES, CAPS))[:PATHS])
             self.simulate_if_fast(rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
-        every = sorted(self.found.values(), key=lambda x: x.step_s)
+        every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         for begin in [*every[:2], *self.shapes(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
                 self.climb(begin)
@@ -124,7 +127,8 @@ class _Search:
 
     def glance(self, size: int) -> float:
         """The surrogate's seconds of the best plan for a size, looked for in haste."""
-        plans = [*self.searched(size, GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS), *self.plain(size)]
+        at = few_cuts(self.tables.local(size, 1), GLANCE_CUTS)
+        plans = [*self.searched(size, at, GLANCE_STAGES, GLANCE_CAPS), *self.plain(size)]
         best = self.ranked(plans)[:1]
         self.simulate([plan for plan in self.plain(size) if self.counted(plan)])
         return self.seen[best[0]][1] if best else np.inf
@@ -134,28 +138,40 @@ class _Search:
         if size >= self.problem.devices:
             yield ReplicaPlan((0, self.problem.layers), (tuple(range(self.problem.devices)),), size)
 
-    def searched(self, size: int, cuts: int, stages: int, caps: Iterable[float]) -> Iterator[ReplicaPlan]:
-        """Yields what paths there are under caps, and straight ones."""
-        at, G = few_cuts(self.tables, size, cuts), self.problem.devices
-        counts = [r for r in replica_counts(self.problem, size) if self._worth(r)]
-        unit = -(-G // PLACES)
+    def searched(
+        self, size: int, at: Int[np.ndarray, "n"], stages: int, caps: Iterable[float]
+    ) -> Iterator[ReplicaPlan]:
+        """Yields what paths there are between some of the coarse cuts under caps, and straight ones."""
+        pins, G = self.problem.pins, self.problem.devices
+        unit = gcd(G, *pins.replicas) if pins.replicas else -(-G // PLACES)
+        counts = pins.replicas or [r for r in replica_counts(self.problem, size) if self._worth(r, unit)]
+        most = pins.count or min(stages, G // unit, len(at) - 1)
         for order in self.problem.orders:
-            ground = Ground(self.tables, size, order, tuple(counts), at, unit)
+            ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
             for cap in caps:
-                yield from paths(ground, cap * self.slowest_s[size], min(stages, G // unit, len(at) - 1))
-        straight = Ground(self.tables, size, self.problem.orders[0][: len(at)], (1,), at)
-        share_s = float(straight.seconds[0][0, -1]) / len(straight.order)
-        for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
-            yield from paths(straight, cap_s, len(straight.order))
+                yield from paths(ground, cap * self.slowest_s(size), most)
+        if set(pins.replicas or (1,)) == {1}:
+            straight = Ground(self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at)
+            most = pins.count or min(len(straight.order), len(at) - 1)
+            share_s = float(self.tables.local(size, 1).seconds[0, -1]) / len(straight.order)
+            for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
+                yield from paths(straight, cap_s, most)
 
-    def _worth(self, r: int) -> bool:
+    def slowest_s(self, size: int) -> float:
+        """The least bottleneck between the coarse cuts."""
+        if size not in self._slowest_s:
+            self._slowest_s[size] = least_bottleneck_s(self.tables, size, self.tables.coarse)
+        return self._slowest_s[size]
+
+    def _worth(self, r: int, unit: int) -> bool:
         """Whether a replica count is looked at: few devices of a machine, or whole machines, if there are many."""
         each = self.problem.cluster.devices_per_machine
-        unit = -(-self.problem.devices // PLACES)
         return unit == 1 or r % max(1, each // 2) == 0 or r % unit == 0
 
     def counted(self, plan: ReplicaPlan) -> bool:
-        """Counts a plan; whether it fits."""
+        """Counts a plan; whether it is one that is asked for, and fits."""
+        if not self.problem.pins.allow(plan):
+            return False
         if plan not in self.seen:
             stages = self.tables.stages(plan)
             most = max(stage.peak_bytes for stage in stages)
@@ -177,14 +193,14 @@ class _Search:
     def simulate(self, plans: Iterable[ReplicaPlan]) -> None:
         """Simulates plans that fit."""
         for plan in plans:
-            if plan not in self.found and self.counted(plan):
+            if plan not in self.simulated and self.counted(plan):
                 stages = self.seen[plan][0]
-                self.found[plan] = Simulated(plan, stages, simulated_s(self.problem, plan, stages))
+                self.simulated[plan] = Simulated(plan, stages, simulated_s(self.problem, plan, stages))
 
     def simulate_if_fast(self, plans: Iterable[ReplicaPlan]) -> None:
         """Simulates plans that fit and that may be the fastest."""
         for plan in plans:
-            best_s = min((x.step_s for x in self.found.values()), default=np.inf)
+            best_s = min((x.step_s for x in self.simulated.values()), default=np.inf)
             if self.counted(plan) and least_s(self.seen[plan][0], self.problem.batch // plan.size) < best_s:
                 self.simulate([plan])
 
@@ -193,7 +209,9 @@ class _Search:
         for _ in range(CLIMBS):
             near = self.ranked(self.neighbours(at.plan))[:NEIGHBOURS]
             self.simulate_if_fast(near)
-            best = min((self.found[plan] for plan in near if plan in self.found), key=lambda x: x.step_s, default=at)
+            best = min(
+                (self.simulated[plan] for plan in near if plan in self.simulated), key=lambda x: x.step_s, default=at
+            )
             if best.step_s >= at.step_s:
                 return
             at = best
@@ -232,9 +250,9 @@ class _Search:
 
     def _least_bytes(self) -> int:
         """The bytes of the fullest device where stages of one device each hold as little as they can."""
-        free = ReplicaProblem(self.problem.costs, self.problem.cluster, self.problem.devices, self.problem.batch)
-        search = _Search(free.recomputing())
-        plans = search.searched(1, CUTS, STAGES, (1e9,))
+        search = _Search(replace(self.problem, memory_limit_bytes=None, recomputes=True))
+        size, every = self.problem.sizes[-1], np.arange(len(self.tables.coarse))
+        plans = search.searched(size, every, STAGES, (1e9,))
         return min(max(stage.peak_bytes for stage in search.tables.stages(plan)) for plan in plans)
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from itertools import accumulate
 
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, placed
-from jvpipe.planners.joint.replicas_stage import Tables
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
+from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.published.dapple import dapple
 from jvpipe.planners.published.pipedream import pipedream
 from jvpipe.schedules import find_schedule
@@ -43,13 +43,13 @@ def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
         )
         for decide in (pipedream, dapple) if straight else (_hierarchical,):
             try:
-                found = decide(asked)
+                decision = decide(asked)
             except (Infeasible, ValueError):
                 continue
-            replicas = list(found.replicas or (1,) * (len(found.bounds) - 1))
+            replicas = list(decision.replicas or (1,) * (len(decision.bounds) - 1))
             if max(replicas) <= size:
                 starts = [0, *accumulate(replicas)][:-1]
-                yield ReplicaPlan(found.bounds, placed(order, starts, replicas), size)
+                yield ReplicaPlan(decision.bounds, placed(order, starts, replicas), size)
 
 
 def _hierarchical(problem: Problem) -> Decision:

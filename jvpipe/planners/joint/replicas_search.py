@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, placed
-from jvpipe.planners.joint.replicas_stage import Tables, reduce_rate
+from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
+from jvpipe.planners.model.replicas_stage import Tables, reduce_rate
 from jvpipe.planners.model.segments import Grid, between
 
 OverM = Float[np.ndarray, "n m"]
@@ -32,18 +32,13 @@ class Ground:
     size: int
     order: tuple[int, ...]
     counts: tuple[int, ...]
-    at: Int[np.ndarray, "n"]  # positions in the tables' cuts
+    at: Int[np.ndarray, "n"]  # positions in the tables' coarse cuts
     unit: int = 1  # stages begin at its multiples in the order
 
     @property
     def cuts(self) -> Int[np.ndarray, "n"]:
         """The cuts themselves."""
-        return self.tables.cuts[self.at]
-
-    @cached_property
-    def seconds(self) -> list[Grid]:
-        """Forward and backward of a micro-batch, for each replica count."""
-        return [self.tables.local(self.size, r).seconds[np.ix_(self.at, self.at)] for r in self.counts]
+        return self.tables.coarse[self.at]
 
     @cached_property
     def backward_s(self) -> list[Grid]:
@@ -53,8 +48,8 @@ class Ground:
     @cached_property
     def crossing_bytes(self) -> Grid:
         """What each segment receives and returns of a micro-batch."""
-        found = self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
-        return np.where(np.isfinite(found), found, 0.0)
+        crossing = self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
+        return np.where(np.isfinite(crossing), crossing, 0.0)
 
     def fitting_s(self, index: int, behind: int) -> Grid:
         """Seconds, infinite where the memory limit is not kept.
@@ -63,14 +58,7 @@ class Ground:
             index: of the replica count.
             behind: stages from this one on.
         """
-        limit = self.tables.problem.memory_limit_bytes
-        if limit is None:
-            return self.seconds[index]
-        local = self.tables.local(self.size, self.counts[index])
-        if local.peak_bytes(self.tables.most_stages)[0, -1] <= limit:
-            return self.seconds[index]  # even the whole model does, with as much in flight as anywhere
-        peaks = local.peak_bytes(behind)[np.ix_(self.at, self.at)]
-        return np.where(peaks <= limit, self.seconds[index], np.inf)
+        return self.tables.fitting_s(self.size, self.counts[index], behind)[np.ix_(self.at, self.at)]
 
     @cached_property
     def where(self) -> "_Where":
@@ -80,7 +68,7 @@ class Ground:
     @cached_property
     def reduces(self) -> list[tuple[Float[np.ndarray, "n n k"], Int[np.ndarray, "m"]]]:
         """A for each replica count: grids of the kinds of places, and the kind of each place."""
-        found = []
+        frontiers = []
         for r in self.counts:
             local, kinds, rates = self.tables.local(self.size, r), [], []
             for m in range(len(self.order) // self.unit + 1):
@@ -90,8 +78,8 @@ class Ground:
                     rates.append(rate)
                 kinds.append(rates.index(rate))
             grids = [self.tables.exposed_s(local, *rate)[np.ix_(self.at, self.at)] for rate in rates]
-            found.append((np.stack(grids, axis=-1), np.array(kinds)))
-        return found
+            frontiers.append((np.stack(grids, axis=-1), np.array(kinds)))
+        return frontiers
 
 
 @dataclass(frozen=True)
@@ -146,9 +134,9 @@ class _Ways:
         whole = [np.zeros((n, places), dtype=np.int64) for _ in range(3)]
         return _Ways(np.full((n, places), np.inf), np.zeros((n, places)), np.zeros((n, places)), *whole)
 
-    def take(self, columns: np.ndarray, better: np.ndarray, **found: np.ndarray) -> None:
+    def take(self, columns: np.ndarray, better: np.ndarray, **cells: np.ndarray) -> None:
         """Puts better ways in place of those that are there."""
-        for name, values in found.items():
+        for name, values in cells.items():
             mine = getattr(self, name)
             mine[:, columns] = np.where(better, values, mine[:, columns])
 
@@ -170,18 +158,22 @@ def paths(ground: Ground, cap_s: float, most_stages: int) -> Iterator[ReplicaPla
         cap_s: of t and c.
         most_stages: that there may be.
     """
+    pins = ground.tables.problem.pins
     places = len(ground.order) // ground.unit + 1
     levels: list[_Ways] = []
     for e in range(1, most_stages + 1):
         level = _Ways.none(len(ground.at), places)
         for k, r in enumerate(ground.counts):
+            if pins.replicas is not None and r != pins.replicas[-e]:
+                continue
             if r % ground.unit == 0 and r // ground.unit < places:
                 t = ground.fitting_s(k, e)
                 _extend(ground, level, levels[-1] if levels else None, k, np.where(t <= cap_s, t, np.inf), cap_s)
         level.leaving_out()
         levels.append(level)
         if np.isfinite(level.total[0, -1]):
-            yield _plan(ground, levels)
+            if pins.count in (None, e):
+                yield _plan(ground, levels)
         elif e > 1 and not np.isfinite(level.total).any():
             return
 
@@ -223,26 +215,3 @@ def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:
         bounds.append(int(ground.cuts[j]))
         i, m = j, begin - ground.counts[k] // ground.unit
     return ReplicaPlan(tuple(bounds), placed(ground.order, starts, replicas), ground.size)
-
-
-def few_cuts(tables: Tables, size: int, most: int) -> Int[np.ndarray, "n"]:
-    """The positions of at most so many cuts: of each share of seconds and gradients that where least crosses.
-
-    Args:
-        tables: of the problem.
-        size: examples of a micro-batch.
-        most: how many.
-    """
-    last = len(tables.cuts) - 1
-    if last < most:
-        return np.arange(last + 1)
-    local = tables.local(size, 1)
-    seconds, gradients = (local.forward_s + local.backward_s)[tables.cuts], local.gradient_bytes[tables.cuts]
-    work = seconds / max(seconds[-1], 1e-30) + gradients / max(gradients[-1], 1.0)
-    crossing = local.crossing_bytes[:, -1]
-    share = np.minimum((work / max(work[-1], 1e-30) * (most - 2)).astype(int), most - 3)
-    best: dict[int, int] = {}
-    for at in range(1, last):
-        if share[at] not in best or crossing[at] < crossing[best[share[at]]]:
-            best[int(share[at])] = at
-    return np.array(sorted({0, last, *best.values()}))

@@ -99,11 +99,11 @@ def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
         return planner.decide
 
     def decide(problem: Problem) -> Decision:
-        found, limit = attempt(problem, np.inf), problem.memory_limit_bytes
-        if found is None:
+        decision, limit = attempt(problem, np.inf), problem.memory_limit_bytes
+        if decision is None:
             assert limit is not None, "without a limit everything may be kept"
             raise Infeasible(f"{planner.name} finds nothing", stage=0, excess_bytes=1, smallest_limit_bytes=limit)
-        return found
+        return decision
 
     return decide
 
@@ -163,8 +163,8 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
     before = None
     for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
-        for found in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
-            best = min(best, found, key=lambda one: one.step_s)
+        for refitted in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+            best = min(best, refitted, key=lambda one: one.step_s)
     while before is not best and tries > 0:
         before = best
         for bounds in moved_bounds(best.decision.bounds, cuts):
@@ -174,8 +174,8 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
                 continue  # the best is another one by now
             tries -= 1
             for moved in _refitted(own, best.decision, bounds):
-                for found in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
-                    best = min(best, found, key=lambda one: one.step_s)
+                for refitted in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+                    best = min(best, refitted, key=lambda one: one.step_s)
     return best
 
 
@@ -183,8 +183,8 @@ def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: 
     """Yields a plan with these bounds, its fates chosen again where there is a limit."""
     if own.memory_limit_bytes is None:
         yield replace(begin, bounds=bounds)
-    elif found := with_fates(own, bounds, begin=None if whole else begin):
-        yield found
+    elif decision := with_fates(own, bounds, begin=None if whole else begin):
+        yield decision
 
 
 def loads_of(problem: Problem, decision: Decision) -> Loads:

@@ -66,8 +66,8 @@ class StageTable:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
         block, choices, in_flight = self.block, self.pricing.choices, self.pricing.segments.in_flight[self.block.s]
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s = choices.extra_s[layers]
-        if (choices.swapped_bytes[layers, 0] > 0).any() or (extra_s < extra_s[:, :1]).any():
+        kept_s, others_s = choices.own_s[layers, :1], np.c_[choices.own_s, choices.forward_s][layers]
+        if (choices.swapped_bytes[layers, 0] > 0).any() or (others_s < kept_s).any():
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
         kept = between(sums(left), block.starts, block.ends) + block.shared_bytes

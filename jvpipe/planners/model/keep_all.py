@@ -12,18 +12,22 @@ import numpy as np
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
+from jvpipe.planners.model.segments import Block, Cuts, Grid, Segments, between, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 
 class KeepAll:
     """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, segments: Segments | None = None, cuts: Cuts | None = None) -> None:
         self.problem = problem
-        self.segments = Segments(problem)
-        self.cuts = self.segments.cuts
+        self.segments = segments or Segments(problem)
+        self.cuts = self.segments.cuts if cuts is None else cuts
         self._compute_s: dict[tuple[float, ...], Grid] = {}
+
+    def at(self, cuts: Cuts) -> "KeepAll":
+        """The same between some of the cuts."""
+        return KeepAll(self.problem, self.segments, cuts)
 
     def forward_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward."""

@@ -47,6 +47,8 @@ class Problem:
     `host`, `peer` are the links of a device to its host and to the next stage's device; `peer_uses_host` says that
     they are one. The memory limit is that of the roomiest device, the host's that of all devices together; None is no
     limit. `traits` tell unlike devices apart, in the order in which a micro-batch passes them; none: all are alike.
+    `lent` is the share of an idle device's time that the others use: with it an order of tasks is judged by less than
+    its idle time.
     A plan that needs more than its devices may hold is over the limit by the same number on each: a limit that is
     raised, is raised for all.
     """
@@ -62,6 +64,7 @@ class Problem:
     peer_uses_host: bool = True
     cluster: Cluster | None = None
     traits: tuple[Traits, ...] = ()
+    lent: float = 0.0
 
     def __post_init__(self) -> None:
         layers, chunks = len(self.costs.layers), self.schedule.chunks

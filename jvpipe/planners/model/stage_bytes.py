@@ -86,17 +86,23 @@ def recompute_peak_bytes(layer: LayerCost) -> int:
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
 
+def recompute_s(layer: LayerCost) -> float:
+    """Counts how much longer a backward takes that recomputes all it needs: its forward, where no option says it."""
+    last = layer.options[-1]
+    return layer.forward_s if last.kept_bytes + last.swapped_bytes else last.extra_s
+
+
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
     """Counts the bytes of a layer under `RECOMPUTE`, with no `RECOMPUTE_CHAIN` after it: its input alone is kept."""
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
-    return LayerBytes(layer.input_bytes, 0, working, layer.forward_s)
+    return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
 
 
 def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[LayerBytes]:
     """Yields each layer's bytes under its choice; in a run of layers recomputed, of all layers of the run so far.
 
     The forwards of a run hold the residuals of its layers and the inputs between them at once; those of the last layer
-    its backward recomputes itself.
+    its backward recomputes itself, which may take less than its forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -105,8 +111,10 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
             continue
         alone, residuals = recomputed_bytes(layer), layer.options[0].kept_bytes
         run = run + layer.input_bytes if choice == RECOMPUTE_CHAIN else 0
-        working = residuals + layer.temporary_bytes if following == RECOMPUTE_CHAIN else alone.working
-        yield alone._replace(kept=alone.kept if choice == RECOMPUTE else 0, working=run + working)
+        kept, working, extra_s = alone.kept if choice == RECOMPUTE else 0, alone.working, alone.extra_s
+        if following == RECOMPUTE_CHAIN:
+            working, extra_s = residuals + layer.temporary_bytes, layer.forward_s
+        yield LayerBytes(kept, 0, run + working, extra_s)
         run += residuals
 
 

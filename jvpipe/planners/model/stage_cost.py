@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, layers_bytes, on_device_bytes, stage_bytes
 from jvpipe.schedules.schedule import Holding
 
 
@@ -79,7 +79,6 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         choices: those of all layers of the model.
     """
     layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
-    chosen = zip(layers, choices[i:j], strict=True)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
     halves = [halves_s(problem.costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
@@ -87,7 +86,7 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
-        recompute_s=sum(x.options[choice].extra_s if choice >= 0 else x.forward_s for x, choice in chosen),
+        recompute_s=sum(x.extra_s for x in layers_bytes(layers, choices[i:j])),
         swap_s=swap_s,
         comm_s=problem.peer.seconds(received) + problem.peer.seconds(returned),
         link_s=swap_s + (problem.peer.seconds(transit) if problem.peer_uses_host else 0.0),

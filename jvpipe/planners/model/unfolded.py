@@ -83,12 +83,12 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
             try:
-                found = decide(asked)
+                decision = decide(asked)
             except Infeasible as error:
                 low, refused = budget, refused or (asked, error)
                 continue
-            if evaluate(problem, found).limit_bytes <= limit:
-                best, low = found, budget
+            if evaluate(problem, decision).limit_bytes <= limit:
+                best, low = decision, budget
             else:
                 high = budget
             if low == limit:
@@ -112,8 +112,8 @@ def _infeasible(
     """The answer when no budget does: what the decision of a budget that is too small takes at its least."""
     limit = problem.memory_limit_bytes
     assert limit is not None
-    found = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
-    evaluation = evaluate(problem, found)
+    decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
+    evaluation = evaluate(problem, decision)
     held, enough = evaluation.device_bytes, max(evaluation.limit_bytes, limit + 1)
     over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(held)]
     d = over.index(max(over))
@@ -123,5 +123,5 @@ def _infeasible(
         stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
-        decision=found,
+        decision=decision,
     )

@@ -5,10 +5,11 @@ from itertools import combinations, product
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
-from jvpipe.planners.joint.replicas_costs import LocalCosts
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem, placed
-from jvpipe.planners.joint.replicas_stage import Tables
-from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.model.replicas_costs import LocalCosts
+from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.replicas_step import simulated_s
 
 GPU = Accelerator("small", 10**9, 1e9, {"float32": 1e12})
 

@@ -143,7 +143,6 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
     ("schedule", "share"),
     [
         *itertools.product(("1f1b", "gpipe", "pipedream"), (0.8, 1.2)),
-        ("interleaved", 1.2),
         ("zb-h1", 0.8),
         ("zb-v", 1.2),
     ],

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import find_planner
-from jvpipe.planners.joint.order_search import Found, find_order
+from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
@@ -19,7 +20,7 @@ from tests.planners.joint.orders import problem_of
 RULES = [name for name, schedule in SCHEDULES.items() if schedule.synchronous]
 
 
-def checked(problem: Problem, found: Found) -> None:
+def checked(problem: Problem, found: OrderedPlan) -> None:
     """Asserts that a plan takes what it says, and fits."""
     costs = replace(
         problem.costs,
@@ -48,16 +49,16 @@ def test_it_is_no_slower_than_any_rule(devices: int, link: Link) -> None:
             assert found.step_s <= simulated_step_s(other, stages) + 1e-9, name
 
 
-@pytest.mark.parametrize("part", [0.9, 0.7])
-def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(part: float) -> None:
-    free = problem_of(12, 3, 8)
+@pytest.mark.parametrize(("devices", "part"), [(3, 0.9), (2, 0.7)])
+def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, part: float) -> None:
+    free = problem_of(9, devices, 6)
     keeps = evaluate(free, find_planner("even").decide(free)).peak_bytes
     problem = replace(free, memory_limit_bytes=int(part * keeps))
     found = find_order(problem)
     checked(problem, found)
     for name in RULES:
         rule = find_schedule(name)
-        other = replace(problem, schedule=rule, stages=rule.stages_on(3))
+        other = replace(problem, schedule=rule, stages=rule.stages_on(devices))
         try:
             decision = find_planner("jvpipe").decide(other)
         except Infeasible:
@@ -106,3 +107,18 @@ def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
         find_order(problem)
     enough = replace(problem, memory_limit_bytes=refused.value.smallest_limit_bytes)
     checked(enough, find_order(enough))
+
+
+def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
+    problem = problem_of(6, 2, 4)
+    dear = tuple(replace(layer, backward_s=0.95 * layer.backward_s) for layer in problem.costs.layers)
+    problem = replace(problem, costs=replace(problem.costs, layers=dear))
+    alone, lending = find_order(problem), find_order(replace(problem, lent=1.0))
+    kinds = [
+        {task.kind for tasks in lists_of(one.plan(problem.costs, "x"), find_schedule("auto"), 4) for task in tasks}
+        for one in (alone, lending)
+    ]
+    assert Kind.W in kinds[0]
+    assert Kind.W not in kinds[1]
+    assert lending.step_s >= alone.step_s
+    assert lending.worth_s == pytest.approx(sum(x.forward_s + x.backward_s for x in dear) * 4 / 2)

@@ -6,10 +6,11 @@ import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
-from jvpipe.planners.joint.replicas_stage import Tables
-from jvpipe.planners.joint.replicas_step import simulated_s
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.replicas_step import simulated_s
 from tests.planners.joint.replicas import GPU, best_s, chain, flat, layer
 
 

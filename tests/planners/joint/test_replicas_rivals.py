@@ -1,8 +1,8 @@
 """The papers' plans, as plans of replicated stages."""
 
-from jvpipe.planners.joint.replicas_problem import ReplicaProblem, check
 from jvpipe.planners.joint.replicas_rivals import rivals
-from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
+from jvpipe.planners.model.replicas_stage import Tables
 from tests.planners.joint.replicas import chain, flat, layer
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from jvpipe.cost.hardware import Cluster, Link
-from jvpipe.planners.joint.replicas_problem import ReplicaProblem, check
-from jvpipe.planners.joint.replicas_search import Ground, few_cuts, paths
-from jvpipe.planners.joint.replicas_stage import Tables, surrogate_s
+from jvpipe.planners.joint.replicas_search import Ground, paths
+from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
+from jvpipe.planners.model.replicas_stage import Tables, few_cuts, surrogate_s
 from tests.planners.joint.replicas import GPU, chain, every_plan, layer
 
 CLUSTER = Cluster("two", GPU, 2, 2, peer=Link(50.0), network=Link(5.0))
@@ -32,5 +32,5 @@ def test_few_cuts_keep_both_ends_and_where_least_crosses() -> None:
     layers = [layer(1.0, 10)] * 20
     sizes = [1 if i % 5 == 4 else 9 for i in range(19)]
     tables = Tables(ReplicaProblem(chain(layers, sizes), CLUSTER, 4, 8))
-    assert few_cuts(tables, 8, 5).tolist() == [0, 5, 10, 15, 20]
-    assert few_cuts(tables, 8, 40).tolist() == list(range(21))
+    assert few_cuts(tables.local(8, 1), 5).tolist() == [0, 5, 10, 15, 20]
+    assert few_cuts(tables.local(8, 1), 40).tolist() == list(range(21))

@@ -29,7 +29,7 @@ def step_s(problem: Problem, decision: Decision) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("slow", "share"), [(True, None), (False, 0.7)])
 def test_no_other_planner_is_faster(rule: str, slow: bool, share: float | None) -> None:
-    costs, link = chain(12, slow)
+    costs, link = chain(9, slow)
     schedule = find_schedule(rule)
     problem = Problem(costs, schedule.stages_on(2), schedule, 4, host=Link(12e9), peer=link, peer_uses_host=slow)
     full = evaluate(problem, find_planner("even").decide(problem)).peak_bytes

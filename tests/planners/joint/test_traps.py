@@ -187,8 +187,8 @@ def test_all_layers_run_again_alone_when_inputs_are_dear_to_keep_in_a_run() -> N
 
 def test_random_bits_are_kept_where_they_are_dearer_than_memory() -> None:
     """Dropping a mask saves few bytes and takes long; dropping activations saves many and takes little."""
-    mask, rest = (Option(90, extra_s=4.0), Option(20, extra_s=0.5))
-    problem = one_stage((Option(100), mask, rest), 2, 190)
+    mask, rest, every = Option(90, extra_s=4.0), Option(20, extra_s=0.5), Option(0, extra_s=4.5)
+    problem = one_stage((Option(100), mask, rest, every), 2, 190)
     assert best(problem).choices == (2,)
 
 

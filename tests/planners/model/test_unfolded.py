@@ -66,7 +66,7 @@ def decided(problem: Problem, limit: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", FAMILIES, ids=lambda schedule: schedule.name)
 def test_limits_hold_for_all_stages_of_a_device_together(schedule: Schedule) -> None:
-    problem = problem_of([layer(1.0 + i % 3) for i in range(12)], schedule, 2, 8)
+    problem = problem_of([layer(1.0 + i % 3) for i in range(8)], schedule, 2, 6)
     free = evaluate(problem, find_planner("jvpipe").decide(problem)).peak_bytes
     for limit in (free, int(0.8 * free)):
         found, peak = decided(problem, limit)

@@ -73,7 +73,7 @@ def test_moves_save_bytes_on_the_device() -> None:
 
 
 def test_a_layer_is_run_again_where_no_option_is_as_good() -> None:
-    slow = LayerCost("a", 1.0, 1.0, (Option(8), Option(0, extra_s=2.0)))
+    slow = LayerCost("a", 1.0, 1.0, (Option(8), Option(4, extra_s=2.0)))
     assert [change.choice for change in FateChanges(chain([slow], 1), 1).after(0, 0)] == [1, RECOMPUTE]
     assert [change.choice for change in FateChanges(chain([slow], 1), 1).recomputes(0, 0)] == [RECOMPUTE]
     fast = LayerCost("a", 1.0, 1.0, (Option(8), Option(0, extra_s=1.0, extra_bytes=8)))

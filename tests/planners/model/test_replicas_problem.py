@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem, check
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
 from tests.planners.joint.replicas import GPU, chain, flat, layer
 
 COSTS = chain([layer(1.0)] * 3, [8, 8])

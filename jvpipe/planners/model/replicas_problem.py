@@ -1,4 +1,4 @@
-"""Data and pipeline parallelism together: what is asked, and what a plan is.
+"""Data and pipeline parallelism together: what is asked.
 
 Legend: G devices of a cluster; a plan has S stages, stage s on r_s devices (its replicas), which share each micro-batch
 of mu examples; M = batch / mu micro-batches a step.
@@ -11,7 +11,9 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.cost.hardware import Cluster
-from jvpipe.planners.joint.replicas_costs import LocalCosts
+from jvpipe.planners.model.pins import UNPINNED, Pins
+from jvpipe.planners.model.replicas_costs import LocalCosts
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class ReplicaProblem:
     """A model to be trained on the first `devices` of a cluster, `batch` examples a step, synchronously.
 
     With `overlaps` the gradients of a layer are reduced while the last backwards of those before it run; without, after
-    all backwards of the stage. `recomputes` runs every layer again before its backward.
+    all backwards of the stage. A stage that does not keep the limit runs its layers again before their backwards; with
+    `recomputes` all do. What is pinned is not decided.
     """
 
     costs: LocalCosts
@@ -29,6 +32,7 @@ class ReplicaProblem:
     memory_limit_bytes: int | None = None
     overlaps: bool = False
     recomputes: bool = False
+    pins: Pins = UNPINNED
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= self.cluster.devices:
@@ -38,11 +42,17 @@ class ReplicaProblem:
             )
         if self.batch < 1:
             raise ValueError(f"a batch of {self.batch} examples: there must be at least one")
+        self.pins.check(self.devices, self.batch, self.layers)
 
     @cached_property
+    def again(self) -> LocalCosts:
+        """What layers take that run again before their backwards."""
+        return self.costs.recomputed()
+
+    @property
     def local(self) -> LocalCosts:
-        """What layers take, run again or not."""
-        return self.costs.recomputed() if self.recomputes else self.costs
+        """What layers take at least."""
+        return self.again if self.recomputes else self.costs
 
     @property
     def layers(self) -> int:
@@ -52,7 +62,10 @@ class ReplicaProblem:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that there can be: the divisors of the batch, falling."""
-        return tuple(mu for mu in range(self.batch, 0, -1) if self.batch % mu == 0)
+        if self.pins.size is not None:
+            return (self.pins.size,)
+        least = max(self.pins.replicas or (1,))
+        return tuple(mu for mu in range(self.batch, least - 1, -1) if self.batch % mu == 0)
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
@@ -76,42 +89,6 @@ class ReplicaProblem:
         return replace(self, recomputes=True)
 
 
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """Stage s holds layers `bounds[s]` to `bounds[s + 1]` and runs on `places[s]`, micro-batches of `size` examples.
-
-    >>> ReplicaPlan((0, 3, 4), ((0, 1, 2), (3,)), 6)
-    3:1 of 3:1 layers, micro-batches of 6
-    """
-
-    bounds: tuple[int, ...]
-    places: tuple[tuple[int, ...], ...]
-    size: int
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return len(self.places)
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """How many devices each stage has."""
-        return tuple(map(len, self.places))
-
-    @property
-    def shape(self) -> str:
-        """What kind of plan it is."""
-        if self.stages == 1:
-            return "data parallel"
-        if max(self.replicas) == 1:
-            return "straight"
-        return "two stages" if self.stages == 2 else "hybrid"
-
-    def __repr__(self) -> str:
-        layers = ":".join(str(b - a) for a, b in pairwise(self.bounds))
-        return f"{':'.join(map(str, self.replicas))} of {layers} layers, micro-batches of {self.size}"
-
-
 def check(problem: ReplicaProblem, plan: ReplicaPlan) -> None:
     """Raises ValueError unless a plan is complete and contiguous, its places are apart, and every replica is fed."""
     used = [device for places in plan.places for device in places]
@@ -128,14 +105,3 @@ def check(problem: ReplicaProblem, plan: ReplicaPlan) -> None:
             f"{max(plan.replicas)} replicas cannot share micro-batches of {plan.size}: "
             f"use at most {plan.size} replicas, or larger micro-batches"
         )
-
-
-def placed(order: tuple[int, ...], starts: list[int], replicas: list[int]) -> tuple[tuple[int, ...], ...]:
-    """The devices of stages that begin somewhere in an order of devices.
-
-    Args:
-        order: of the devices.
-        starts: where each stage begins.
-        replicas: how many each has.
-    """
-    return tuple(tuple(sorted(order[a : a + r])) for a, r in zip(starts, replicas, strict=True))

@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
-from jvpipe.planners.joint.replicas_stage import ReplicaStage
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import ReplicaStage
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.simulate.engine import Work
 

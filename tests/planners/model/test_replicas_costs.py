@@ -3,7 +3,7 @@
 import pytest
 
 from jvpipe.cost.costs import Costs, Edge, Shared
-from jvpipe.planners.joint.replicas_costs import LocalCosts, local_costs
+from jvpipe.planners.model.replicas_costs import LocalCosts, local_costs
 from tests.planners.joint.replicas import layer
 
 

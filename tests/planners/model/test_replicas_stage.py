@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
-from jvpipe.planners.joint.replicas_stage import Tables
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import Tables
 from tests.planners.joint.replicas import chain, flat, layer
 
 LAYERS = [layer(1.0, 100, 10), layer(2.0, 400, 20), layer(3.0, 0, 30)]

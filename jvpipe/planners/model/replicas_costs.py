@@ -73,14 +73,16 @@ def _layer(a: LayerCost, b: LayerCost, mix: Callable[[float, float], float]) -> 
         extra_s=mix(x.extra_s, y.extra_s),
         extra_bytes=round(mix(x.extra_bytes, y.extra_bytes)),
     )
-    return replace(
-        a,
-        forward_s=mix(a.forward_s, b.forward_s),
-        backward_s=mix(a.backward_s, b.backward_s),
-        options=(kept,),
-        input_bytes=round(mix(a.input_bytes, b.input_bytes)),
-        temporary_bytes=round(mix(a.temporary_bytes, b.temporary_bytes)),
-        split=None,
+    return LayerCost(
+        a.name,
+        mix(a.forward_s, b.forward_s),
+        mix(a.backward_s, b.backward_s),
+        (kept,),
+        a.parameter_bytes,
+        a.gradient_bytes,
+        a.optimizer_bytes,
+        round(mix(a.input_bytes, b.input_bytes)),
+        round(mix(a.temporary_bytes, b.temporary_bytes)),
     )
 
 

@@ -3,10 +3,11 @@
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
-from jvpipe.planners.joint import replicas_step
-from jvpipe.planners.joint.replicas_problem import ReplicaPlan, ReplicaProblem
-from jvpipe.planners.joint.replicas_stage import ReplicaStage
-from jvpipe.planners.joint.replicas_step import simulated_s
+from jvpipe.planners.model import replicas_step
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.model.replicas_stage import ReplicaStage
+from jvpipe.planners.model.replicas_step import simulated_s
 from tests.planners.joint.replicas import GPU, chain, flat, layer
 
 TWO = ReplicaProblem(chain([layer(1.0), layer(1.0)], [8]), flat(4, 1.0), 4, 16)

@@ -1,0 +1,94 @@
+"""Parts of a plan that are given: the planner decides the rest."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The number of stages, the devices and the layers of each, the examples of a micro-batch; None: to be decided.
+
+    >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow(ReplicaPlan((0, 3), ((0, 1, 2),), 6))
+    (2, False)
+    """
+
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
+    size: int | None = None
+
+    @property
+    def count(self) -> int | None:
+        """How many stages there are, if anything says so."""
+        return next((n for n in (self.stages, *map(_length, (self.replicas, self.cuts))) if n is not None), None)
+
+    @property
+    def bounds(self) -> tuple[int, ...] | None:
+        """Where stages begin and end, if that is given."""
+        return None if self.cuts is None else (0, *accumulate(self.cuts))
+
+    def allow(self, plan: ReplicaPlan) -> bool:
+        """Whether a plan has what is given."""
+        return (
+            self.count in (None, plan.stages)
+            and self.replicas in (None, plan.replicas)
+            and self.bounds in (None, plan.bounds)
+            and self.size in (None, plan.size)
+        )
+
+    def check(self, devices: int, batch: int, layers: int) -> None:
+        """Raises ValueError for what no plan has.
+
+        Args:
+            devices: there are.
+            batch: examples of a step.
+            layers: of the model.
+
+        >>> Pins(replicas=(3, 2)).check(devices=4, batch=8, layers=6)
+        Traceback (most recent call last):
+        ValueError: replicas (3, 2) take 5 devices, there are 4: use fewer replicas, or more devices
+        """
+        said = {"stages": self.stages, "replicas": _length(self.replicas), "cuts": _length(self.cuts)}
+        told = {name: count for name, count in said.items() if count is not None}
+        if len(set(told.values())) > 1:
+            raise ValueError(
+                f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} are of {list(told.values())} "
+                "stages: give as many of each, or leave some out"
+            )
+        for name, numbers in (("replicas", self.replicas), ("cuts", self.cuts), ("stages", (self.stages or 1,))):
+            if numbers is not None and (not numbers or min(numbers) < 1):
+                raise ValueError(f"{name} {numbers}: there must be stages, and one device and one layer for each")
+        if self.replicas is not None and sum(self.replicas) > devices:
+            raise ValueError(
+                f"replicas {self.replicas} take {sum(self.replicas)} devices, there are {devices}: use fewer "
+                "replicas, or more devices"
+            )
+        if (self.count or 1) > min(devices, layers):
+            raise ValueError(
+                f"{self.count} stages: there can be 1 to {min(devices, layers)}, for {devices} devices and {layers} "
+                "layers"
+            )
+        if self.cuts is not None and sum(self.cuts) != layers:
+            raise ValueError(f"cuts {self.cuts} are of {sum(self.cuts)} layers, the model has {layers}")
+        self._check_fed(batch)
+
+    def _check_fed(self, batch: int) -> None:
+        """Raises ValueError for replicas that a micro-batch cannot feed."""
+        if self.size is not None and batch % self.size:
+            raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
+        most = max(self.replicas or (1,))
+        if most > (self.size or batch):
+            what = f"micro-batches of {self.size}" if self.size else f"a batch of {batch}"
+            raise ValueError(
+                f"{most} replicas cannot share {what} examples, each needs one: use at most {self.size or batch} "
+                f"replicas, or {most} examples"
+            )
+
+
+UNPINNED = Pins()
+
+
+def _length(given: tuple[int, ...] | None) -> int | None:
+    return None if given is None else len(given)

@@ -1,0 +1,276 @@
+"""What replicated stages take: seconds and bytes of all segments of layers at a local batch, and of a plan's stages.
+
+Legend: stage s of S on r replicas, M micro-batches.
+
+    t   forward and backward of a micro-batch, at the local batch ceil(mu / r)
+    c   what the stage receives, and the cotangents that it returns: `Cluster.transfer_s`
+    A   the all-reduce of its gradients: `Cluster.reduce_s`; of one that overlaps, what the last backward does not hide
+    T   max over s of [ sum t + sum c + (M - 1) max(t, c) - slack_s + A_s ], where slack_s = sum over p < s of B_p, and
+        half of the transfers up to s: so much earlier than stage 0 does the stage end its last backward
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.planners.model.keep_all import KeepAll
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
+from jvpipe.planners.model.segments import Cuts, Grid, between, sums
+from jvpipe.schedules.one_f_one_b import one_f_one_b
+from jvpipe.schedules.schedule import Schedule
+
+MOST_CUTS = 40
+"""Of more cuts so many are in grids: of each share of the work that where least crosses."""
+_SCHEDULE = Schedule(name="1f1b", lists=one_f_one_b)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStage:
+    """One stage's seconds per micro-batch, of its all-reduce per step, and the bytes on each of its devices.
+
+    `recompute_s` of a backward's seconds go into forwards that run again.
+    """
+
+    forward_s: float
+    backward_s: float
+    comm_s: float
+    reduce_s: float
+    peak_bytes: int
+    recompute_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How far apart micro-batches are."""
+        return max(self.forward_s + self.backward_s, self.comm_s)
+
+
+class Local:
+    """All segments between some cuts at one local batch."""
+
+    def __init__(self, kept: KeepAll) -> None:
+        self._kept, self.cuts = kept, kept.cuts
+        layers = kept.problem.costs.layers
+        self.forward_s = sums(layer.forward_s for layer in layers)
+        self.recompute_s = sums(layer.options[0].extra_s for layer in layers)
+        self.backward_s = sums(layer.backward_s for layer in layers) + self.recompute_s
+        self.gradient_bytes = sums(layer.gradient_bytes or layer.parameter_bytes for layer in layers)
+        self._peaks: dict[int, Grid] = {}
+
+    @staticmethod
+    def of(costs: Costs, cuts: Cuts, microbatches: int, most_stages: int) -> "Local":
+        """The segments between some cuts.
+
+        Args:
+            costs: at the local batch.
+            cuts: where stages begin and end.
+            microbatches: in a step.
+            most_stages: that there can be.
+        """
+        straight = Problem(costs, most_stages, _SCHEDULE, microbatches, peer=Link(1.0))  # a second per byte
+        return Local(KeepAll(straight, cuts=cuts))
+
+    def at(self, cuts: Cuts) -> "Local":
+        """The same between other cuts."""
+        return Local(self._kept.at(cuts))
+
+    @cached_property
+    def seconds(self) -> Grid:
+        """Forward and backward of each segment, infinite where it holds no layer."""
+        every = between(self.forward_s + self.backward_s, self.cuts, self.cuts)
+        return np.where(self.cuts > self.cuts[:, None], every, np.inf)
+
+    @cached_property
+    def crossing_bytes(self) -> Grid:
+        """What each segment receives and returns; of a micro-batch if the local batch is one."""
+        return self._kept.comm_s
+
+    @property
+    def crossing_at(self) -> Float[np.ndarray, "N"]:
+        """What crosses a cut before each layer."""
+        return self._kept.segments.crossing_bytes
+
+    def peak_bytes(self, behind: int) -> Grid:
+        """The bytes of each segment on a device, with so many stages from it on."""
+        if behind not in self._peaks:
+            self._peaks[behind] = self._kept.peak_bytes(self._kept.problem.stages - behind)
+        return self._peaks[behind]
+
+
+class Tables:
+    """The segments of a problem at every local batch that is asked for.
+
+    `cuts` are all places where stages may begin; grids are of `coarse` ones, if there are many.
+    """
+
+    def __init__(self, problem: ReplicaProblem) -> None:
+        self.problem = problem
+        self._known: dict[tuple[int, int, bool], Local] = {}
+        self._exposed: dict[tuple[Local, float, float], Grid] = {}
+        self._single: dict[tuple[Local, int, int], Local] = {}
+        together = problem.costs.costs[0].together
+        forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
+        self.cuts = np.array([b for b in range(problem.layers + 1) if b not in forbidden])
+        if crossed := sorted(forbidden & set(problem.pins.bounds or ())):
+            raise ValueError(f"cuts {problem.pins.cuts}: layers {crossed[0] - 1} and {crossed[0]} must share a stage")
+        self.most_stages = min(problem.devices, len(self.cuts) - 1)
+        if (problem.pins.count or 1) > self.most_stages:
+            raise ValueError(
+                f"{problem.pins.count} stages: layers that must share a stage leave {len(self.cuts) - 1} pieces, use "
+                f"at most {self.most_stages} stages"
+            )
+        b = problem.sizes[len(problem.sizes) // 2]
+        middle = Local.of(problem.costs.at(b), self.cuts, 1, self.most_stages)
+        self.coarse = np.array(problem.pins.bounds or self.cuts[few_cuts(middle, MOST_CUTS)])
+        self._places = {int(cut): place for place, cut in enumerate(self.coarse)}
+
+    def local(self, size: int, replicas: int, *, again: bool = False) -> Local:
+        """The segments of a replica's slice, whose layers run `again` before their backwards or not."""
+        b, count = math.ceil(size / replicas), min(self.problem.batch // size, self.most_stages)
+        key = b, count, again or self.problem.recomputes  # no more are in flight
+        if key not in self._known:
+            costs = (self.problem.again if key[-1] else self.problem.costs).at(b)
+            self._known[key] = Local.of(costs, self.coarse, count, self.most_stages)
+        return self._known[key]
+
+    def fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
+        """Seconds of each segment: kept if that keeps the limit, else run again, else infinite.
+
+        Args:
+            size: examples of a micro-batch.
+            replicas: of the stage.
+            behind: stages from it on.
+        """
+        limit, kept = self.problem.memory_limit_bytes, self.local(size, replicas)
+        if limit is None or kept.peak_bytes(self.most_stages)[0, -1] <= limit:
+            return kept.seconds  # even the whole model fits, with as much in flight as anywhere
+        again = self.local(size, replicas, again=True)
+        other = np.where(again.peak_bytes(behind) <= limit, again.seconds, np.inf)
+        return np.where(kept.peak_bytes(behind) <= limit, kept.seconds, other)
+
+    def exposed_s(self, local: Local, latency_s: float, byte_s: float) -> Grid:
+        """What the last backward of each segment does not hide of its all-reduce.
+
+        Args:
+            local: the segments.
+            latency_s: of an all-reduce.
+            byte_s: its seconds per byte.
+        """
+        key = local, latency_s, byte_s
+        if key not in self._exposed:
+            self._exposed[key] = self._shown_s(*key)
+        return self._exposed[key]
+
+    def _shown_s(self, local: Local, latency_s: float, byte_s: float) -> Grid:
+        cuts, parameters = local.cuts, local.gradient_bytes
+        total = np.where(between(parameters, cuts, cuts) > 0, latency_s, 0.0) + byte_s * between(parameters, cuts, cuts)
+        if not self.problem.overlaps:
+            return total
+        # The last to be reduced is the first layer; it begins when its backward and the reduces of all after it end.
+        lead = byte_s * parameters[1:] - local.backward_s[:-1]
+        behind = byte_s * parameters - local.backward_s
+        most = np.full((len(cuts), len(cuts)), -np.inf)
+        for row, i in enumerate(cuts[:-1]):
+            most[row, row + 1 :] = np.maximum.accumulate(lead[i : cuts[-1]])[cuts[row + 1 :] - i - 1] - behind[i]
+        return np.where(total > 0, np.clip(most + latency_s, latency_s, None), 0.0)
+
+    def stages(self, plan: ReplicaPlan) -> tuple[ReplicaStage, ...]:
+        """What each stage of a plan takes."""
+        check(self.problem, plan)
+        return tuple(self._stage(plan, s, *ends) for s, ends in enumerate(pairwise(plan.bounds)))
+
+    def _stage(self, plan: ReplicaPlan, s: int, i: int, j: int) -> ReplicaStage:
+        devices, cluster, limit = plan.places[s], self.problem.cluster, self.problem.memory_limit_bytes
+        local, a, b = self._segment(self.local(plan.size, len(devices)), i, j)
+        peak_bytes = local.peak_bytes(plan.stages - s)[a, b]
+        if limit is not None and peak_bytes > limit:
+            local, a, b = self._segment(self.local(plan.size, len(devices), again=True), i, j)
+            peak_bytes = local.peak_bytes(plan.stages - s)[a, b]
+        comm_s = 0.0
+        if s:
+            whole, *ends = self._segment(self.local(plan.size, 1), i, j)
+            comm_s = 2 * cluster.transfer_s(plan.places[s - 1], devices, whole.crossing_bytes[*ends] / 2)
+        shown = self.exposed_s(local, *reduce_rate(cluster, devices))[a, b] if len(devices) > 1 else 0.0
+        return ReplicaStage(
+            forward_s=float(local.forward_s[j] - local.forward_s[i]),
+            backward_s=float(local.backward_s[j] - local.backward_s[i]),
+            comm_s=float(comm_s),
+            reduce_s=float(shown),
+            peak_bytes=int(peak_bytes),
+            recompute_s=float(local.recompute_s[j] - local.recompute_s[i]),
+        )
+
+    def _segment(self, local: Local, i: int, j: int) -> tuple[Local, int, int]:
+        """Where the grids of a segment [i, j) are, and its place there: those of the coarse cuts, or its own."""
+        a, b = self._places.get(i), self._places.get(j)
+        if a is not None and b is not None:
+            return local, a, b
+        key = local, i, j
+        if key not in self._single:
+            self._single[key] = local.at(np.array([i, j]))
+        return self._single[key], 0, 1
+
+    def fits(self, stages: tuple[ReplicaStage, ...]) -> bool:
+        """Whether all devices keep the limit."""
+        limit = self.problem.memory_limit_bytes
+        return limit is None or max(stage.peak_bytes for stage in stages) <= limit
+
+
+def few_cuts(local: Local, most: int) -> Int[np.ndarray, "n"]:
+    """The positions of at most so many cuts: of each share of seconds and gradients that where least crosses."""
+    cuts, last = local.cuts, len(local.cuts) - 1
+    if last < most:
+        return np.arange(last + 1)
+    seconds, gradients = (local.forward_s + local.backward_s)[cuts], local.gradient_bytes[cuts]
+    work = seconds / max(seconds[-1], 1e-30) + gradients / max(gradients[-1], 1.0)
+    share = np.minimum((work / max(work[-1], 1e-30) * (most - 2)).astype(int), most - 3)
+    crossing, best = local.crossing_at[cuts], dict[int, int]()
+    for at in range(1, last):
+        if share[at] not in best or crossing[at] < crossing[best[share[at]]]:
+            best[int(share[at])] = at
+    return np.array(sorted({0, last, *best.values()}))
+
+
+def least_s(stages: tuple[ReplicaStage, ...], microbatches: int) -> float:
+    """Seconds that no simulation of these stages is below: all micro-batches on one, and the first one's way there.
+
+    >>> stage = ReplicaStage(1.0, 2.0, 0.0, 5.0, 0)
+    >>> least_s((stage, stage), 4)
+    15.0
+    """
+    through = list(accumulate((x.forward_s + x.backward_s for x in stages), initial=0.0))
+    every = zip(through, stages, strict=False)
+    return max(before + microbatches * (x.forward_s + x.backward_s) for before, x in every)
+
+
+def surrogate_s(stages: tuple[ReplicaStage, ...], microbatches: int) -> float:
+    """The seconds of a step as the legend counts them.
+
+    >>> from dataclasses import replace
+    >>> alone = ReplicaStage(1.0, 2.0, 0.0, 5.0, 0)
+    >>> surrogate_s((alone,), 4), surrogate_s((replace(alone, reduce_s=0.0), alone), 4)
+    (17.0, 18.0)
+    """
+    fill = sum(x.forward_s + x.backward_s + x.comm_s for x in stages)
+    step_s = fill + (microbatches - 1) * max(x.seconds for x in stages)
+    late_s = slack_s = 0.0
+    for stage in stages:
+        slack_s += stage.comm_s / 2
+        late_s = max(late_s, stage.reduce_s - slack_s)
+        slack_s += stage.backward_s
+    return step_s + late_s
+
+
+def reduce_rate(cluster: Cluster, devices: tuple[int, ...]) -> tuple[float, float]:
+    """The seconds of an all-reduce over devices: of its latencies, and of each byte."""
+    if len(devices) < 2:
+        return 0.0, 0.0
+    latency_s = cluster.reduce_s(devices, 1e-12)
+    return latency_s, (cluster.reduce_s(devices, 1e9) - latency_s) / 1e9

@@ -1,0 +1,88 @@
+"""Values that are equal by construction: counts and weights of examples, however often a loss has computed them.
+
+A whole number is alike in every type: sum(mask).astype(float) and sum(mask, dtype=float) are one count.
+"""
+
+from collections.abc import Hashable
+
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Literal, Var
+from jvpipe.trace import jaxprs
+
+_SAME = ("copy", "copy_p", "name", "stop_gradient", "optimization_barrier")
+_COUNTING = frozenset(
+    {"add", "add_any", "mul", "max", "min", "abs", "square", "select_n", "broadcast_in_dim", "reshape"}
+    | {"squeeze", "reduce_sum"}
+)
+"""What makes whole numbers of whole numbers."""
+_COMPARED = (
+    {"sub", "neg", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "iota", "expand_dims", "transpose", "slice"}
+    | {"convert_element_type"}
+    | _COUNTING
+)
+
+
+class Alike:
+    """Numbers variables so that those with one number are equal; equations are told in their order.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def counts(mask):
+    ...     return jnp.sum(mask, dtype=jnp.float32), jnp.sum(mask).astype(jnp.float32), jnp.sum(~mask)
+    >>> closed = jax.make_jaxpr(counts)(jnp.ones(3, bool))
+    >>> alike = Alike()
+    >>> for eqn in closed.jaxpr.eqns:
+    ...     alike.tell(eqn)
+    >>> a, b, c = map(alike.number, closed.jaxpr.outvars)
+    >>> a == b, a == c
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Var, int] = {}
+        self._known: dict[Hashable, int] = {}
+        self._whole: set[int] = set()
+
+    def tell(self, eqn: JaxprEqn) -> None:
+        """Numbers the result of an equation, if it is one that can be compared."""
+        name, (out, *others) = eqn.primitive.name, eqn.outvars
+        if others or (name not in _COMPARED and name not in _SAME):
+            return
+        operands = tuple(map(self.number, eqn.invars))
+        at_least_one = name == "max" and any(isinstance(x, Literal) and float(x.val) <= 1 for x in eqn.invars)
+        counts = [n for n, x in zip(operands, eqn.invars, strict=True) if n in self._whole and isinstance(x, Var)]
+        if name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
+            self._numbers[out] = operands[0]
+        elif at_least_one and len(counts) == 1 and not _jax.aval(out).shape:
+            self._numbers[out] = counts[0]  # nothing divided by one, or by nothing
+        else:
+            params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
+            made = self._number((name, jaxprs.comparable(params), operands))
+            self._numbers[out] = made
+            if _is_whole(out) or (name in _COUNTING and self._whole.issuperset(operands)):
+                self._whole.add(made)
+
+    def number(self, atom: Atom) -> int:
+        """The number of a variable or a constant."""
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.val)
+            key = "literal", value.shape, value.tobytes() if value.shape else complex(value)
+            number = self._number(key)
+            is_whole = value.shape == () and bool(np.isreal(value)) and float(value) == np.floor(float(value))
+        elif atom in self._numbers:
+            return self._numbers[atom]
+        else:
+            number, is_whole = self._number(atom), _is_whole(atom)
+        if is_whole:
+            self._whole.add(number)
+        return number
+
+    def _number(self, key: Hashable) -> int:
+        return self._known.setdefault(key, len(self._known))
+
+
+def _is_whole(atom: Atom) -> bool:
+    dtype = _jax.aval(atom).dtype
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)

@@ -1,0 +1,142 @@
+"""What is made of sums and means over examples: whether it is one itself, so that slices give the whole.
+
+    2 * sum(x), sum(x) + sum(y)          sums
+    mean(x) + decay                      a mean: what depends on no example counts by the share of a slice, as means do
+    sum(x) + decay, sum(x) + mean(y)     sums, if a slice takes its share of what stands beside the sum
+    sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
+    mean(x) * size                       a sum
+
+A slice whose count is nothing divides by one instead: its sum is nothing too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import jax.numpy as jnp
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe.ir.examples import Over
+
+_LINEAR = (
+    "neg",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "reduce_precision",
+    "name",
+    "stop_gradient",
+    "optimization_barrier",
+    "reduce_sum",
+    "slice",
+    "real",
+    "imag",
+    "rev",
+)
+
+
+class Beside(StrEnum):
+    """The operand of an equation that a slice computes with in another way."""
+
+    LEFT = "left"  # its share of what is added to a sum
+    RIGHT = "right"
+    DIVISOR = "divisor"  # one where it is zero
+
+
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
+
+    `roots` are the reductions over examples that it was made of. It is a sum divided by what has the number `divisor`.
+    Where `beside` says so it is what `over` says if slices compute it in another way.
+    """
+
+    over: Over
+    axis: int = -1
+    roots: frozenset[Var] = frozenset()
+    power: int = 0
+    divisor: int | None = None
+    beside: Beside | None = None
+
+    @property
+    def reduced(self) -> bool:
+        """True for what was made of several examples, and has no part for each."""
+        return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
+
+
+NONE = Lies(Over.NONE)
+
+
+def reduced(eqn: JaxprEqn, ins: Sequence[Lies], number: Callable[[Atom], int]) -> Lies:
+    """Tells how the result of an equation lies, none of whose operands has a part for each example.
+
+    Args:
+        eqn: of one result, or of several that lie alike.
+        ins: its operands.
+        number: of an operand; equal ones have the same.
+    """
+    name = eqn.primitive.name
+    moving = [x for x in ins if x.over is not Over.NONE]
+    roots = frozenset[Var]().union(*(x.roots for x in moving))
+    if not moving:
+        return NONE
+    if name in _LINEAR and len(moving) == 1:
+        return moving[0]
+    match name:
+        case "add" | "sub" | "add_any":
+            lies = _added(eqn, ins)
+        case "mul" if len(moving) == 1:
+            return moving[0]
+        case "mul":
+            lies = _multiplied(ins, [number(atom) for atom in eqn.invars])
+        case "div" if len(moving) == 1 and ins[0].over is not Over.NONE:
+            return moving[0]
+        case "div":
+            lies = _divided(ins, number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape)
+        case _:
+            lies = None
+    return replace(lies or Lies(Over.MIXED), roots=roots)
+
+
+def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
+    a, b = ins
+    overs = {a.over, b.over}
+    if overs <= {Over.MEAN, Over.NONE}:
+        return Lies(Over.MEAN)
+    if overs == {Over.SUM}:
+        return Lies(Over.SUM)
+    if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
+        beside = Beside.RIGHT if a.over is Over.SUM else Beside.LEFT
+        return Lies(Over.SUM, beside=beside) if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact) else None
+    divisors = {x.divisor for x in ins if x.over is not Over.NONE}
+    if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
+        return Lies(Over.MIXED, divisor=divisors.pop())
+    return None
+
+
+def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
+    for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
+        if value.over is Over.SUM and not value.power and factor.power == -1:
+            return Lies(Over.MEAN)
+        if value.over is Over.MEAN and factor.power == 1:
+            return Lies(Over.SUM)
+        if value.divisor == its and factor.over is Over.SUM:
+            return Lies(Over.SUM)
+    return None
+
+
+def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
+    a, b = ins
+    if a.over is Over.NONE:  # one over the number of examples
+        return Lies(Over.MIXED, power=-1) if b.power == 1 else None
+    if a.over is Over.SUM and b.power == 1:
+        return None if a.power else Lies(Over.MEAN)
+    if a.over is Over.SUM and not a.power and is_scalar:
+        return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
+    return None

@@ -1,0 +1,319 @@
+"""What the models of text share: the blocks of transformers, pre-norm (arXiv:1706.03762, arXiv:2002.04745) in Flax NNX.
+
+Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.weighted import Weighted
+
+Logits = Callable[[Any, Any, jax.Array | None], Float[Array, "*B V"]]
+"""Of parameters, a batch and a key; without dropout if the key is None."""
+LossFunction = Callable[[Any, Any, jax.Array | None], Weighted]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The shape of a model of text; `tokens` is the length of a record.
+
+    `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+    """
+
+    blocks: int
+    width: int
+    vocabulary: int
+    tokens: int
+    dropout: float = 0.1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        if min(self.blocks, self.width) < 1 or self.tokens < 8 or self.vocabulary < 300:
+            raise ValueError(f"{self} is too small: it needs a block, 8 tokens and a vocabulary of 300")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(TextConfig, ABC):
+    """The shape of a transformer.
+
+    For weights from elsewhere: a table of positions may have more rows than a record has `tokens`, the feed-forward
+    network other than 4 D units, and layer norm another `epsilon`.
+    """
+
+    heads: int
+    positions: int = 0
+    feed_forward: int = 0
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
+        if 0 < self.positions < self.tokens:
+            raise ValueError(f"tokens={self.tokens} are more than the {self.positions} positions: give fewer")
+
+    @abstractmethod
+    def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
+        """What is added to the scores of attention: who looks at whom; None for nothing."""
+
+
+def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
+    """What a head adds to its scores: less, the farther away a token is (ALiBi).
+
+    The first half of the heads looks back, the other half ahead: on the other side distances count fourfold. In each
+    half slopes fall from 1 towards 2^-8.
+
+    >>> distance_bias(2, 3)[0].astype("int32").tolist()
+    [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
+    """
+    half = (heads + 1) // 2
+    iota = partial(jax.lax.broadcasted_iota, jnp.float32)
+    slope = jnp.exp2(iota((half, 1, 1), 0) * (-8 / half))
+    ahead = iota((1, tokens, tokens), 2) - iota((1, tokens, tokens), 1)
+    back = slope * jnp.minimum(ahead, -4 * ahead)
+    return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
+
+
+def looking_back(tokens: int) -> Float[Array, "1 T T"]:
+    """What keeps attention from tokens ahead."""
+    iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
+    return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
+
+
+class Attention(nnx.Module):
+    """Tokens look at tokens of their record, with H heads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.inputs = linear(config, rngs, config.width, 3 * config.width)
+        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The mixture of the other tokens' values; `key` draws the dropped weights."""
+        q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
+        bias = self.config.bias(x.shape[1])
+        return self.output(mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key)))
+
+
+def mixture(
+    q: Float[Array, "B T D"],
+    k: Float[Array, "B S D"],
+    v: Float[Array, "B S D"],
+    heads: int,
+    bias: Float[Array, "#H T S"] | Float[Array, "#B #H #T S"] | None,
+    drop: Callable[[jax.Array], jax.Array],
+    scale: float | None = None,
+) -> Float[Array, "B T D"]:
+    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights.
+
+    Scores are multiplied by `scale`, by the usual one unless it is given.
+    """
+    D = q.shape[2]
+    q, k, v = (y.reshape(*y.shape[:2], heads, D // heads) for y in (q, k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (
+        (D // heads) ** -0.5 if scale is None else scale
+    )
+    if bias is not None:
+        scores = scores + (bias if bias.ndim == 4 else bias[None])
+    weights = drop(jax.nn.softmax(scores).astype(q.dtype))
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], D)
+
+
+class CrossAttention(nnx.Module):
+    """Tokens look at others, with H heads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.queries = linear(config, rngs, config.width, config.width)
+        self.inputs = linear(config, rngs, config.width, 2 * config.width)
+        self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        read: Float[Array, "B S D"],
+        key: jax.Array | None,
+        bias: Float[Array, "#B #H #T S"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The mixture of the values of what was `read`; `bias` says who looks at whom."""
+        k, v = jnp.split(self.inputs(read), 2, axis=-1)
+        drop = partial(dropped, self.dropout, key=key)
+        return self.output(mixture(self.queries(x), k, v, self.config.heads, bias, drop))
+
+
+class Block(nnx.Module):
+    """Attention, then a feed-forward network of F units, each added to its input."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        units = config.feed_forward or 4 * config.width
+        self.attention_norm = layer_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = layer_norm(config, rngs)
+        self.expand = linear(config, rngs, config.width, units)
+        self.contract = linear(config, rngs, units, config.width, scale=residual_scale(config))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+        """The tokens after one block."""
+        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
+        x = x + dropped(self.dropout, self.attention(normed(self.attention_norm, x), k0), k1)
+        y = self.contract(jax.nn.gelu(self.expand(normed(self.feed_forward_norm, x))))
+        return x + dropped(self.dropout, y, k2)
+
+
+Part = Callable[..., nnx.Module]
+"""How a module is built: `part(config, rngs=rngs)`."""
+
+
+class Kind:
+    """A kind of module, built and traced once for all: `build(rngs)` makes one."""
+
+    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
+        self._build = build
+
+    def module(self, params: Any) -> Any:
+        """A module of this kind with these parameters."""
+        graph, _, rest = self._structure
+        return nnx.merge(graph, params, rest, copy=True)
+
+    @cached_property
+    def init(self) -> Callable[[jax.Array], Any]:
+        """Maps a key to fresh parameters, nested dicts of float32 arrays."""
+        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param)))
+
+    @cached_property
+    def _structure(self) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param, ...)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model taken apart: its kinds of modules in their order, each built and traced once for all.
+
+    Those called as in `stacked` occur `count` times, as often as the configuration has blocks unless it is given.
+    """
+
+    config: TextConfig
+    kinds: Mapping[str, Part]
+    stacked: tuple[str, ...] = ("blocks",)
+    count: int | None = None
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
+        layers = {}
+        for name, kind in self._kinds.items():
+            first = self._first[name]
+            stack = {f"{i:03}": kind.init(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
+            layers[name] = stack if name in self.stacked else stack["000"]
+        return layers
+
+    def part(self, name: str, params: Any) -> Any:
+        """A module of a kind with these parameters."""
+        return self._kinds[name].module(params)
+
+    def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
+        """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
+        return None if key is None else jax.random.fold_in(key, self._first[name] + i)
+
+    def through(self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array) -> jax.Array:
+        """The tokens after all blocks of a kind, each of which reads `others` too."""
+        for i in range(self._count(name)):
+            x = self.part(name, blocks[f"{i:03}"])(x, *others, self.key(name, key, i))
+        return x
+
+    def _count(self, name: str) -> int:
+        blocks = self.config.blocks if self.count is None else self.count
+        return blocks if name in self.stacked else 1
+
+    @cached_property
+    def _first(self) -> dict[str, int]:
+        """The position of the first module of each kind."""
+        starts = accumulate(map(self._count, self.kinds), initial=0)
+        return dict(zip(self.kinds, starts, strict=False))
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kind]:
+        return {name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs)) for name, part in self.kinds.items()}
+
+
+def embedding(config: TextConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
+    """A table of vectors of width D."""
+    init = nnx.initializers.normal(spread)
+    return nnx.Embed(rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def linear(
+    config: TextConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0, *, bias: bool = True
+) -> nnx.Linear:
+    """A linear map whose results vary as its inputs do, times `scale`."""
+    init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Layer norm of vectors of width D."""
+    return nnx.LayerNorm(config.width, epsilon=config.epsilon, rngs=rngs)
+
+
+def residual_scale(config: TextConfig) -> float:
+    """Sublayers that add to the residual stream start smaller the more of them there are (GPT-2's rule)."""
+    return (2 * config.blocks) ** -0.5
+
+
+def normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
+    """Layer norm in float32, whatever the type of `x`, which it keeps."""
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Dropout; none without a key."""
+    return x if key is None else dropout(x, rngs=key, deterministic=False)
+
+
+def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
+    """Nats for each target [*B]."""
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    return -jnp.squeeze(scores, -1)
+
+
+def prediction_loss(logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0) -> Weighted:
+    """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B].
+
+    Of a target the share `smoothing` is spread over all V (arXiv:1512.00567).
+    """
+    nats, weights = cross_entropies(logits, batch["targets"]), batch["weights"]
+    if smoothing:
+        nats = (1 - smoothing) * nats - smoothing * jnp.mean(jax.nn.log_softmax(logits), -1)
+    return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
+
+
+def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFunction:
+    """Makes the loss of predictions, `loss_fn(params, batch, rng)`; see `prediction_loss`.
+
+    Args:
+        logits: of the model.
+        dropout: its share; where it is 0, `logits` gets no key.
+        smoothing: of the targets.
+    """
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+        batch = jax.tree.map(jnp.asarray, batch)
+        return prediction_loss(logits(params, batch, rng if dropout > 0 else None), batch, smoothing)
+
+    return loss_fn

@@ -1,0 +1,228 @@
+"""GNMT (arXiv:1609.08144): LSTMs read a sentence, and others with attention write its translation, in Flax NNX.
+
+Axes: B batch, T tokens that are read, and as many that are written, D model, I inputs of a layer, V vocabulary.
+
+The first layer of the encoder reads both ways; from the third layer on, on each side, a layer's input is added to its
+output. The first layer of the decoder asks what was read, at each of its steps, and all layers above read what
+attention gives it: so attention needs no loop, and layers follow one another, as in the GNMT that PipeDream trains (in
+the paper the bottom layer reads the last step's attention too). Attention is a network with one hidden layer, whose
+output vector has a length of its own (arXiv:1602.07868).
+
+The size 16 has 8 layers on each side and 290.6M parameters, published as 291M: both languages and the output have
+tables of their own, of 36,548 tokens, about as many as 32,000 merges give for WMT's English and German. With 32,000
+tokens there are 276.7M, with one table for both languages 253.2M.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.blocks import Parts, dropped, embedding, linear
+from jvpipe.models.translators import Logits, TranslatorConfig, abstract_batch, loss_of, open_data, unseen
+from jvpipe.models.workload import Workload, sized
+
+
+@dataclass(frozen=True, kw_only=True)
+class GnmtConfig(TranslatorConfig):
+    """The shape of a GNMT; `blocks` are the layers of the encoder, and as many has the decoder."""
+
+    vocabulary: int = 36548
+    tokens: int = 50
+    dropout: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.blocks < 2:
+            raise ValueError(f"blocks={self.blocks}: encoder and decoder have two layers each at least")
+
+
+SIZES = {
+    "tiny": GnmtConfig(blocks=3, width=16, vocabulary=300, tokens=8, dropout=0.0, smoothing=0.0),
+    "mini": GnmtConfig(blocks=3, width=128, vocabulary=1024, tokens=32),
+    "8": GnmtConfig(blocks=4, width=1024),
+    "16": GnmtConfig(blocks=8, width=1024),
+}
+
+
+class Embeddings(nnx.Module):
+    """A vector per token."""
+
+    def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
+        self.tokens = embedding(config, rngs, config.vocabulary, spread=1.0)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The vectors that a first layer reads."""
+        return self.tokens(tokens)
+
+
+class Lstm(nnx.Module):
+    """A layer of LSTM cells, a scan over time; with `context` they read two things at each time."""
+
+    def __init__(self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs) -> None:
+        D = config.width
+        self.inputs = linear(config, rngs, inputs, 4 * D)
+        self.context = linear(config, rngs, D, 4 * D, bias=False) if context else None
+        self.state = linear(config, rngs, D, 4 * D, bias=False)
+
+    def __call__(
+        self, x: Float[Array, "B T I"], attended: Float[Array, "B T D"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """What the cells give at each time; they begin with zeros."""
+
+        def step(
+            state: tuple[Float[Array, "B D"], Float[Array, "B D"]], given: Float[Array, "B G"]
+        ) -> tuple[tuple[Float[Array, "B D"], Float[Array, "B D"]], Float[Array, "B D"]]:
+            h, c = state
+            i, f, g, o = jnp.split(given + h @ kernel, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        read = self.inputs(x)
+        if self.context is not None and attended is not None:
+            read = read + self.context(attended)
+        given = jnp.swapaxes(read, 0, 1)
+        kernel = self.state.kernel[...].astype(given.dtype)
+        zeros = jnp.zeros((x.shape[0], kernel.shape[0]), given.dtype)
+        return jnp.swapaxes(jax.lax.scan(step, (zeros, zeros), given)[1], 0, 1)
+
+
+class BothWays(nnx.Module):
+    """A layer that reads forwards, beside one that reads from the end of each sentence backwards."""
+
+    def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
+        self.forward = Lstm(config, config.width, rngs=rngs)
+        self.backward = Lstm(config, config.width, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], lengths: Int[Array, "B"], key: jax.Array | None
+    ) -> Float[Array, "B T 2*D"]:
+        """Both results side by side."""
+        x = dropped(self.dropout, x, key)
+        back = turned(self.backward(turned(x, lengths)), lengths)
+        return jnp.concatenate([self.forward(x), back], -1)
+
+
+def turned(x: Float[Array, "B T D"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+    """Each sentence the other way round; what fills it up stays where it is."""
+    at = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
+    ends = lengths[:, None]
+    return jnp.take_along_axis(x, jnp.where(at < ends, ends - 1 - at, at)[:, :, None], axis=1)
+
+
+class Layer(nnx.Module):
+    """An LSTM whose input, if it `adds`, is added to its output."""
+
+    def __init__(
+        self, config: GnmtConfig, inputs: int, *, context: bool = False, adds: bool = False, rngs: nnx.Rngs
+    ) -> None:
+        self.lstm = Lstm(config, inputs, context=context, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+        self.adds = adds
+
+    def __call__(self, x: Float[Array, "B T I"], *rest: Any) -> Float[Array, "B T D"]:
+        """`rest`: what attention found, if the layer reads it, and the key."""
+        *attended, key = rest
+        y = self.lstm(dropped(self.dropout, x, key), *attended)
+        return x + y if self.adds else y
+
+
+class Attention(nnx.Module):
+    """Steps of the decoder look at those of the encoder."""
+
+    def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
+        D = config.width
+        self.queries = linear(config, rngs, D, D, bias=False)
+        self.keys = linear(config, rngs, D, D)
+        self.output = nnx.Param(jax.random.normal(rngs.params(), (D,)))
+        self.length = nnx.Param(jnp.ones(()))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], lengths: Int[Array, "B"]
+    ) -> Float[Array, "B T D"]:
+        """The mixture of what was `read` at each step of `x`."""
+        hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
+        output = self.output[...] * (self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2)))
+        scores = (hidden @ output.astype(hidden.dtype)).astype(jnp.float32)
+        weights = jax.nn.softmax(scores + unseen(lengths, read.shape[1])[:, None]).astype(x.dtype)
+        return weights @ read
+
+
+class Head(nnx.Module):
+    """From the decoder's vector to the logits of the next token."""
+
+    def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
+        self.output = linear(config, rngs, config.width, config.vocabulary)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in float32."""
+        return self.output(x).astype(jnp.float32)
+
+
+def parts(config: GnmtConfig) -> Parts:
+    """The model taken apart; `encoder` and `decoder` are the layers from the third on."""
+    D = config.width
+    kinds: dict[str, Any] = {
+        "source": Embeddings,
+        "encoder_first": BothWays,
+        "encoder_second": partial(Layer, inputs=2 * D),
+        "encoder": partial(Layer, inputs=D, adds=True),
+        "target": Embeddings,
+        "decoder_first": partial(Layer, inputs=D),
+        "attention": Attention,
+        "decoder_second": partial(Layer, inputs=D, context=True),
+        "decoder": partial(Layer, inputs=D, context=True, adds=True),
+        "head": Head,
+    }
+    return Parts(config, kinds, stacked=("encoder", "decoder"), count=config.blocks - 2)
+
+
+def logits_function(config: GnmtConfig) -> Logits:
+    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    model = parts(config)
+
+    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+        def part(name: str, *inputs: jax.Array) -> jax.Array:
+            return model.part(name, params[name])(*inputs)
+
+        def layer(name: str, *inputs: jax.Array) -> jax.Array:
+            return model.part(name, params[name])(*inputs, model.key(name, key))
+
+        lengths = batch["lengths"]
+        x = layer("encoder_second", layer("encoder_first", part("source", batch["inputs"]), lengths))
+        read = model.through("encoder", params["encoder"], x, key)
+        y = layer("decoder_first", part("target", batch["tokens"]))
+        attended = part("attention", y, read, lengths)
+        y = layer("decoder_second", y, attended)
+        return part("head", model.through("decoder", params["decoder"], y, key, attended))
+
+    return logits
+
+
+def loss_function(config: GnmtConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+    """The loss of the tokens that are written, that of `loss_of`."""
+    return loss_of(config, logits_function(config))
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """GNMT of a size (`tiny`, `mini`, `8`, `16` layers), with fields replaced by `options`."""
+    return sized(
+        "gnmt",
+        SIZES,
+        size,
+        options,
+        init=lambda config: parts(config).init,
+        loss_function=loss_function,
+        abstract_batch=abstract_batch,
+        open_data=open_data,
+        learning_rate=1e-3,
+        batch_size=128,
+    )

@@ -1,0 +1,111 @@
+"""Images as training data: shuffled anew each epoch, with some held out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from jvpipe.models.batches import Transform, fixed_batches, train_batches
+from jvpipe.models.image_folders import class_folders
+from jvpipe.models.images import DIGITS, Images, digit_images, drawn_images, read_images
+from jvpipe.models.masks import mask_folders, masked_digits
+from jvpipe.models.text import frequency_loss
+from jvpipe.models.workload import Batch, Batches, Data
+
+_HELD_OUT = 16  # one in so many
+_HELD_OUT_MOST = 512  # they lie in memory
+
+
+class Parts(NamedTuple):
+    """The numbers of the images to train on, [N, 1], their batches, and batches of the others."""
+
+    records: Int32[np.ndarray, "N 1"]
+    train: Batches
+    held_out: Sequence[Batch]
+
+
+def parted(count: int, example: Transform, seed: int, batch_size: int) -> Parts:
+    """So many images, some of which no seed trains on.
+
+    Args:
+        count: of all images.
+        example: makes one of the record of an image, which holds its number.
+        seed: of the order to train in.
+        batch_size: in examples.
+    """
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]
+    held_out, records = np.split(order, [min(_HELD_OUT_MOST, max(1, count // _HELD_OUT))])
+    return Parts(
+        records, train_batches(records, example, seed, batch_size), fixed_batches(held_out, example, batch_size)
+    )
+
+
+def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int) -> Data:
+    """Images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
+
+    They are those of an .npz file, or of a folder with a folder for each class. Without either they are the digits of
+    scikit-learn where there are ten classes, else drawn.
+
+    Raises:
+        ValueError: what `read_images`, `class_folders` and `digit_images` raise.
+
+    """
+    pictures = _pictures(data_path, side, classes)
+
+    def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
+        i = int(record[0])
+        return {"images": pictures.image(i), "targets": pictures.labels[i], "weights": np.ones((), np.float32)}
+
+    parts = parted(len(pictures.labels), example, seed, batch_size)
+    return Data(
+        train=parts.train,
+        example=parts.held_out[0],
+        held_out=parts.held_out,
+        digest=pictures.digest,
+        baseline_loss=frequency_loss(pictures.labels[parts.records], parts.held_out, classes, 0),
+    )
+
+
+def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int) -> Data:
+    """Images of `side` x `side` pixels with masks, as batches of `images`, `masks` and `weights` of 1.
+
+    They are those of a folder with the folders `images` and `masks`; by default they show the digits of scikit-learn.
+
+    Raises:
+        ValueError: what `mask_folders` and `masked_digits` raise.
+
+    """
+    pictures = masked_digits(side) if data_path is None else mask_folders(data_path, side)
+
+    def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
+        i = int(record[0])
+        return {"images": pictures.image(i), "masks": pictures.mask(i), "weights": np.ones((), np.float32)}
+
+    parts = parted(pictures.count, example, seed, batch_size)
+    some = [pictures.mask(int(i)).mean() for (i,) in parts.records[:_HELD_OUT_MOST]]
+    return Data(
+        train=parts.train,
+        example=parts.held_out[0],
+        held_out=parts.held_out,
+        digest=pictures.digest,
+        baseline_loss=_share_loss(float(np.mean(some)), parts.held_out),
+    )
+
+
+def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
+    """The mean loss, in nats, of telling of every pixel that it belongs to a mask with the probability `share`."""
+    weights = np.concatenate([batch["weights"] for batch in held_out])
+    masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
+    share = min(max(share, 1e-6), 1 - 1e-6)
+    nats = -masked * np.log(share) - (1 - masked) * np.log(1 - share)
+    return float(nats @ weights / weights.sum())
+
+
+def _pictures(data_path: Path | None, side: int, classes: int) -> Images:
+    if data_path is None:
+        return digit_images(side) if classes == DIGITS else drawn_images(side, classes)
+    if data_path.is_dir():
+        return class_folders(data_path, side, classes)
+    return read_images(data_path, side, classes)

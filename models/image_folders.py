@@ -1,0 +1,94 @@
+"""Images in folders: a folder for each class, as ImageNet has them.
+
+Axes: Y and X of an image.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from jvpipe.ir.extras import extra
+from jvpipe.models.images import Images
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_FEW = 4096
+
+
+def class_folders(path: Path, side: int, classes: int) -> Images:
+    """The images of a folder's folders; the names of these, in order, are the classes.
+
+    An image is scaled and cropped in its middle to `side` x `side` pixels when it is read; numbers are from -1 to 1.
+
+    Raises:
+        ValueError: there are no classes or others than the model's, one is without images, or an image cannot be
+            decoded.
+        MissingExtraError: Pillow is not installed.
+    """
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")
+    if len(folders) != classes:
+        few = ", ".join(folder.name for folder in folders[:3]) + (", ..." if len(folders) > 3 else "")
+        cure = f"give --set classes={len(folders)}" if len(folders) > 1 else "each is to hold the images of one class"
+        raise ValueError(f"'{path}' has {len(folders)} folders ({few}), the model has {classes} classes: {cure}")
+    files = [image_files(folder) for folder in folders]
+    labels = np.repeat(np.arange(classes, dtype=np.int32), [len(some) for some in files])
+    flat = [file for some in files for file in some]
+    sizes_of(flat)
+    return Images(labels, lambda i: decoded(flat[i], side), digest_of(flat, path))
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images of a folder, in the order of their names; ValueError if there is none."""
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.name[0] != ".")
+    if not files:
+        raise ValueError(f"'{folder}' has no images ({', '.join(SUFFIXES)})")
+    return files
+
+
+def sizes_of(files: list[Path]) -> list[tuple[int, int]]:
+    """The sizes of images, looked at before anything is begun: if they are few they are decoded, else headers are read.
+
+    Raises:
+        ValueError: one cannot be decoded.
+    """
+    return [_opened(file, whole=len(files) <= _FEW).size for file in files]
+
+
+def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray, "Y X _C"]:
+    """An image scaled and cropped in its middle: three colours from -1 to 1; or where it is not black, 0 or 1.
+
+    Args:
+        file: of a format that Pillow reads.
+        side: in pixels, of what is returned.
+        mask: one channel is returned, whose pixels are never mixed.
+
+    Raises:
+        ValueError: it cannot be decoded.
+    """
+    picture = _opened(file, whole=True).convert("L" if mask else "RGB")
+    from PIL import Image, ImageOps
+
+    fitted = ImageOps.fit(picture, (side, side), Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR)
+    pixels = np.asarray(fitted, np.float32)
+    return (pixels[..., None] > 0).astype(np.float32) if mask else pixels / np.float32(127.5) - 1
+
+
+def _opened(file: Path, *, whole: bool) -> Any:
+    with extra("images"):
+        from PIL import Image
+    try:
+        with Image.open(file) as picture:
+            if whole:
+                picture.load()
+            return picture
+    except Exception as problem:  # each format raises what it likes
+        raise ValueError(f"cannot decode '{file}' ({problem}): repair it, or take it away") from problem
+
+
+def digest_of(files: Iterable[Path], root: Path) -> str:
+    """What tells these files from others: their names and sizes."""
+    told = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
+    return hashlib.sha256(told.encode()).hexdigest()

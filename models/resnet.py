@@ -1,0 +1,177 @@
+"""ResNet of bottlenecks (arXiv:1512.03385), in plain JAX.
+
+Axes: B batch, Y and X of an image, C channels.
+
+Groups of blocks follow one another, each on half the image and twice the channels of the one before; where a block
+halves the image, its 3 x 3 convolution does (as in arXiv:1706.02677). What goes from block to block is the sum before
+its ReLU, with which each convolution begins.
+
+The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
+of the statistics of the batch, and stay.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.vision import (
+    ClassConfig,
+    Convolution,
+    Head,
+    Image,
+    abstract_images,
+    class_loss,
+    init_units,
+    open_data,
+)
+from jvpipe.models.workload import Workload, sized
+
+Tree = Any
+BLOCKS = {8: (1, 1), 11: (1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Of each group, by depth: the number of convolutions on the longest way, and of linear maps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ClassConfig):
+    """The shape of a ResNet: its depth, and the `filters` of the first group, which returns four times as many.
+
+    `stem_reductions` is 2 if the stem leaves a quarter of the side, 0 for small images.
+    """
+
+    depth: int
+    filters: int = 64
+    stem_reductions: int = 2
+
+    def __post_init__(self) -> None:
+        if self.depth not in BLOCKS:
+            raise ValueError(f"depth={self.depth} must be one of {', '.join(map(str, BLOCKS))}")
+        if self.filters < 1:
+            raise ValueError(f"filters={self.filters} must be at least 1")
+        if self.stem_reductions not in (0, 2):
+            raise ValueError(f"stem_reductions={self.stem_reductions} must be 0 for small images, else 2")
+        super().__post_init__()
+
+
+SIZES = {
+    "tiny": ResNetConfig(depth=8, filters=4, side=8, classes=4, stem_reductions=0),
+    "mini": ResNetConfig(depth=11, filters=16, side=16, classes=10, stem_reductions=0),
+    "50": ResNetConfig(depth=50),
+    "101": ResNetConfig(depth=101),
+    "152": ResNetConfig(depth=152),
+}
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """Three convolutions, the middle one of 3 x 3 on few channels, added to the input or to a projection of it."""
+
+    inputs: int
+    channels: int
+    stride: int
+
+    @property
+    def outputs(self) -> int:
+        """The number of channels that it returns."""
+        return 4 * self.channels
+
+    @property
+    def units(self) -> dict[str, Convolution]:
+        """The convolutions by name; there is a `shortcut` where the input has another shape."""
+        strides = (self.stride, self.stride)
+        chain = {
+            "reduce": Convolution(self.inputs, self.channels),
+            "middle": Convolution(self.channels, self.channels, (3, 3), strides),
+            "expand": Convolution(self.channels, self.outputs),
+        }
+        fits = self.inputs == self.outputs and self.stride == 1
+        return chain if fits else chain | {"shortcut": Convolution(self.inputs, self.outputs, strides=strides)}
+
+    def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
+        """The image after the block, and the new averages."""
+        units, new, y = self.units, {}, x
+        for name in ("reduce", "middle", "expand"):
+            y, new[name] = units[name](p[name], averages[name], y, training)
+        if "shortcut" in units:
+            x, new["shortcut"] = units["shortcut"](p["shortcut"], averages["shortcut"], x, training)
+            return x + y, new
+        return jax.nn.relu(x) + y, new
+
+
+@dataclass(frozen=True)
+class ResNet:
+    """The model: a stem, blocks, and a linear map of each channel's mean."""
+
+    config: ResNetConfig
+
+    @property
+    def stem(self) -> Convolution:
+        """From colours to channels."""
+        kernel, stride = (7, 2) if self.config.stem_reductions else (3, 1)
+        return Convolution(3, self.config.filters, (kernel, kernel), (stride, stride), linear=True)
+
+    @property
+    def blocks(self) -> dict[str, Bottleneck]:
+        """The blocks in their order, by name."""
+        blocks: dict[str, Bottleneck] = {}
+        inputs = self.config.filters
+        for group, count in enumerate(BLOCKS[self.config.depth]):
+            for i in range(count):
+                block = Bottleneck(inputs, self.config.filters << group, 2 if group and not i else 1)
+                blocks[f"{len(blocks):03}"] = block
+                inputs = block.outputs
+        return blocks
+
+    @property
+    def head(self) -> Head:
+        """From the last block's channels to classes."""
+        return Head(list(self.blocks.values())[-1].outputs, self.config.classes)
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/middle/kernel`."""
+        keys = [jax.random.fold_in(key, i) for i in range(2 + len(self.blocks))]
+        blocks = zip(self.blocks.items(), keys[2:], strict=True)
+        return {
+            "stem": self.stem.init(keys[0]),
+            "blocks": {name: init_units(block.units, k) for (name, block), k in blocks},
+            "head": self.head.init(keys[1]),
+        }
+
+    def averages(self) -> Tree:
+        """The running averages before any step: the model state."""
+        blocks = {name: {n: unit.averages() for n, unit in block.units.items()} for name, block in self.blocks.items()}
+        return {"stem": self.stem.averages(), "blocks": blocks}
+
+    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree, Tree]:
+        """The loss of classes, the new averages, and the top-1; without a key the averages stay and are used."""
+        batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
+        x = batch["images"].astype(self.config.dtype)
+        x, stem = self.stem(params["stem"], averages["stem"], x, training)
+        if self.config.stem_reductions:
+            x = nnx.max_pool(x, (3, 3), (2, 2), "SAME")
+        new = {}
+        for name, block in self.blocks.items():
+            x, new[name] = block(params["blocks"][name], averages["blocks"][name], x, training)
+        loss, aux = class_loss(self.head(params["head"], x), batch)
+        return loss, {"stem": stem, "blocks": new}, aux
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """ResNet of a size (`tiny`, `mini`, `50`, `101`, `152`), with fields of `ResNetConfig` replaced by `options`."""
+    return sized(
+        "resnet",
+        SIZES,
+        size,
+        options,
+        init=lambda config: ResNet(config).init,
+        loss_function=lambda config: ResNet(config).loss_fn,
+        model_state=lambda config: ResNet(config).averages,
+        has_aux=True,
+        abstract_batch=abstract_images,
+        open_data=open_data,
+        learning_rate=1e-3,
+        batch_size=128,
+    )

@@ -1,0 +1,182 @@
+"""U-Net (arXiv:1505.04597), scaled as torchgpipe does (arXiv:2004.09910), in plain JAX.
+
+Axes: B batch, Y and X of an image, C and D channels.
+
+Levels go down, each on half the image and twice the channels of the one before, and up again; a level reads on its way
+up what it returned on its way down, across all levels in between. A convolution of 3 x 3 is followed by dropout of
+whole channels, by instance norm, and by a leaky ReLU; none has a bias, the norm no parameters.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.vision import Image, ImageConfig, convolved
+from jvpipe.models.workload import Data, Workload, sized
+
+Tree = Any
+Mask = Float[Array, "B _Y _X"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetConfig(ImageConfig):
+    """The shape of a U-Net: torchgpipe's (B, C) are the `convolutions` of a level and the `channels` of the first."""
+
+    convolutions: int
+    channels: int
+    side: int = 192
+    levels: int = 5
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.convolutions, self.levels) < 1:
+            raise ValueError(f"convolutions={self.convolutions} and levels={self.levels} must be at least 1")
+        if self.channels < 2 or self.channels % 2:
+            raise ValueError(f"channels={self.channels} must be a multiple of 2: the last level works on half of them")
+        if self.side % 2**self.levels or self.side < 2 << self.levels:
+            raise ValueError(f"side={self.side} is halved {self.levels} times: give a multiple of {2 << self.levels}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+
+    @property
+    def chains(self) -> dict[str, list[int]]:
+        """The channels along each chain of convolutions, in their order, e.g. those of `down_0`."""
+        chains, channels, inputs = {}, self.channels, 3
+        for level in range(self.levels):
+            chains[f"down_{level}"] = [inputs] + [channels << level] * self.convolutions
+            inputs = channels << level
+        bottom = [2 * inputs] * (self.convolutions - 1)
+        chains["bottom"] = [inputs, *bottom, inputs]
+        for level in reversed(range(self.levels)):
+            chains[f"up_{level}"] = [channels << level + 1] + [(channels << level) // 2] * self.convolutions
+        return chains
+
+
+SIZES = {
+    "tiny": UNetConfig(convolutions=1, channels=4, side=8, levels=2, dropout=0.0),
+    "mini": UNetConfig(convolutions=2, channels=8, side=32, levels=3, dropout=0.0),
+    "233m": UNetConfig(convolutions=5, channels=64),
+    "362m": UNetConfig(convolutions=6, channels=72),
+    "2.2b": UNetConfig(convolutions=11, channels=128),
+    "5b": UNetConfig(convolutions=24, channels=128),
+    "7.8b": UNetConfig(convolutions=24, channels=160),
+    "15.8b": UNetConfig(convolutions=48, channels=160),
+}
+
+
+def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
+    """Maps a key to fresh parameters: nested dicts of float32 arrays, e.g. `down_0/003` (He's initialisation)."""
+    draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
+
+    def init(key: jax.Array) -> Tree:
+        params: dict[str, Any] = {}
+        for i, (name, channels) in enumerate(config.chains.items()):
+            own = jax.random.fold_in(key, i)
+            params[name] = {
+                f"{j:03}": draw(jax.random.fold_in(own, j), (3, 3, before, after))
+                for j, (before, after) in enumerate(pairwise(channels))
+            }
+        return params | {"segment": draw(jax.random.fold_in(key, len(params)), (1, 1, config.channels // 2, 1))}
+
+    return init
+
+
+def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | None], Mask]:
+    """How much speaks for each pixel, `logits(params, images, key)`; without dropout if the key is None."""
+    positions = {name: i for i, name in enumerate(config.chains)}
+    dropout = nnx.Dropout(config.dropout, broadcast_dims=(1, 2))
+
+    def through(params: Tree, name: str, x: Image, key: jax.Array | None) -> Image:
+        own = None if key is None else jax.random.fold_in(key, positions[name])
+        for j, kernel in enumerate(params[name].values()):
+            x = convolved(x, kernel.astype(x.dtype), (1, 1))
+            if own is not None:
+                x = dropout(x, rngs=jax.random.fold_in(own, j), deterministic=False)
+            x = jax.nn.leaky_relu(instance_norm(x))
+        return x
+
+    def logits(params: Tree, x: Image, key: jax.Array | None) -> Mask:
+        x, skips = x.astype(config.dtype), []
+        for level in range(config.levels):
+            x = through(params, f"down_{level}", x, key)
+            skips.append(x)
+            x = nnx.max_pool(x, (2, 2), (2, 2))
+        x = through(params, "bottom", x, key)
+        for level in reversed(range(config.levels)):
+            x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = through(params, f"up_{level}", jnp.concatenate([x, skips.pop()], axis=3), key)
+        return convolved(x, params["segment"].astype(x.dtype), (1, 1))[..., 0].astype(jnp.float32)
+
+    return logits
+
+
+def instance_norm(x: Image) -> Image:
+    """Each channel of each image with mean 0 and variance 1 (arXiv:1607.08022), in float32."""
+    wide = x.astype(jnp.float32)
+    mean, variance = jnp.mean(wide, (1, 2), keepdims=True), jnp.var(wide, (1, 2), keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype)
+
+
+def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[str, Weighted]]:
+    """The loss of masks, and beside it how well they are met: Dice's coefficient of all pixels.
+
+    The batch holds `images` [B, Y, X, 3], `masks` [B, Y, X] of 0 and 1, and `weights` [B], all float32. `total` is the
+    sum of the images' mean cross entropies in nats, `weight` the number of images.
+    """
+    masks, weights = batch["masks"], batch["weights"]
+    nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))
+    told = (logits > 0).astype(jnp.float32)
+    both, either = (jnp.sum(weights * jnp.sum(pixels, (1, 2))) for pixels in (2 * told * masks, told + masks))
+    return Weighted(jnp.sum(nats * weights), jnp.sum(weights)), {"dice": Weighted(both, either)}
+
+
+def loss_function(config: UNetConfig) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+    """The loss of masks and Dice's coefficient, `loss_fn(params, batch, rng)`, as `mask_loss` has them."""
+    logits = logits_function(config)
+
+    def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
+        batch = jax.tree.map(jnp.asarray, batch)
+        return mask_loss(logits(params, batch["images"], rng if config.dropout > 0 else None), batch)
+
+    return loss_fn
+
+
+def abstract_masks(config: UNetConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and types of a batch."""
+    square = (batch_size, config.side, config.side)
+    shapes = {"images": (*square, 3), "masks": square, "weights": (batch_size,)}
+    return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+
+
+def open_data(config: UNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Images and masks."""
+    from jvpipe.models.image_data import open_masks  # a plan needs no data, nor the libraries that read it
+
+    return open_masks(data_path, seed, batch_size, side=config.side)
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """U-Net of one of `SIZES`, with fields of `UNetConfig` replaced by `options`."""
+    return sized(
+        "unet",
+        SIZES,
+        size,
+        options,
+        init=init,
+        loss_function=loss_function,
+        has_aux=True,
+        abstract_batch=abstract_masks,
+        open_data=open_data,
+        learning_rate=1e-3,
+        batch_size=32,
+    )

@@ -1,0 +1,141 @@
+"""VGG (arXiv:1409.1556), in plain JAX.
+
+Axes: B batch, Y and X of an image, C channels, U units, K classes.
+
+Groups of convolutions of 3 x 3, each with a bias and a ReLU and nothing that normalises; after each group the image is
+halved. Three linear maps follow, with dropout before the second and the third.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jvpipe.ir.weighted import Weighted
+from jvpipe.models.vision import ClassConfig, Image, abstract_images, class_loss, convolved, open_data
+from jvpipe.models.workload import Workload, sized
+
+Tree = Any
+CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+"""Of each group, by depth: with the three linear maps there are so many layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VggConfig(ClassConfig):
+    """The shape of a VGG: its depth, the `filters` of the first group, and the `units` of the linear maps.
+
+    Each group has twice the filters of the one before, the fourth and the fifth have as many.
+    """
+
+    depth: int
+    filters: int = 64
+    units: int = 4096
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.depth not in CONVOLUTIONS:
+            raise ValueError(f"depth={self.depth} must be one of {', '.join(map(str, CONVOLUTIONS))}")
+        if min(self.filters, self.units) < 1:
+            raise ValueError(f"filters={self.filters} and units={self.units} must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        groups = len(CONVOLUTIONS[self.depth])
+        if self.side % 2**groups:
+            raise ValueError(f"side={self.side} is halved {groups} times: give a multiple of {2**groups}")
+        super().__post_init__()
+
+    @property
+    def channels(self) -> list[int]:
+        """Before the first group, and after each."""
+        return [3, *(self.filters << min(group, 3) for group in range(len(CONVOLUTIONS[self.depth])))]
+
+
+SIZES = {
+    "tiny": VggConfig(depth=7, filters=4, units=8, side=8, classes=4, dropout=0.0),
+    "mini": VggConfig(depth=9, filters=16, units=64, side=16, classes=10, dropout=0.0),
+    "16": VggConfig(depth=16),
+    "19": VggConfig(depth=19),
+}
+
+
+def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
+    """Maps a key to fresh parameters (He's initialisation): nested dicts of arrays, e.g. `groups/1/0/kernel`."""
+    draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
+
+    def layer(key: jax.Array, *shape: int) -> Tree:
+        return {"kernel": draw(key, shape), "bias": jnp.zeros(shape[-1])}
+
+    def init(key: jax.Array) -> Tree:
+        counts, channels = CONVOLUTIONS[config.depth], config.channels
+        left = (config.side >> len(counts)) ** 2 * channels[-1]
+        widths = (left, config.units, config.units, config.classes)
+        groups = {
+            str(group): {
+                str(i): layer(
+                    jax.random.fold_in(jax.random.fold_in(key, group), i), 3, 3, after if i else before, after
+                )
+                for i in range(count)
+            }
+            for group, (count, (before, after)) in enumerate(zip(counts, pairwise(channels), strict=True))
+        }
+        own = jax.random.fold_in(key, len(counts))
+        maps = {str(i): layer(jax.random.fold_in(own, i), *shape) for i, shape in enumerate(pairwise(widths))}
+        return {"groups": groups, "maps": maps}
+
+    return init
+
+
+def logits_function(config: VggConfig) -> Callable[[Tree, Image, jax.Array | None], Float[Array, "B K"]]:
+    """The logits of images, `logits(params, images, key)`; without dropout if the key is None."""
+
+    def logits(params: Tree, x: Image, key: jax.Array | None) -> Float[Array, "B K"]:
+        x = x.astype(config.dtype)
+        for group in params["groups"].values():
+            for p in group.values():
+                x = convolved(x, p["kernel"].astype(x.dtype), (1, 1)) + p["bias"].astype(x.dtype)[None, None, None]
+                x = jax.nn.relu(x)
+            x = nnx.max_pool(x, (2, 2), (2, 2))
+        return classified(params["maps"], x.reshape(x.shape[0], -1), key)
+
+    def classified(maps: Tree, x: Float[Array, "B U"], key: jax.Array | None) -> Float[Array, "B K"]:
+        for i, p in enumerate(maps.values()):
+            if i:
+                x = nnx.Dropout(config.dropout)(jax.nn.relu(x), rngs=key, deterministic=key is None)
+                key = None if key is None else jax.random.fold_in(key, i)
+            x = x @ p["kernel"].astype(x.dtype) + p["bias"].astype(x.dtype)[None]
+        return x.astype(jnp.float32)
+
+    return logits
+
+
+def loss_function(config: VggConfig) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+    """The loss of classes and the top-1, `loss_fn(params, batch, rng)`, as `class_loss` has them."""
+    logits = logits_function(config)
+
+    def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
+        batch = jax.tree.map(jnp.asarray, batch)
+        return class_loss(logits(params, batch["images"], rng if config.dropout > 0 else None), batch)
+
+    return loss_fn
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """VGG of a size (`tiny`, `mini`, `16`, `19`), with fields of `VggConfig` replaced by `options`."""
+    return sized(
+        "vgg",
+        SIZES,
+        size,
+        options,
+        init=init,
+        loss_function=loss_function,
+        has_aux=True,
+        abstract_batch=abstract_images,
+        open_data=open_data,
+        learning_rate=1e-4,
+        batch_size=128,
+    )

@@ -1,0 +1,13 @@
+"""A row of a small model."""
+
+import pytest
+
+from experiments.scaling import run
+
+
+def test_a_row_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "STAGES", (1, 2))
+    cells = run.Subject("vgg", "tiny", 2).row().split(" | ")
+    assert cells[:2] == ["| vgg tiny", "2"]
+    assert cells[2].endswith("(100%)")
+    assert 10 < int(cells[3].split("(")[1].split("%")[0]) <= 100
