@@ -34,10 +34,10 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._begun is not None:
-            self._stop_profile()
         if kind is None and not self._done:
             self._write(self._steps)
+        if self._begun is not None:
+            self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
         """Begins or ends the profile, if it is time to.
@@ -51,8 +51,8 @@ class Recording:
             self._start_profile(step)
         elif self._begun is not None and step == self._begun + self._steps:
             self._job.pipe.wait(state)
+            self._write(self._steps)  # the profiler sees a task only once the thread that waits for it has
             self._stop_profile()
-            self._write(self._steps)
             self._done = True
 
     def _start_profile(self, step: int) -> None:
