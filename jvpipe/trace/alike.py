@@ -45,18 +45,16 @@ class Alike:
         self._known: dict[Hashable, int] = {}
         self._whole: set[int] = set()
 
-    def tell(self, eqn: JaxprEqn) -> None:
-        """Numbers the result of an equation, if it is one that can be compared."""
+    def tell(self, eqn: JaxprEqn, same: Atom | None = None) -> None:
+        """Numbers the result of an equation, if it is one that can be compared; `same`: what else it counts as."""
         name, (out, *others) = eqn.primitive.name, eqn.outvars
         if others or (name not in _COMPARED and name not in _SAME):
             return
         operands = tuple(map(self.number, eqn.invars))
-        at_least_one = name == "max" and any(isinstance(x, Literal) and float(x.val) <= 1 for x in eqn.invars)
-        counts = [n for n, x in zip(operands, eqn.invars, strict=True) if n in self._whole and isinstance(x, Var)]
-        if name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
+        if same is not None:
+            self._numbers[out] = self.number(same)
+        elif name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
             self._numbers[out] = operands[0]
-        elif at_least_one and len(counts) == 1 and not _jax.aval(out).shape:
-            self._numbers[out] = counts[0]  # nothing divided by one, or by nothing
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
             made = self._number((name, jaxprs.comparable(params), operands))

@@ -53,6 +53,11 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> F
         axes: of each operand; None for what depends on no example.
         grown: of each result, the axis whose size follows the number of examples, if there is one.
     """
+    found = _followed(eqn, axes, grown)
+    return found if isinstance(found, str) else [None if axis is None else int(axis) for axis in found]  # vmap: numpy's
+
+
+def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:
     name, params = eqn.primitive.name, eqn.params
     own = next(axis for axis in axes if axis is not None)
     same = all(axis in (None, own) for axis in axes)

@@ -6,7 +6,8 @@
     sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
     mean(x) * size                       a sum
 
-A slice whose count is nothing divides by one instead: its sum is nothing too.
+A slice whose count is nothing divides by one instead: its sum is nothing too, for weights are taken to be none below
+zero. And max(count, 1) is taken to be there for that alone: a slice has its count.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from enum import StrEnum
 import jax.numpy as jnp
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe._jax import Atom, JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
 
 _LINEAR = (
@@ -47,6 +48,7 @@ class Beside(StrEnum):
     LEFT = "left"  # its share of what is added to a sum
     RIGHT = "right"
     DIVISOR = "divisor"  # one where it is zero
+    GUARD = "guard"  # the count as it is, though it be less
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,18 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], number: Callable[[Atom], int]) -
             return moving[0]
         case "div":
             lies = _divided(ins, number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape)
+        case "max" if guarded(eqn, ins) is not None:
+            lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
             lies = None
     return replace(lies or Lies(Over.MIXED), roots=roots)
+
+
+def guarded(eqn: JaxprEqn, ins: Sequence[Lies]) -> Atom | None:
+    """The sum of which a maximum takes at least one, or less; None of others."""
+    counts = [atom for atom, x in zip(eqn.invars, ins, strict=True) if x.over is Over.SUM and not x.power]
+    least = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
+    return counts[0] if len(counts) == len(least) == 1 and least[0] <= 1 and not _jax.aval(counts[0]).shape else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:

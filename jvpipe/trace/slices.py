@@ -117,6 +117,9 @@ def _amended(own: JaxprEqn, beside: Beside | None, share: float) -> Sequence[Jax
     """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero."""
     if beside is None:
         return [own]
+    if beside is Beside.GUARD:
+        (count,) = jaxprs.variables(own.invars)
+        return [own.replace(invars=[count, count])]
     side = 0 if beside is Beside.LEFT else 1
     operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
 

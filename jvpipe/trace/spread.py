@@ -22,7 +22,7 @@ from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
-from jvpipe.trace.reductions import NONE, Beside, Lies, reduced
+from jvpipe.trace.reductions import NONE, Beside, Lies, guarded, reduced
 
 GENERATORS = ("random_bits", "random_split", "iota")
 """What makes numbers by their position: a slice of them is cut out of those of the whole micro-batch."""
@@ -78,7 +78,8 @@ class Spreading:
         for eqn, fewer in zip(eqns, small, strict=True):
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
-            self._alike.tell(eqn)
+            is_guard = self.amended.get(id(eqn)) is Beside.GUARD
+            self._alike.tell(eqn, guarded(eqn, ins) if is_guard else None)
             self.known.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:

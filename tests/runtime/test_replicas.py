@@ -95,6 +95,24 @@ def test_layers_move_between_stages_of_other_widths() -> None:
         pipe.migrate(state, TWO_ONE, at=(4, 1))
 
 
+def test_a_loss_of_one_example_may_be_mapped_over_all() -> None:
+    def one(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(w.T @ x[:, None])[:, 0]
+        return jnp.mean(x**2)
+
+    def mapped(params: Any, batch: Any, rng: Any) -> jax.Array:
+        return jnp.mean(jax.vmap(lambda x: one(params, x))(batch["x"]))
+
+    batch = {"x": np.linspace(0, 1, 24, dtype=np.float32).reshape(12, 2)}
+    outs = []
+    for plan in (jvpipe.Plan.from_cuts([1, 2], devices=[(0, 1), (2, 3, 4)]), jvpipe.Plan.from_cuts([3])):
+        pipe = jvpipe.Pipeline(mapped, optax.sgd(0.5), plan, 2, devices=jax.devices()[:5])
+        state, metrics = pipe.step(pipe.init(PARAMS, batch, None), batch)
+        outs.append((pipe.params(state), metrics))
+    close(*outs)
+
+
 def normed(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
     x = batch["x"] @ params[0]
     mean = jnp.mean(x, 0)

@@ -44,6 +44,19 @@ def counted() -> Case:
     )
 
 
+def weighed() -> Case:
+    """A mean over weights that may be less than one, guarded against none, and given back with their sum."""
+    case = mlp(3)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
+        x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
+        mean = jnp.sum(x**2 * batch["weights"][:, None]) / jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return Weighted(mean * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]))
+
+    weights = np.array([0.25, 0, 0.5, 1, 0, 0], np.float32)
+    return replace(case, loss_fn=loss_fn, batch=case.batch | {"weights": weights})
+
+
 def constant_size() -> Case:
     """A sum over a constant, with decay and a mean beside it."""
     case = mlp(3)
@@ -56,10 +69,10 @@ def constant_size() -> Case:
 
 
 MADE = {name: CASES[name] for name in ("mlp", "threefry")}
-MADE |= {"counted": counted, "constant-size": constant_size}
+MADE |= {"counted": counted, "weighed": weighed, "constant-size": constant_size}
 
 
-@pytest.mark.parametrize(("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("counted", 3)])
+@pytest.mark.parametrize(("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("weighed", 3)])
 def test_slices_make_the_whole(name: str, parts: int) -> None:
     case = MADE[name]()
     model = traced(case)

@@ -50,6 +50,11 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "whole numbers": (lambda x: jnp.sum(x > 0) + 1, Over.MIXED),
     "sum over items, times items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Over.SUM),
     "over items or one": (lambda x: 2 * jnp.sum(x) / jnp.maximum(count(x), 1) * count(x), Over.SUM),
+    "over weights or one": (
+        lambda x: 2 * jnp.sum(x) / jnp.maximum(jnp.sum(x * x), 1.0) * jnp.sum(x * x),
+        Over.SUM,
+    ),
+    "over more than one": (lambda x: jnp.sum(x) / jnp.maximum(count(x), 2) * count(x), Over.MIXED),
     "over other items": (lambda x: jnp.sum(x) / jnp.sum(x > 1, dtype=jnp.float32) * count(x), Over.MIXED),
     "two over items": (lambda x: (jnp.sum(x) / count(x) - jnp.sum(x**2) / count(x) + 0.5) * count(x), Over.SUM),
     "count": (lambda x: jnp.float32(x.shape[0]) * jnp.ones(()), Over.SUM),
