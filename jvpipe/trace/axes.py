@@ -8,12 +8,14 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
+
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
 Axis = int | None
-Found = Sequence[Axis] | str
-"""Of each result its axis, None for one that has none; or why examples do not stay apart."""
+Found = Sequence[Axis | np.integer] | str
+"""Of each result its axis, None for one that has none; or why examples do not stay apart. vmap counts axes in numpy."""
 
 _CLASSES = {
     "reduces": """
@@ -45,7 +47,7 @@ def _class_of() -> dict[str, str]:
     return {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 
 
-def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:
+def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Sequence[Axis] | str:
     """Follows the axis of the examples.
 
     Args:
@@ -54,7 +56,7 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> F
         grown: of each result, the axis whose size follows the number of examples, if there is one.
     """
     found = _followed(eqn, axes, grown)
-    return found if isinstance(found, str) else [None if axis is None else int(axis) for axis in found]  # vmap: numpy's
+    return found if isinstance(found, str) else [None if axis is None else int(axis) for axis in found]
 
 
 def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:
