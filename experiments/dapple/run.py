@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
@@ -68,7 +67,7 @@ def short(plan: ReplicaPlan) -> str:
     """A plan in a cell."""
     if plan.stages == 1:
         return f"DP on {plan.replicas[0]}"
-    layers = ":".join(str(b - a) for a, b in pairwise(plan.bounds))
+    layers = ":".join(map(str, plan.layers))
     replicas = "straight" if plan.shape == "straight" else ":".join(map(str, plan.replicas))
     return f"{replicas} ({layers}; mu {plan.size})"
 

@@ -16,8 +16,9 @@ from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
-from jvpipe.session.forecasts import Forecast, asked, plan_for
+from jvpipe.session.forecasts import MICROBATCHES, STAGES, Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness
+from jvpipe.session.replica_forecasts import ReplicaForecast
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def _error(mistake: Exception) -> int:
     return 2
 
 
-def of_model(options: Options, names: Sequence[str]) -> Forecast:
+def of_model(options: Options, names: Sequence[str]) -> Forecast | ReplicaForecast:
     """What planners answer for a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
     return plan_for(
@@ -51,6 +52,9 @@ def of_model(options: Options, names: Sequence[str]) -> Forecast:
         workload.init,
         workload.abstract_batch(options.batch_size or workload.batch_size),
         options.stages,
+        devices=options.devices,
+        replicas=options.replicas,
+        cuts=options.cuts,
         hardware=options.hardware or "a100-40gb",
         memory_limit=options.memory_limit,
         microbatches=options.microbatches,
@@ -68,19 +72,20 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a profile of a model, under its limit and over its links unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
-    limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, options.stages)
-    problem = Problem(file.costs, schedule.stages_on(options.stages), schedule, options.microbatches, peer=file.link)
-    slowness = profile_slowness(cluster, options.stages, len(file.costs.layers))
+    stages, microbatches = options.stages or STAGES, options.microbatches or MICROBATCHES
+    limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
+    problem = Problem(file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link)
+    slowness = profile_slowness(cluster, stages, len(file.costs.layers))
     problem = problem.told_apart(slowness, limits)
     return asked(problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph))
 
 
-def _write(options: Options, forecast: Forecast) -> None:
+def _write(options: Options, forecast: Forecast | ReplicaForecast) -> None:
     """Writes all answers as JSON, and pictures of the first."""
     if options.json is not None:
         with writing("--json", options.json) as path:
             path.write_text(json.dumps(forecast.to_json(), indent=2) + "\n")
-    if forecast.answers[0].decision is None:
+    if not forecast.simulated:
         return
     if options.timeline is not None:
         with writing("--timeline", options.timeline) as path:

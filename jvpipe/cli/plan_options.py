@@ -9,9 +9,16 @@ from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
-from jvpipe.session.forecasts import planner_names
+from jvpipe.session.forecasts import MICROBATCHES, STAGES, planner_names
+from jvpipe.session.replica_question import check_replica_planner
 
-MOST = {"--stages": 10**5, "--microbatches": 10**5, "--batch-size": 10**9, "--sequence-length": 10**9}
+MOST = {
+    "--stages": 10**5,
+    "--devices": 10**5,
+    "--microbatches": 10**5,
+    "--batch-size": 10**9,
+    "--sequence-length": 10**9,
+}
 """Of what is counted: each micro-batch on each stage is simulated."""
 
 
@@ -31,8 +38,14 @@ class Options:
     """NAME=VALUE replaces a field of the model, such as blocks=12; may be given again and again."""
     graph: str | None = None
     """In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning."""
-    stages: int = 4
-    """Over how many devices."""
+    stages: int | None = None
+    """Over how many devices; 4 if left out. With --devices or --replicas how many stages, decided if left out."""
+    devices: int | None = None
+    """How many devices stages share that may have several each; as many as --replicas take, or all of --hardware."""
+    replicas: str | None = None
+    """How many devices each stage has, such as 3:1 or 3,1; auto to have that decided."""
+    cuts: str | None = None
+    """How many layers each of them has, such as 10:4; decided if left out."""
     hardware: str | None = None
     """A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph."""
     memory_limit: str | None = None
@@ -43,8 +56,8 @@ class Options:
     """Which planner."""
     compare: str | None = None
     """Several planners side by side: `all`, or names with commas between."""
-    microbatches: int = 8
-    """Into how many parts a batch is split."""
+    microbatches: int | None = None
+    """Into how many parts a batch is split; 8 if left out, or decided with --devices or --replicas."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     json: str | None = None
@@ -54,6 +67,12 @@ class Options:
     figure: str | None = None
     """Draws that timeline, with memory under it, to this file (png, svg or pdf)."""
 
+    @property
+    def shared(self) -> dict[str, int | str]:
+        """What is said of stages that may have several devices; nothing if each has one."""
+        said = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
+        return {name: value for name, value in said.items() if value is not None}
+
 
 def check(options: Options) -> list[str]:
     """The planners to be asked. Raises ValueError for what can be seen to be wrong before any work."""
@@ -61,11 +80,13 @@ def check(options: Options) -> list[str]:
         raise ValueError("give one of --model and --graph")
     counts = {
         "--stages": options.stages,
+        "--devices": options.devices,
         "--microbatches": options.microbatches,
         "--batch-size": options.batch_size,
         "--sequence-length": options.sequence_length,
     }
     of_models = {name: counts[name] for name in ("--batch-size", "--sequence-length")}
+    of_models |= {f"--{name}": value for name, value in options.shared.items()}
     of_models |= {"--size": options.size, "--dtype": options.dtype, "--set": " ".join(options.set) or None}
     for name, value in of_models.items():
         if options.graph is not None and value is not None:
@@ -73,11 +94,15 @@ def check(options: Options) -> list[str]:
     for name, count in counts.items():
         if count is not None and not 1 <= count <= MOST[name]:
             raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")
-    find_schedule(options.schedule).check(options.stages, options.microbatches)
-    names = planner_names(options.compare or [options.planner])
+    schedule, names = find_schedule(options.schedule), planner_names(options.compare or [options.planner])
     for name in names:
-        check_chooser(find_schedule(options.schedule), name)
-    limits_of_each(parse_limits(options.memory_limit), options.stages)
+        check_chooser(schedule, name)
+    if options.shared:
+        check_replica_planner(names, schedule)
+    else:
+        stages = options.stages or STAGES
+        schedule.check(stages, options.microbatches or MICROBATCHES)
+        limits_of_each(parse_limits(options.memory_limit), stages)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
     check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})
     if options.figure is not None:

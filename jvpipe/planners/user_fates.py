@@ -79,6 +79,12 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, str]:
+    """Everything that some layers leave computed again from each one's own input, which is kept."""
+    every = (graph.layers[i] for i in layers)
+    return {f"{graph.label(layer)}/{c.name}": "recompute" for layer in every for c in layer.candidates}
+
+
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, str]:
     """Everything computed again from the stage's input: its layers run once more before their backwards."""
     return dict.fromkeys(_names(graph, stage, "recompute"), "recompute")

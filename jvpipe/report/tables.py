@@ -6,10 +6,13 @@ from itertools import pairwise
 from rich.table import Table
 
 from jvpipe.ir.sizes import format_bytes
+from jvpipe.planners.joint.replicas_planner import Simulated
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.report.answers import Answer
+from jvpipe.report.replica_answers import in_flight, places_in_short
 
 
 def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
@@ -32,6 +35,23 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
             format_bytes(cost.peak_bytes),
             format_bytes(cost.host_bytes),
         )
+    return table
+
+
+def replica_table(problem: ReplicaProblem, found: Simulated) -> Table:
+    """Makes a row for each stage of a plan whose stages may be replicated.
+
+    Args:
+        problem: that was asked.
+        found: the plan.
+    """
+    table = Table("stage", "devices", "layers", "F ms", "B ms", "again ms", "comm ms", "reduce ms", "in flight", "peak")
+    every = zip(pairwise(found.plan.bounds), found.plan.places, found.stages, in_flight(problem, found), strict=True)
+    for s, ((i, j), places, cost, flying) in enumerate(every):
+        seconds = cost.forward_s, cost.backward_s - cost.recompute_s, cost.recompute_s, cost.comm_s, cost.reduce_s
+        row = (f"{len(places)}: {places_in_short(places)}", f"{i} to {j - 1} ({j - i})")
+        told = (*(f"{1e3 * x:.2f}" for x in seconds), str(flying), format_bytes(cost.peak_bytes))
+        table.add_row(str(s), *row, *told)
     return table
 
 

@@ -1,6 +1,7 @@
 """Checks of what a user gives: devices, batches, the optimizer."""
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,6 +26,19 @@ def whole_number(name: str, value: Any) -> int:
         cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])" if isinstance(value, (list, tuple)) else ""
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}{cuts}")
     return int(value)
+
+
+def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
+    """Some numbers, in a sequence or a text.
+
+    >>> whole_numbers("replicas", "2:1"), whole_numbers("cuts", [5, 2])
+    ((2, 1), (5, 2))
+    """
+    parts = re.split("[:,]", value) if isinstance(value, str) else value
+    if not isinstance(parts, Iterable):
+        raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {value!r}")
+    numbers = [int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts]
+    return tuple(whole_number(f"each of {name}", number) for number in numbers)
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:

@@ -36,16 +36,31 @@ from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
 from jvpipe.session.planning import Planned, ask
 from jvpipe.session.question import Question, check_sums
+from jvpipe.session.replica_forecasts import ReplicaForecast, forecast_replicas
+from jvpipe.session.replica_question import replica_question
 from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 
 Tree = Any
+STAGES, MICROBATCHES = 4, 8
+"""How many there are unless that is said, or left to be decided."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints."""
+    """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
+
+    >>> import jax, jax.numpy as jnp, jvpipe
+    >>> def loss_fn(params, batch, rng):
+    ...     for w in params:
+    ...         batch = jnp.tanh(batch @ w)
+    ...     return jnp.mean(batch**2)
+    >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
+    >>> forecast.plan.cuts, forecast.plan.planner
+    ((2, 2, 2, 2), 'jvpipe')
+    """
 
     problem: Problem
     answers: tuple[Answer, ...]
@@ -56,6 +71,11 @@ class Forecast:
     def fits(self) -> bool:
         """Whether there is a plan that keeps the limit."""
         return self.answers[0].fits(self.problem)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether there is a plan to be simulated, which may be over the limit."""
+        return self.answers[0].decision is not None
 
     @property
     def plan(self) -> Plan:
@@ -159,11 +179,14 @@ def plan_for(
     loss_fn: Callable[..., Any],
     params: Tree,
     batch: Tree,
-    stages: int = 4,
+    stages: int | None = None,
     *,
+    devices: int | None = None,
+    replicas: Sequence[int] | str | None = None,
+    cuts: Sequence[int] | str | None = None,
     hardware: str | Cluster = "a100-40gb",
     memory_limit: int | str | Sequence[int | str] | None = None,
-    microbatches: int = 8,
+    microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
     planner: str | Sequence[str] = "jvpipe",
     optimizer: Optimizer | None = None,
@@ -171,18 +194,23 @@ def plan_for(
     has_aux: bool = False,
     has_state: bool = False,
     title: str = "",
-) -> Forecast:
+) -> Forecast | ReplicaForecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
+
+    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given is decided.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
-        stages: how many devices.
+        stages: how many; 4 unless given or decided.
+        devices: how many all stages share; all of the hardware's unless given or told by `replicas`.
+        replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
+        cuts: layers of each stage.
         hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
-        microbatches: how many a batch is split into.
-        schedule: by name, or one with options.
+        microbatches: how many a batch is split into; 8 unless given or decided.
+        schedule: by name, or one with options; replicas are planned for 1f1b.
         planner: by name; several are compared, "all" of them if that is said.
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
@@ -192,29 +220,46 @@ def plan_for(
 
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
-
-    >>> import jax, jax.numpy as jnp
-    >>> def loss_fn(params, batch, rng):
-    ...     for w in params:
-    ...         batch = jnp.tanh(batch @ w)
-    ...     return jnp.mean(batch**2)
-    >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    >>> forecast = plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
-    >>> forecast.plan.cuts, forecast.plan.planner
-    ((2, 2, 2, 2), 'jvpipe')
     """
-    if optimizer is None:
-        import optax
-
-        optimizer = optax.adamw(1e-3)
-    names = planner_names(planner)
-    counts = whole_number("stages", stages), whole_number("microbatches", microbatches)
-    rest = checked_schedule(schedule), model_state, has_aux, has_state
-    question = Question(loss_fn, params, batch, optimizer, *counts, *rest)
+    names, limit = planner_names(planner), parse_limits(memory_limit)
     cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
-    problem = question.problem(cluster, parse_limits(memory_limit))
-    forecast = asked(problem, names, title, question)
-    return with_splits(question, forecast) if names == ["jvpipe"] else forecast
+    rest = checked_schedule(schedule), model_state, has_aux, has_state
+    if devices is None and replicas is None and cuts is None:
+        counts = _count("stages", stages, STAGES), _count("microbatches", microbatches, MICROBATCHES)
+        return _straight(
+            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest), cluster, limit, names, title
+        )
+    whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
+    pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
+    return forecast_replicas(replica_question(whole, names, cluster, limit, devices, **pins), title)
+
+
+def _count(name: str, value: int | None, usual: int) -> int:
+    """A number that may be left out.
+
+    Args:
+        name: of the option.
+        value: as given.
+        usual: if nothing is.
+    """
+    return usual if value is None else whole_number(name, value)
+
+
+def _usual(optimizer: Optimizer | None) -> Optimizer:
+    """The optimizer; AdamW unless given."""
+    if optimizer is not None:
+        return optimizer
+    import optax
+
+    return optax.adamw(1e-3)
+
+
+def _straight(
+    question: Question, cluster: Cluster, limit: int | tuple[int, ...] | None, names: Sequence[str], title: str
+) -> Forecast:
+    """Asks planners about stages of one device each."""
+    forecast = asked(question.problem(cluster, limit), names, title, question)
+    return with_splits(question, forecast) if list(names) == ["jvpipe"] else forecast
 
 
 def planner_names(planner: str | Sequence[str]) -> list[str]:

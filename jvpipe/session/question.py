@@ -1,6 +1,6 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,9 +56,17 @@ class Question:
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
-    def trace(self) -> Model:
-        """The model at the shapes of a micro-batch."""
+    def trace(self, examples: int | None = None, cuts: Sequence[int] | None = None) -> Model:
+        """The model at the shapes of a micro-batch.
+
+        Args:
+            examples: of a micro-batch, if not as many as there are in one.
+            cuts: of an earlier trace; None: the narrow places.
+        """
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
+        if examples is not None:
+            resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
+            micro_batch = jax.tree.map(resized, micro_batch)
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
         return trace_model(
@@ -67,6 +75,7 @@ class Question:
             micro_batch,
             key,
             self.model_state,
+            cuts,
             has_aux=self.has_aux,
             has_state=self.has_state,
         )

@@ -56,6 +56,7 @@ def test_nothing_is_allocated_and_several_planners_are_compared() -> None:
     before = {id(array) for array in jax.live_arrays()}
     found = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, hardware="v100-a", planner=["even", "dapple"])
     assert {id(array) for array in jax.live_arrays()} <= before
+    assert isinstance(found, jvpipe.Forecast)
     assert [each.planner for each in found.answers] in (["even", "dapple"], ["dapple", "even"])
     assert (found.plan.cuts, len(found.to_json())) == ((2, 2), 2)
 
@@ -100,11 +101,13 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
     assert any("(RTX 2080 Ti): 11.00 GiB" in reason for reason in found.reasons)
     assert "device 1 (H100 80 GB)" in str(found)
     held = [stage["peak_bytes"] for stage in found.to_json()["stages"]]
+    assert isinstance(found, jvpipe.Forecast)
     limits = dict(enumerate(found.problem.limits))
     assert all(size <= limits[stage.devices[0]] for size, stage in zip(held, found.plan.stages, strict=True))
     assert found.lower_bound_s <= found.step_s
     found.figure(tmp_path / "plan.svg")
     again = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, schedule="auto", memory_limit="4GiB,3GiB")
+    assert isinstance(again, jvpipe.Forecast)
     assert again.problem.limits == (4 * 2**30, 3 * 2**30)
     compared = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, planner="all")
     assert compared.step_s == pytest.approx(found.step_s)

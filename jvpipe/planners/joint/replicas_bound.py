@@ -31,7 +31,8 @@ def replica_counts(problem: ReplicaProblem, size: int) -> tuple[int, ...]:
     >>> replica_counts(ReplicaProblem(costs, find_cluster("v100-b"), 16, 64), 16)
     (1, 2, 3, 4, 6, 8, 16)
     """
-    least = {-(-size // r): r for r in range(min(problem.devices, size), 0, -1)}
+    feeds = problem.pins.feeds
+    least = {-(-size // r): r for r in range(min(problem.devices, size), 0, -1) if feeds(r, size)}
     return tuple(sorted(least.values()))
 
 

@@ -34,6 +34,8 @@ WORTH_A_CLIMB = 1.3
 """How many times slower than the best the best of another shape may be where it climbs, too."""
 CLIMBS, NEIGHBOURS = 12, 6
 """How many steps a plan climbs at most, and how many of its neighbours are simulated for each."""
+HALVINGS = 6
+"""How often the way to a limit that would do is halved, where nothing keeps the limit."""
 
 
 @dataclass(frozen=True)
@@ -239,21 +241,30 @@ class _Search:
         limit, smallest = self.problem.memory_limit_bytes, self.smallest_bytes
         assert limit is not None
         if smallest is None or smallest <= limit:
-            smallest = self._least_bytes()
+            smallest = self._least_bytes(limit)
         return Infeasible(
-            f"no plan found fits into {limit} bytes per device, even with every layer run again: the smallest limit "
-            f"that would do is {smallest} bytes, {smallest - limit} more. Use more devices, or a smaller model",
+            f"no plan found fits into {limit} bytes per device, even with every layer run again: {smallest} bytes "
+            f"would do, {smallest - limit} more. Use more devices, or a smaller model",
             stage=0,
             excess_bytes=smallest - limit,
             smallest_limit_bytes=smallest,
         )
 
-    def _least_bytes(self) -> int:
-        """The bytes of the fullest device where stages of one device each hold as little as they can."""
-        search = _Search(replace(self.problem, memory_limit_bytes=None, recomputes=True))
+    def _least_bytes(self, limit: int) -> int:
+        """The least limit that is known to do, and more than `limit`, which does not: between halves, a few times."""
+        least, low = min(self._needed_bytes(None, recomputes=True)), limit
+        for _ in range(HALVINGS):
+            middle = (low + least) // 2
+            needed = min(self._needed_bytes(middle), default=None)
+            low, least = (middle, least) if needed is None else (low, needed)
+        return least
+
+    def _needed_bytes(self, limit: int | None, *, recomputes: bool = False) -> list[int]:
+        """The bytes of the fullest device of plans for the smallest micro-batches that a search under a limit finds."""
+        search = _Search(replace(self.problem, memory_limit_bytes=limit, recomputes=recomputes))
         size, every = self.problem.sizes[-1], np.arange(len(self.tables.coarse))
-        plans = search.searched(size, every, STAGES, (1e9,))
-        return min(max(stage.peak_bytes for stage in search.tables.stages(plan)) for plan in plans)
+        found = search.ranked(search.searched(size, every, STAGES, (1e9,)))
+        return [max(stage.peak_bytes for stage in search.seen[plan][0]) for plan in found]
 
 
 def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:

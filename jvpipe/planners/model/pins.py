@@ -10,6 +10,8 @@ from jvpipe.planners.model.replicas_plan import ReplicaPlan
 class Pins:
     """The number of stages, the devices and the layers of each, the examples of a micro-batch; None: to be decided.
 
+    Replicas have `least_slice` examples of a micro-batch at least.
+
     >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow(ReplicaPlan((0, 3), ((0, 1, 2),), 6))
     (2, False)
     """
@@ -18,6 +20,7 @@ class Pins:
     replicas: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     size: int | None = None
+    least_slice: int = 1
 
     @property
     def count(self) -> int | None:
@@ -36,7 +39,16 @@ class Pins:
             and self.replicas in (None, plan.replicas)
             and self.bounds in (None, plan.bounds)
             and self.size in (None, plan.size)
+            and self.feeds(max(plan.replicas), plan.size)
         )
+
+    def feeds(self, replicas: int, size: int) -> bool:
+        """Whether each of some replicas gets enough of a micro-batch of `size` examples.
+
+        >>> Pins(least_slice=2).feeds(2, 4), Pins(least_slice=2).feeds(3, 5), Pins(least_slice=2).feeds(1, 1)
+        (True, False, True)
+        """
+        return replicas == 1 or size // replicas >= self.least_slice
 
     def check(self, devices: int, batch: int, layers: int) -> None:
         """Raises ValueError for what no plan has.
@@ -78,12 +90,12 @@ class Pins:
         """Raises ValueError for replicas that a micro-batch cannot feed."""
         if self.size is not None and batch % self.size:
             raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
-        most = max(self.replicas or (1,))
-        if most > (self.size or batch):
+        most, there = max(self.replicas or (1,)), self.size or batch
+        if not self.feeds(most, there):
             what = f"micro-batches of {self.size}" if self.size else f"a batch of {batch}"
             raise ValueError(
-                f"{most} replicas cannot share {what} examples, each needs one: use at most {self.size or batch} "
-                f"replicas, or {most} examples"
+                f"{most} replicas cannot share {what} examples, each needs {self.least_slice}: use at most "
+                f"{max(1, there // self.least_slice)} replicas, or {most * self.least_slice} examples"
             )
 
 

@@ -27,6 +27,11 @@ class ReplicaPlan:
         return tuple(map(len, self.places))
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(b - a for a, b in pairwise(self.bounds))
+
+    @property
     def shape(self) -> str:
         """What kind of plan it is."""
         if self.stages == 1:
@@ -36,7 +41,7 @@ class ReplicaPlan:
         return "two stages" if self.stages == 2 else "hybrid"
 
     def __repr__(self) -> str:
-        layers = ":".join(str(b - a) for a, b in pairwise(self.bounds))
+        layers = ":".join(map(str, self.layers))
         return f"{':'.join(map(str, self.replicas))} of {layers} layers, micro-batches of {self.size}"
 
 

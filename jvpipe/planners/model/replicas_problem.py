@@ -64,8 +64,8 @@ class ReplicaProblem:
         """The micro-batch sizes that there can be: the divisors of the batch, falling."""
         if self.pins.size is not None:
             return (self.pins.size,)
-        least = max(self.pins.replicas or (1,))
-        return tuple(mu for mu in range(self.batch, least - 1, -1) if self.batch % mu == 0)
+        most = max(self.pins.replicas or (1,))
+        return tuple(mu for mu in range(self.batch, 0, -1) if self.batch % mu == 0 and self.pins.feeds(most, mu))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:

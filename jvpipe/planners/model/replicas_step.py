@@ -9,17 +9,19 @@ micro-batches the last ones are not simulated: they are as far apart as those be
 from collections.abc import Hashable, Sequence
 from enum import Enum, auto
 from functools import lru_cache
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import ReplicaStage
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.simulate.engine import Work
+from jvpipe.simulate.timeline import Timeline
 
 LEAST_SIMULATED = 8
 """So many micro-batches are simulated at least, and as many as two per stage."""
@@ -36,6 +38,7 @@ class What(Enum):
 
 
 WHATS = tuple(What)
+KIND_OF = dict(zip(WHATS, (Kind.F, Kind.B, Kind.SEND, Kind.RETURN, Kind.REDUCE), strict=True))
 Row = tuple[What, int, int]
 
 
@@ -54,28 +57,67 @@ def simulated_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[Rep
     return after + (count - most - plan.stages) * (after - before) / plan.stages
 
 
+def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> Timeline:
+    """The step as a timeline of all its micro-batches; the replicas of a stage are in step, so each stage has one line.
+
+    Args:
+        problem: whose cluster and batch count.
+        plan: the places of the stages.
+        stages: what they take.
+    """
+    step = _step(problem, plan, stages, problem.batch // plan.size)
+    starts_s, seconds = step.timed(stages)
+    tasks = [Task(s, KIND_OF[what], m) for what, s, m in step.rows]
+    return Timeline(tasks, starts_s, starts_s + seconds, step.work.occupies, step.names, plan.stages)
+
+
+class _Step(NamedTuple):
+    """The rows of a step as work; the slot of each in what is listed by kind and stage; the names of resources."""
+
+    rows: tuple[Row, ...]
+    work: Work
+    slots: Int[np.ndarray, " rows"]
+    names: tuple[str, ...]
+
+    def timed(self, stages: Sequence[ReplicaStage]) -> tuple[Float[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+        """When each row starts, and the seconds that it takes."""
+        each_s = np.array([_seconds(kind, s, stages) for kind in WHATS for s in range(len(stages))])
+        seconds = each_s[self.slots]
+        return np.array(self.work.starts_s(seconds.tolist())), seconds
+
+
 def _step_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> float:
+    starts_s, seconds = _step(problem, plan, stages, count).timed(stages)
+    return float((starts_s + seconds).max())
+
+
+def _step(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> _Step:
     sends = tuple(stage.comm_s > 0 for stage in stages)
-    kinds = [(kind, s) for kind in WHATS for s in range(plan.stages)]
-    links = tuple(_links(problem, plan, kind, s) for kind, s in kinds)
-    each_s = np.array([_seconds(kind, s, stages) for kind, s in kinds])
-    work, slots = _work(plan.stages, count, sends, links)
-    seconds = each_s[slots]
-    return float((np.array(work.starts_s(seconds.tolist())) + seconds).max())
+    links = tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages))
+    return _work(plan.stages, count, sends, links)
 
 
 @lru_cache(maxsize=256)
-def _work(
-    stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[Hashable, ...], ...]
-) -> tuple[Work, Int[np.ndarray, " rows"]]:
-    """The rows as work, and the slot of each in what is listed by kind and stage."""
+def _work(stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[Hashable, ...], ...]) -> _Step:
     rows = _rows(stages, count, sends)
     ids = {row: i for i, row in enumerate(rows)}
     slots = [WHATS.index(kind) * stages + s for kind, s, _ in rows]
     names: dict[Hashable, int] = {s: s for s in range(stages)}
     occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
     waits = [[ids[need] for need in needs] for needs in rows.values()]
-    return Work(waits, [occupied[slot] for slot in slots], range(stages)), np.array(slots)
+    work = Work(waits, [occupied[slot] for slot in slots], range(stages))
+    return _Step(tuple(rows), work, np.array(slots), tuple(map(_name, names)))
+
+
+def _name(resource: Hashable) -> str:
+    """What a resource is called: a stage, the network of a machine one way, or a stage's link to the next or before."""
+    match resource:
+        case (What() as what, s):
+            return f"link of stage {s}, {'on' if what is What.SEND else 'back'}"
+        case (way, machine):
+            return f"network of machine {machine}, {way}"
+        case _:
+            return f"stage {resource}"
 
 
 def _rows(stages: int, count: int, sends: Sequence[bool]) -> dict[Row, list[Row]]:
