@@ -60,9 +60,9 @@ class Placement:
             return self.home
         return self.places[layer][0 if examples is None else self.slices(layer).index(examples)]
 
-    def everywhere(self, layer: int) -> tuple[int, ...]:
-        """The places of all replicas of a layer, or the one of what belongs to none."""
-        return (self.home,) if layer == NONE else self.places[layer]
+    def updating(self, layer: int, shard: int) -> int:
+        """The place of the replica of a layer that updates a shard of it, or of what belongs to none."""
+        return self.home if layer == NONE else self.places[layer][shard]
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
@@ -76,8 +76,8 @@ class Placement:
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
-        state, model state, constants; every replica has its own of all. Optimizer state of no parameter (step counts)
-        has a copy per layer, so that layers can move.
+        state (at the replica that updates its parameter), model state, constants. Optimizer state of no parameter (step
+        counts) has a copy per layer, so that layers can move, and of each of its replicas that updates something.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -85,9 +85,10 @@ class Placement:
             value = Value(ValueKind.PARAMETER, p, version=0)
             reading = self._of_all(parameter.readers)
             buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
-        for j, layer in sorted((j, NONE if layer is None else layer) for j, layer in optimizer.holders):
-            value = Value(ValueKind.OPTIMIZER, j, layer)
-            buffers += [Buffer(value, place, optimizer.state[j].array.bytes) for place in self.everywhere(layer)]
+        holders = ((j, NONE if layer is None else layer, shard) for j, layer, shard in optimizer.holders)
+        for j, layer, shard in sorted(holders):
+            value, place = Value(ValueKind.OPTIMIZER, j, layer), self.updating(layer, shard)
+            buffers.append(Buffer(value, place, optimizer.state[j].array.bytes))
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)

@@ -50,7 +50,8 @@ def lower_step(
     micro, plans = len(layouts), [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(), set())
     placer = Placer(graph, plans[0], optimizer)
-    slicing = Slicing(placer.where, batching, {layout.number: layout for layout in layouts}) if batching else None
+    by_number = {layout.number: layout for layout in layouts}
+    slicing = Slicing(placer.where, batching, by_number, optimizer) if batching else None
     to_come = Counter(task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates)
     left: dict[Task, tuple[int, list[int]]] = {}
     ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
@@ -79,7 +80,15 @@ def lower_step(
     return _lowered(placer, rows, metrics)
 
 
-def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> Lowered:
+def lower_move(
+    graph: LayerGraph,
+    old: Plan,
+    new: Plan,
+    optimizer: OptimizerCut,
+    then: OptimizerCut | None = None,
+    *,
+    by_host: bool = False,
+) -> Lowered:
     """Lowers a move between two steps.
 
     Args:
@@ -87,9 +96,11 @@ def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut,
         old: where everything is.
         new: where it will be.
         optimizer: whose state moves too.
+        then: as it is cut for the new plan, if that has other replicas.
         by_host: all that moves leaves its place before anything arrives.
     """
     placer = Placer(graph, old, optimizer, by_host=by_host)
+    placer.optimizer = then or optimizer
     placer.begin()
     placer.relocate(new)
     placer.enter(new)

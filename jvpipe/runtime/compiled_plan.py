@@ -38,6 +38,7 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.shards import sharded
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
@@ -78,6 +79,7 @@ class CompiledPlan:
         self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
+        self.optimizer = sharded(self.optimizer, graph, self.plan)
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
         self.programs = [layer_programs(self.store, self.traced, share) for share in kept]

@@ -370,7 +370,8 @@ class ModelSwitch:
 
 
 def _placing(compiled: CompiledPlan) -> Placing:
-    return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, compiled.devices)
+    optimizer, plan = compiled.optimizer, compiled.plan
+    return Placing(compiled.traced.graph, optimizer, compiled.persistent, compiled.devices, plan)
 
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:

@@ -12,7 +12,9 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
+from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
@@ -136,6 +138,7 @@ class Placing:
     optimizer: OptimizerCut
     buffers: tuple[Buffer, ...]
     devices: tuple[Device, ...]
+    plan: Plan
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while the arrays are placed in their order."""
@@ -177,10 +180,6 @@ class Placing:
             ledger.hold(buffer.memory, buffer.bytes)
         if fresh:
             self.initialise_optimizer(table, store)
-            for buffer in fresh:  # what the first replica of a layer has made is copied for the others
-                if buffer.spot not in table:
-                    made = table[Spot(buffer.value, self._places[buffer.value.layer])]
-                    table[buffer.spot] = jax.device_put(made, self.devices[buffer.memory])
         return tuple(table.get(buffer.spot) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
 
     def _is_own(self, buffer: Buffer) -> bool:
@@ -217,7 +216,6 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
         own = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
-        own = (b for b in own if b.memory == self._places[b.value.layer])
         lacking: set[Key] = {b.spot for b in own if b.spot not in table}
         making = []
         for piece in reversed(self.optimizer.init):
@@ -232,7 +230,7 @@ class Placing:
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
         """The device of an initialising piece, and the names of what it reads and writes."""
         layer = NONE if piece.layer is None else piece.layer
-        d = self._places.get(layer, self._home)  # one without state only makes small values
+        d = self._places.get((piece.layer, piece.shard), self._home)  # one without state only makes small values
         return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
 
     @cached_property
@@ -240,9 +238,11 @@ class Placing:
         return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        """Where the optimizer's state of each layer is made: at the first of its replicas."""
-        return {b.value.layer: b.memory for b in reversed(self.buffers) if b.owner is Owner.OPTIMIZER}
+    def _places(self) -> dict[tuple[int | None, int], int]:
+        """Where the optimizer's state of each layer, and shard of it, is made."""
+        where = Placement(self.graph, self.plan)
+        homes = {(layer, shard) for _, layer, shard in self.optimizer.holders}
+        return {(layer, shard): where.updating(NONE if layer is None else layer, shard) for layer, shard in homes}
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:

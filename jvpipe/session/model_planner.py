@@ -138,7 +138,7 @@ class ModelPlanner:
         def held_bytes_of(plan: Plan) -> list[int]:
             compiled = self._check(traced, plan, optimizer)
             devices = (compiled.stand_in,) * len(settings.devices) if compiled.stand_in else settings.devices
-            placing = Placing(traced.graph, optimizer, compiled.persistent, devices)
+            placing = Placing(traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
             both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
             most = [max(step.bytes, making.bytes) for step, making in both]
             return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]

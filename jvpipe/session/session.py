@@ -291,7 +291,8 @@ class Session:
 
     def placing(self, compiled: CompiledPlan) -> Placing:
         """Says where the arrays of a plan lie between steps."""
-        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, self.settings.devices)
+        devices = self.settings.devices
+        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import optax
+
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
@@ -11,6 +13,7 @@ from jvpipe.lowering.layout import MicrobatchLayout, SliceLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.step import lower_step
+from jvpipe.programs.shards import sharded
 from jvpipe.schedules.gpipe import gpipe
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, optimizer, row
 
@@ -104,14 +107,33 @@ def test_sums_of_replicas_are_added_up_once_after_the_stages_last_backward() -> 
     reduced = [i for i, r in enumerate(lowered.rows) if r.kind is Kind.REDUCE]
     told = [row(lowered.rows[i], lowered.buffers).replace(" version 0", "") for i in reduced]
     parts = "gradient {0} examples 0:3 at {1}, gradient {0} examples 3:6 at {1} -> gradient {0} at {1}"
-    where = ("0 layer 2", 2), ("1 layer 1", 3), ("0 layer 0", 0)
+    where = ("0 layer 2", 2), ("1 layer 1", 2), ("0 layer 0", 0)
     assert told == [f"REDUCE on {place}: {parts.format(name, place)}" for name, place in where]
     last = {s: max(i for i, r in enumerate(lowered.rows) if (r.kind, r.stage) == (Kind.B, s)) for s in range(2)}
     assert [last[lowered.rows[i].stage] < i for i in reduced] == [True] * 3
     updates = [r.place for r in lowered.rows if r.kind is Kind.U]
-    assert sorted(updates) == [0, 1, 2, 3], "layer 0 at its two replicas, layer 1 at its own"
+    assert sorted(updates) == [0, 2], "where the gradients are added up"
     persistent = sorted((b.place, b.value.index) for b in lowered.buffers[: lowered.persistent])
     assert persistent == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)], "a copy for each replica that reads one"
+
+
+def test_each_replica_updates_its_share_and_sends_it_to_the_others() -> None:
+    plan = Plan.from_cuts([2, 1], devices=[(0, 1), 2])
+    cut = sharded(optimizer(1, optax.trace(0.9)), SIX, plan)
+    assert cut.shards == (1, 0), "the larger one first"
+    lowered = lower_step(SIX, [layout(plan)], gpipe(2, 1), cut, ALONG)
+    persistent = [str(b.spot) for b in lowered.buffers[: lowered.persistent] if b.value.kind == "optimizer"]
+    assert persistent == ["optimizer 0 layer 0 at 1", "optimizer 1 layer 1 at 0"]
+    told = [row(r, lowered.buffers) for r in lowered.rows if r.stage == 0 and r.microbatch < 0]
+    assert [line.partition(":")[0] for line in told if "REDUCE" in line] == ["REDUCE on 0", "REDUCE on 1"]
+    new = [line.partition(": ")[::2] for line in told if "version 1" in line]
+    assert [(where, what.split("-> ")[1].split(",")[0]) for where, what in new] == [
+        ("U on 1", "parameter 0 version 1 at 1"),
+        ("SEND on 1", "parameter 0 version 1 at 0"),
+        ("SEND on 1", "parameter 0 version 1 at 2"),
+        ("U on 0", "parameter 1 version 1 at 0"),
+        ("SEND on 0", "parameter 1 version 1 at 1"),
+    ]
 
 
 def test_bytes_are_those_of_slices() -> None:

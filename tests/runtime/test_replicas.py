@@ -18,6 +18,9 @@ TWO_ONE, ONE_TWO = (jvpipe.Plan.from_cuts([2, 1], devices=d) for d in ([(0, 1), 
 DEVICES: dict[str, Any] = {"devices": jax.devices()[:4]}
 
 
+STATEFUL = DEVICES | {"optimizer": optax.adam(0.1)}
+
+
 def close(found: Any, wanted: Any) -> None:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
@@ -36,20 +39,26 @@ def test_pinned_replicas_are_dealt_out_stage_by_stage() -> None:
     assert begun(2, replicas=(1, 1))[0].plan.replicas == (1, 1)
 
 
-def test_every_replica_has_the_same_parameters_after_a_step() -> None:
-    pipe, state = begun(jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), (2, 3)]), **DEVICES)
+def test_replicas_have_the_same_parameters_after_a_step_and_share_the_optimizers_state_out() -> None:
+    pipe, state = begun(jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), (2, 3)]), **STATEFUL)
     state, _ = pipe.step(state, BATCH)
     copies: dict[Any, list[np.ndarray]] = {}
     for buffer, array in zip(pipe.session.compiled.persistent, state.arrays, strict=True):
         assert array.devices() == {pipe.session.settings.devices[buffer.place]}
         copies.setdefault(buffer.value, []).append(np.asarray(array))
-    assert {len(found) for found in copies.values()} == {2}
-    for first, second in copies.values():
-        np.testing.assert_array_equal(first, second)
+    assert {value.kind: len(found) for value, found in copies.items()} == {"parameter": 2, "optimizer": 1}
+    for first, *others in copies.values():
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+    state_bytes = [
+        sum(b.bytes for b in pipe.session.compiled.persistent if b.value.kind == "optimizer" and b.place == d)
+        for d in range(4)
+    ]
+    assert state_bytes == [36, 36, 36, 0], "two moments of four numbers, and a count, for each of three layers"
 
 
 def test_the_ledger_the_lists_and_the_simulator_count_the_same_bytes() -> None:
-    pipe, state = begun(TWO_ONE, **DEVICES)
+    pipe, state = begun(TWO_ONE, **STATEFUL)
     pipe.step(state, BATCH)
     compiled = pipe.session.compiled
     assert list(pipe.ledger.peak) == [peak.bytes for peak in compiled.peaks]
@@ -67,19 +76,19 @@ def test_no_program_holds_a_collective() -> None:
 
 
 def test_a_checkpoint_knows_no_replicas(tmp_path: Path) -> None:
-    pipe, state = begun(TWO_ONE, **DEVICES)
+    pipe, state = begun(TWO_ONE, **STATEFUL)
     state, _ = pipe.step(state, BATCH)
     pipe.save(tmp_path / "there", state)
     expected = pipe.params(pipe.step(state, BATCH)[0])
     for plan in (ONE_TWO, TWO_ONE, jvpipe.Plan.from_cuts([3])):
-        other, _ = begun(plan, **DEVICES)
+        other, _ = begun(plan, **STATEFUL)
         restored = other.restore(tmp_path / "there")
         close(other.params(other.step(restored, BATCH)[0]), expected)
 
 
 def test_layers_move_between_stages_of_other_widths() -> None:
-    plain, alone = begun()
-    pipe, state = begun(**DEVICES)
+    plain, alone = begun(optimizer=optax.adam(0.1))
+    pipe, state = begun(**STATEFUL)
     plans = [TWO_ONE, ONE_TWO, jvpipe.Plan.from_cuts([1, 2], devices=[(2, 3), (0, 1)]), jvpipe.Plan.from_cuts([3])]
     for plan in plans:
         state, metrics = pipe.step(state, BATCH)
