@@ -9,7 +9,7 @@ of the masked ones alone: so does this one.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -21,6 +21,9 @@ from jvpipe import models
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.hardware import Cluster
+from jvpipe.ir.optimizer import Optimizer
+from jvpipe.models import Workload
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.graph import Traced
@@ -44,30 +47,37 @@ Costing = Callable[[int], Costs]
 def subject(name: str) -> tuple[Costing, Costing]:
     """A model's costs by micro-batch size: as our trace keeps values, and as PyTorch does."""
     workload = WORKLOADS[name]()
+    return costings(workload, workload.optimizer(workload.steps), CLUSTER, ANCHORS)
+
+
+def costings(
+    workload: Workload, optimizer: Optimizer, cluster: Cluster, anchors: Sequence[int]
+) -> tuple[Costing, Costing]:
+    """The same of any model under any optimizer on any cluster, traced at the micro-batch sizes `anchors`."""
     params = jax.eval_shape(workload.init, jax.eval_shape(lambda: jax.random.key(0)))
 
     @cache
     def traced(size: int) -> Model:
-        cuts = None if size == ANCHORS[0] else traced(ANCHORS[0]).traced.cuts
+        cuts = None if size == anchors[0] else traced(anchors[0]).traced.cuts
         batch, state, key = workload.abstract_batch(size), workload.initial_state(), jax.random.key(0)
         aux, stateful = workload.has_aux, workload.has_state
         return trace_model(workload.loss_fn, params, batch, key, state, cuts, has_aux=aux, has_state=stateful)
 
     @cache
-    def optimizer() -> OptimizerCut:
-        graph, found = traced(ANCHORS[0]).traced.graph, workload.optimizer(workload.steps)
+    def pieces() -> OptimizerCut:
+        model, graph = traced(anchors[0]), traced(anchors[0]).traced.graph
         owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
-        return cut_optimizer(found, traced(ANCHORS[0]).params, owners, readers, microbatches=None)
+        return cut_optimizer(optimizer, model.params, owners, readers, microbatches=None)
 
     def costing(form: Callable[[Traced], Traced]) -> Costing:
         @cache
         def at(size: int) -> Costs:
-            return estimate(form(traced(size).traced), CLUSTER, optimizer(), store=ProgramStore())
+            return estimate(form(traced(size).traced), cluster, pieces(), store=ProgramStore())
 
         @cache
         def costs(size: int) -> Costs:
-            above = min(max(bisect_left(ANCHORS, size), 1), len(ANCHORS) - 1)
-            low, high = ANCHORS[above - 1], ANCHORS[above]
+            above = min(max(bisect_left(anchors, size), 1), len(anchors) - 1)
+            low, high = anchors[above - 1], anchors[above]
             return between(at(low), at(high), (size - low) / (high - low))
 
         return costs
