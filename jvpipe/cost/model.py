@@ -14,6 +14,7 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.shards import leaf_sizes
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 """What there is beside gradients, parameters and state while an update runs."""
@@ -54,6 +55,7 @@ def costs_of(
         splits: of each layer; None: nobody asked.
     """
     model = _Model(graph, signatures)
+    leaves = [] if optimizer is None else leaf_sizes(optimizer, graph)
     layers = []
     for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
         everything = (Option(sum(a.bytes for a in signature.residuals)),)
@@ -74,6 +76,7 @@ def costs_of(
                     _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0,
                 ),
                 split=None if splits is None else splits[layer.id],
+                leaf_bytes=tuple(leaves[p][0] for p in graph.owned(layer.id)) if leaves else (),
             )
         )
     edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)

@@ -24,6 +24,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
 from jvpipe.planners.model.segments import Cuts, Grid, between, sums
+from jvpipe.planners.model.shared_state import spared_bytes, surely_spared_bytes
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule
 
@@ -113,6 +114,7 @@ class Tables:
     def __init__(self, problem: ReplicaProblem) -> None:
         self.problem = problem
         self._known: dict[tuple[int, int, bool], Local] = {}
+        self._spared: dict[int, Grid] = {}
         self._exposed: dict[tuple[Local, float, float], Grid] = {}
         self._single: dict[tuple[Local, int, int], Local] = {}
         together = problem.costs.costs[0].together
@@ -149,11 +151,19 @@ class Tables:
             behind: stages from it on.
         """
         limit, kept = self.problem.memory_limit_bytes, self.local(size, replicas)
+        spared = self._spared_bytes(replicas)
         if limit is None or kept.peak_bytes(self.most_stages)[0, -1] <= limit:
             return kept.seconds  # even the whole model fits, with as much in flight as anywhere
         again = self.local(size, replicas, again=True)
-        other = np.where(again.peak_bytes(behind) <= limit, again.seconds, np.inf)
-        return np.where(kept.peak_bytes(behind) <= limit, kept.seconds, other)
+        other = np.where(again.peak_bytes(behind) - spared <= limit, again.seconds, np.inf)
+        return np.where(kept.peak_bytes(behind) - spared <= limit, kept.seconds, other)
+
+    def _spared_bytes(self, replicas: int) -> Grid:
+        """What each replica of every segment is spared of the optimizer's state."""
+        if replicas not in self._spared:
+            layers = self.problem.costs.costs[0].layers
+            self._spared[replicas] = surely_spared_bytes(layers, self.coarse, replicas)
+        return self._spared[replicas]
 
     def exposed_s(self, local: Local, latency_s: float, byte_s: float) -> Grid:
         """What the last backward of each segment does not hide of its all-reduce.
@@ -189,10 +199,11 @@ class Tables:
     def _stage(self, plan: ReplicaPlan, s: int, i: int, j: int) -> ReplicaStage:
         devices, cluster, limit = plan.places[s], self.problem.cluster, self.problem.memory_limit_bytes
         local, a, b = self._segment(self.local(plan.size, len(devices)), i, j)
-        peak_bytes = local.peak_bytes(plan.stages - s)[a, b]
+        spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], len(devices))
+        peak_bytes = local.peak_bytes(plan.stages - s)[a, b] - spared
         if limit is not None and peak_bytes > limit:
             local, a, b = self._segment(self.local(plan.size, len(devices), again=True), i, j)
-            peak_bytes = local.peak_bytes(plan.stages - s)[a, b]
+            peak_bytes = local.peak_bytes(plan.stages - s)[a, b] - spared
         comm_s = 0.0
         if s:
             whole, *ends = self._segment(self.local(plan.size, 1), i, j)
