@@ -20,7 +20,6 @@ from jvpipe.runtime.hosts import present_hosts
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.schedules import Schedule
-from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session import checkpoints
 from jvpipe.session.arguments import (
     check_arrays,
@@ -34,9 +33,10 @@ from jvpipe.session.arguments import (
     checked_name,
     checked_replicas,
     checked_schedule,
-    place_replicas,
-    place_stages,
+    checked_stages,
+    place,
     replicas_at,
+    shares_devices,
     whole_number,
 )
 from jvpipe.session.background import beside_training
@@ -58,7 +58,7 @@ class Pipeline:
         loss_fn: `(params, batch, rng) -> loss`, a scalar or `jvpipe.Weighted`; `(loss, aux)` with `has_aux`;
             `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])` with `has_state`.
         optimizer: any optax transformation that its jaxpr lets cut.
-        stages: their number, or a `Plan`.
+        stages: their number, 2 unless given, or a `Plan`; with `replicas="auto"` as many as are best unless given.
         microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
         schedule: "gpipe", "1f1b"; asynchronous "pipedream", "2bw", "pipemare", "xpipe"; or one with options, such as
             `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
@@ -76,11 +76,13 @@ class Pipeline:
             devices get stages in the order that is best for planner "jvpipe".
         speeds: how fast each device is beside the others, such as `[2.0, 1.0]`; layers are measured on one device of
             each kind unless given.
-        replicas: devices per stage, such as (2, 1), which share the examples of each micro-batch; by default one each.
-            Then `devices` are those of the first stage, of the second, and so on. Every replica computes its examples
-            as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and dropout its
-            masks. Of batch norm each replica uses and remembers the statistics of its own examples, and those of the
-            first one are kept. Gradients are added up once per update.
+        replicas: devices per stage, such as (2, 1), which share the examples of each micro-batch; by default one each,
+            for bits are not to depend on how many devices a machine has. With "auto" they are decided, with the number
+            of stages, for all devices that there are; one each where schedule or loss allow no more. Counts take
+            `devices` in their order, those of the first stage, of the second, and so on. Every replica computes its
+            examples as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and
+            dropout its masks. Of batch norm each replica uses and remembers the statistics of its own examples, and
+            those of the first one are kept. Gradients are added up once per update.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -109,7 +111,7 @@ class Pipeline:
         self,
         loss_fn: Callable[..., Any],
         optimizer: Optimizer,
-        stages: int | Plan = 2,
+        stages: int | Plan | None = None,
         microbatches: int = 4,
         schedule: str | Schedule = "1f1b",
         planner: str = "jvpipe",
@@ -119,7 +121,7 @@ class Pipeline:
         checkpoint: str | None = None,
         devices: Sequence[Device] | None = None,
         speeds: Sequence[float] | None = None,
-        replicas: Sequence[int] | None = None,
+        replicas: Sequence[int] | str | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -132,14 +134,12 @@ class Pipeline:
         schedule = checked_schedule(schedule)
         find_planner(checked_name("planner", planner, "jvpipe"))
         microbatches = whole_number("microbatches", microbatches)
-        stages = stages.under(schedule.name) if isinstance(stages, Plan) else whole_number("stages", stages)
-        length = stages if isinstance(stages, int) else pipeline_length(stages, schedule)
-        schedule.check(length, microbatches)
-        schedule.warn_of_idle(length, microbatches)
-        if isinstance(stages, int):
+        shares = shares_devices(replicas, stages, planner, speeds)
+        stages = checked_stages(stages, schedule, microbatches, shares=shares)
+        if not isinstance(stages, Plan):
             check_chooser(schedule, planner)
-        counts = checked_replicas(replicas, stages, schedule, speeds)
-        used, places = place_replicas(counts, devices) if counts else place_stages(stages, devices, schedule)
+        counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule, speeds)
+        used, places = place(stages, devices, schedule, counts, shares=shares)
         hosts = present_hosts()
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
         self.session = Session(
@@ -163,6 +163,7 @@ class Pipeline:
                 hosts=hosts,
                 speeds=checked_speeds(speeds, planned),
                 replicas=() if counts is None else replicas_at(counts),
+                shares=shares,
             )
         )
 
@@ -188,6 +189,9 @@ class Pipeline:
             reasons = [*device_reasons(planned.problem), *cut_reasons(planned.problem, planned.decision)]
             reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
             reasons += [search_reasons(planned.ordered)] if planned.ordered else []
+        shape = session.compiled_plans.shape
+        if shape and (shape.plan is None or shape.plan.replicas == compiled.plan.replicas):
+            reasons = [*shape.why, *reasons]
         return explain(session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
 
     # A run

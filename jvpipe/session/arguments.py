@@ -14,10 +14,13 @@ from jvpipe.ir.plan import Plan
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
+from jvpipe.schedules.planned import pipeline_length
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, path_name
 
 Tree = Any
+USUAL_STAGES = 2
+"""How many there are unless that is said."""
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -157,6 +160,97 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
         )
 
 
+def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speeds: Any) -> bool:
+    """Whether how many devices each stage has is to be decided.
+
+    Args:
+        replicas: as the user gave them.
+        stages: their number, if that is given, or a plan.
+        planner: by its name.
+        speeds: of unlike devices, which have no replicas yet.
+
+    Raises:
+        ValueError: it cannot be decided.
+    """
+    if not isinstance(replicas, str) or replicas != "auto":
+        return False
+    if isinstance(stages, Plan):
+        raise ValueError(
+            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
+        )
+    if planner != "jvpipe":
+        raise ValueError(
+            f"replicas='auto' is decided by planner 'jvpipe', not by '{planner}': leave planner out, or give the "
+            "devices of each stage, such as replicas=(2, 1)"
+        )
+    if speeds is not None:
+        raise ValueError(
+            "speeds cannot be told of replicas yet: each has as many examples; leave out speeds or replicas"
+        )
+    return True
+
+
+def checked_stages(stages: Any, schedule: Schedule, microbatches: int, *, shares: bool) -> int | Plan | None:
+    """The number of stages, or a plan; None where that is to be decided.
+
+    Args:
+        stages: as the user gave them.
+        schedule: in which order they run.
+        microbatches: of a step.
+        shares: how many devices each has is to be decided.
+    """
+    if isinstance(stages, Plan):
+        stages = stages.under(schedule.name)
+        length = pipeline_length(stages, schedule)
+    elif stages is None and shares:
+        length = 1
+    else:
+        stages = length = USUAL_STAGES if stages is None else whole_number("stages", stages)
+    schedule.check(length, microbatches)
+    schedule.warn_of_idle(length, microbatches)
+    return stages
+
+
+def place(
+    stages: int | Plan | None,
+    devices: Sequence[Device] | None,
+    schedule: Schedule,
+    replicas: Sequence[int] | None,
+    *,
+    shares: bool,
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The distinct devices, and the index of each stage's first one among them, if they are known.
+
+    Args:
+        stages: their number, or a plan; None: it is to be decided.
+        devices: given for these.
+        schedule: says which stages share a device.
+        replicas: how many devices each stage takes, if some take several.
+        shares: that is to be decided.
+    """
+    if stages is None or shares:
+        return place_shared(stages, devices)
+    return place_replicas(replicas, devices) if replicas else place_stages(stages, devices, schedule)
+
+
+def place_shared(
+    stages: int | Plan | None, devices: Sequence[Device] | None
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The devices that stages are to share, of which none has a stage yet.
+
+    Args:
+        stages: their number, if that is given.
+        devices: given, all different.
+    """
+    given = checked_devices(devices)
+    _check_different(given)
+    if isinstance(stages, int) and stages > len(given):
+        raise ValueError(
+            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages"
+        )
+    return tuple(given), ()
+
+
 def place_stages(
     stages: int | Plan, devices: Sequence[Device] | None, schedule: Schedule
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
@@ -201,7 +295,7 @@ def checked_replicas(
         ValueError: they are no such numbers, or not those of the stages.
     """
     if isinstance(replicas, str) or not isinstance(replicas, Iterable | None):
-        raise ValueError(f"replicas must be the devices of each stage, such as (2, 1), not {replicas!r}")
+        raise ValueError(f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {replicas!r}")
     counts = None if replicas is None else tuple(whole_number("each of replicas", count) for count in replicas)
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):
@@ -236,10 +330,7 @@ def place_replicas(
         ValueError: there are too few, or one is named twice.
     """
     given = checked_devices(devices)
-    if twice := next((device for i, device in enumerate(given) if device in given[:i]), None):
-        raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
-        )
+    _check_different(given)
     if sum(replicas) > len(given):
         raise ValueError(
             f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {len(given)}: use fewer replicas or "
@@ -247,6 +338,14 @@ def place_replicas(
         )
     used = given[: sum(replicas)] if devices is None else given
     return tuple(used), tuple(first for first, *_ in replicas_at(replicas))
+
+
+def _check_different(devices: Sequence[Device]) -> None:
+    """Raises ValueError if a device is named twice."""
+    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
+        raise ValueError(
+            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
+        )
 
 
 def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -21,9 +21,10 @@ from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, piece_program
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
-from jvpipe.session.model_planner import ModelPlanner, compile_plan
+from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import Planned
+from jvpipe.session.replica_shape import Shape
 from jvpipe.session.settings import Settings
 from jvpipe.session.trees import Trees
 from jvpipe.trace.graph import Traced
@@ -66,6 +67,7 @@ class CompiledPlans:
         self._trees: Trees | None = None
         self._archive = Archive.beside_the_cache(anew=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
+        self.shape: Shape | None = None
         self.model_id = object()  # the states of one model have the same
 
     def __bool__(self) -> bool:
@@ -172,7 +174,7 @@ class CompiledPlans:
             self._trees = Trees(params, abstract(batch, "batch leaf"), rng, model_state, model.stacks)
             if before and (same := before._split_alike(traced, params)):
                 base, traced = before.current, same
-                self.planned, self.model_id = before.planned, before.model_id
+                self.planned, self.shape, self.model_id = before.planned, before.shape, before.model_id
         cutter = OptimizerCutter(settings.optimizer, model.params, settings.microbatches, settings.grad_norm)
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
@@ -180,7 +182,7 @@ class CompiledPlans:
             planner = ModelPlanner(
                 settings, self._store, cutter, self.runs, self._room_bytes, self._archive, self._leaves
             )
-            compiled, self.planned = self._planned(planner, traced)
+            compiled, self.planned, self.shape = self._planned(planner, traced)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
@@ -188,18 +190,18 @@ class CompiledPlans:
             )
         self._by_shapes[shapes_of(batch)] = compiled
 
-    def _planned(self, planner: ModelPlanner, traced: Traced) -> tuple[CompiledPlan, Planned | None]:
+    def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
         """Plans; of several processes the first one measures and decides for all."""
         hosts, finer = self.settings.hosts, not self._follows
         if hosts is None or isinstance(self.settings.stages, Plan):
             return planner.plan(traced, finer=finer)
         if find_planner(self.settings.planner).asks_seconds:
             planner = replace(planner, between_hosts=link_between(hosts))
-        decided: list[tuple[CompiledPlan, Planned | None]] = []
+        decided: list[Chosen] = []
 
         def decide() -> str:
             decided.append(planner.plan(traced, finer=finer))
-            return json.dumps(decided[0][0].plan.to_json())
+            return json.dumps(decided[0].compiled.plan.to_json())
 
         plan = Plan.from_json(json.loads(hosts.decided("plan", decide)))
         return (

@@ -76,10 +76,11 @@ class KnownModels:
 
     def _traced(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
-        if isinstance(settings.stages, Plan):  # it was given for the layers of another model
-            plan = settings.stages
+        if isinstance(settings.stages, Plan) or settings.shares:  # for the layers of another model
+            plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
             places = tuple(stage.devices[0] for stage in plan.stages)
-            settings = replace(settings, stages=pipeline_length(plan, settings.schedule), places=places)
+            length = pipeline_length(plan, settings.schedule)
+            settings = replace(settings, stages=length, places=places, shares=False)
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
             compiled_plans.trace(params, trees.batch, trees.rng, model_state)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from jvpipe._jax import is_own
 from jvpipe.cost.archive import Archive, surroundings
@@ -20,12 +21,22 @@ from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name, Placing
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO
+from jvpipe.session.arguments import dealt
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import Planned, Request, decide, measure
+from jvpipe.session.replica_shape import Shape, ShapeSearch
 from jvpipe.session.settings import Settings
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
+
+
+class Chosen(NamedTuple):
+    """A plan that was compiled, what it was decided on, and why its stages have as many devices as they have."""
+
+    compiled: CompiledPlan
+    planned: Planned | None = None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class ModelPlanner:
     between_hosts: Link | None = None
     _checked: list[CompiledPlan] = field(default_factory=list)
 
-    def plan(self, traced: Traced, *, finer: bool) -> tuple[CompiledPlan, Planned | None]:
+    def plan(self, traced: Traced, *, finer: bool) -> Chosen:
         """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
 
         Args:
@@ -68,7 +79,10 @@ class ModelPlanner:
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
             traced = split_as_planned(traced, plan.splits)
-            return self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)), None
+            return Chosen(self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)))
+        if settings.shares:
+            return self._shared(traced, finer=finer)
+        assert settings.stages is not None
         chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
@@ -87,7 +101,22 @@ class ModelPlanner:
             if question:
                 self.archive.keep(list(map(float, best.traced.splits)), *question)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
-        return (checked if checked.stand_in is None else replace(checked, stand_in=None)), best.planned
+        return Chosen(checked if checked.stand_in is None else replace(checked, stand_in=None), best.planned)
+
+    def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
+        """Decides how many devices each stage has; where that is one, cuts and fates are planned as ever."""
+        settings, optimizer = self.settings, self.cut(traced)
+        known = self.runs, self.room_bytes, self.archive
+        with phase("planning how stages share devices"):
+            search = ShapeSearch(settings, traced, optimizer, self.store, *known)
+            shape = search.find(lambda plan: self._held_bytes(traced, optimizer, plan))
+        if shape.plan is not None:
+            return Chosen(self._check(traced, shape.plan, optimizer), shape=shape)
+        order, schedule, n = dealt(shape.stages, settings.devices), settings.schedule, shape.stages
+        schedule.check(n, settings.microbatches)
+        places = (settings.devices.index(order[schedule.device_of(s, n)]) for s in range(schedule.stages_on(n)))
+        alone = replace(settings, stages=n, places=tuple(places), shares=False)
+        return replace(self, settings=alone).plan(traced, finer=finer)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
         """The optimizer in pieces for a model in these layers."""
@@ -134,17 +163,18 @@ class ModelPlanner:
         known = self.runs, self.room_bytes, self.archive, self.between_hosts
         with phase("measuring layers and links"):
             problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
-
-        def held_bytes_of(plan: Plan) -> list[int]:
-            compiled = self._check(traced, plan, optimizer)
-            devices = (compiled.stand_in,) * len(settings.devices) if compiled.stand_in else settings.devices
-            placing = Placing(traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
-            both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
-            most = [max(step.bytes, making.bytes) for step, making in both]
-            return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]
-
         with phase("planning"):
-            return CutCandidate(traced, optimizer, decide(request, problem, held_bytes_of))
+            decided = decide(request, problem, lambda plan: self._held_bytes(traced, optimizer, plan))
+            return CutCandidate(traced, optimizer, decided)
+
+    def _held_bytes(self, traced: Traced, optimizer: OptimizerCut, plan: Plan) -> list[int]:
+        """What the fullest device of each stage of a plan holds at most, while arrays are made or in a step."""
+        compiled, devices = self._check(traced, plan, optimizer), self.settings.devices
+        devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
+        placing = Placing(traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
+        both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
+        most = [max(step.bytes, making.bytes) for step, making in both]
+        return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]
 
     def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
         """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""

@@ -18,7 +18,8 @@ class Settings:
     Args:
         loss_fn: the loss of the first model.
         optimizer: as it was given.
-        stages: the devices that the pipeline passes, or a plan for the first model's layers.
+        stages: the devices that the pipeline passes, or a plan for the first model's layers; None where `shares` has
+            their number decided.
         microbatches: how many a batch is split into.
         schedule: in which order they run.
         planner: the name of what chooses cuts and fates.
@@ -29,6 +30,7 @@ class Settings:
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
         replicas: of each stage all devices, if one has several.
+        shares: how many devices each stage has is decided.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
@@ -39,7 +41,7 @@ class Settings:
 
     loss_fn: Callable[..., Any]
     optimizer: Optimizer
-    stages: int | Plan
+    stages: int | Plan | None
     microbatches: int
     schedule: Schedule
     planner: str
@@ -56,3 +58,4 @@ class Settings:
     hosts: Hosts | None = None
     speeds: tuple[float, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
+    shares: bool = False

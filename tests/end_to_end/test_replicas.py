@@ -145,6 +145,14 @@ def test_equals_one_device(name: str, widths: tuple[int, ...], schedule: str) ->
     check_equal(told, metrics)
 
 
+def test_equals_one_device_where_how_many_there_are_is_decided() -> None:
+    params, metrics = expected("plain")
+    found, told, pipe = trained("plain", None, replicas="auto", devices=jax.devices()[:2])
+    check_equal(found, params)
+    check_equal(told, metrics)
+    assert "planner jvpipe, schedule 1f1b" in pipe.explain()
+
+
 def test_split_backwards_and_fates_change_no_bit() -> None:
     layers, names = names_of("tied")
     kept = trained("tied", plan_of(layers, (2, 3)))[:2]
