@@ -71,6 +71,11 @@ class ConcatRun:
 
 
 @dataclass(frozen=True, slots=True)
+class AddRun:
+    """Gradients of one more replica added to what those before it have come to, in place."""
+
+
+@dataclass(frozen=True, slots=True)
 class OfferRun:
     """The source's half of a copy between processes: the `number`-th row of all offers it to a `process`."""
 
@@ -102,6 +107,7 @@ Run = (
     | SumRun
     | SliceRun
     | ConcatRun
+    | AddRun
     | OfferRun
     | AskRun
     | ArriveRun

@@ -26,8 +26,14 @@ def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
 
 
-def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int) -> Program:
-    """Sums of gradients of so many replicas added up in their order; those of a parameter come one after another."""
+def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int, *, in_place: bool = False) -> Program:
+    """Sums of gradients of so many replicas added up in their order; those of a parameter come one after another.
+
+    Args:
+        sums: shapes and types of those of a replica.
+        replicas: how many.
+        in_place: overwrites those of the first.
+    """
     inputs = tuple(array for array in sums for _ in range(replicas))
 
     def reduce(*parts: jax.Array) -> list[jax.Array]:
@@ -39,4 +45,5 @@ def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int) -> Progr
             totals.append(total)
         return totals
 
-    return Program(("reduce", tuple((s.shape, str(s.dtype)) for s in sums), replicas), reduce, inputs)
+    key = "reduce", tuple((s.shape, str(s.dtype)) for s in sums), replicas, in_place
+    return Program(key, reduce, inputs, tuple(range(0, len(inputs), replicas)) if in_place else ())

@@ -11,7 +11,7 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Signature, SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import ConcatRun, Row, SliceRun
+from jvpipe.ir.rows import AddRun, ConcatRun, Row, SliceRun
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
@@ -131,7 +131,7 @@ class Replicas:
                 return join_program(shapes, row.run.axis)
             case Kind.REDUCE:
                 replicas = len(row.reads) // len(row.writes)
-                return reduce_program(shapes[::replicas], replicas)
+                return reduce_program(shapes[::replicas], replicas, in_place=isinstance(row.run, AddRun))
             case _:
                 raise AssertionError(f"{row} is none between replicas")
 

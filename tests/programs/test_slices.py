@@ -31,3 +31,4 @@ def test_sums_are_added_up_in_the_order_of_replicas() -> None:
     assert first == np.float32(2**24), "each of the small ones is lost; added up first they would not be"
     assert program.fn(small, small, large, X, X, X)[0] == np.float32(2**24 + 2)
     np.testing.assert_array_equal(second, 3 * X)
+    assert reduce_program([like(X), like(X)], 2, in_place=True).donated == (0, 2)

@@ -53,9 +53,13 @@ class KeepAll:
 
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
-        in_flight, fixed = self.segments.in_flight[s], self.segments.fixed_bytes(s, self.cuts, self.cuts)
-        static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
+        in_flight, static = self.segments.in_flight[s], self.static_bytes(s)
         return self._inside(StageBytes(in_flight, static, self._kept_bytes, np.zeros(()), self._beyond_bytes).peak)
+
+    def static_bytes(self, s: int) -> Grid:
+        """Counts what stage s holds whatever is in flight."""
+        fixed = self.segments.fixed_bytes(s, self.cuts, self.cuts)
+        return fixed - on_device_bytes(self.segments.in_flight[s], self._block.shared_bytes)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """Gives the grid, infinite where stage s would be over the limit."""

@@ -63,7 +63,7 @@ class Local:
         self.recompute_s = sums(layer.options[0].extra_s for layer in layers)
         self.backward_s = sums(layer.backward_s for layer in layers) + self.recompute_s
         self.gradient_bytes = sums(layer.gradient_bytes or layer.parameter_bytes for layer in layers)
-        self._peaks: dict[int, Grid] = {}
+        self._peaks: dict[tuple[int, int], Grid] = {}
 
     @staticmethod
     def of(costs: Costs, cuts: Cuts, microbatches: int, most_stages: int) -> "Local":
@@ -98,11 +98,23 @@ class Local:
         """What crosses a cut before each layer."""
         return self._kept.segments.crossing_bytes
 
-    def peak_bytes(self, behind: int) -> Grid:
-        """The bytes of each segment on a device, with so many stages from it on."""
-        if behind not in self._peaks:
-            self._peaks[behind] = self._kept.peak_bytes(self._kept.problem.stages - behind)
-        return self._peaks[behind]
+    def peak_bytes(self, behind: int, replicas: int) -> Grid:
+        """The bytes of each segment on a device, with so many stages from it on, but for what replicas share out.
+
+        While gradients are added up nothing is in flight, and a device has the sum of a layer's and another one's.
+        """
+        key = behind, replicas
+        if key not in self._peaks:
+            s = self._kept.problem.stages - behind
+            peaks, summing = self._kept.peak_bytes(s), self._kept.static_bytes(s) + 2 * self._most_gradient_bytes
+            self._peaks[key] = peaks if replicas == 1 else np.maximum(peaks, summing)
+        return self._peaks[key]
+
+    @cached_property
+    def _most_gradient_bytes(self) -> Grid:
+        """The gradients of the layer of each segment that has most."""
+        each, cuts = np.diff(self.gradient_bytes), self.cuts
+        return np.array([[each[i:j].max(initial=0) for j in cuts] for i in cuts])
 
 
 class Tables:
@@ -152,11 +164,11 @@ class Tables:
         """
         limit, kept = self.problem.memory_limit_bytes, self.local(size, replicas)
         spared = self._spared_bytes(replicas)
-        if limit is None or kept.peak_bytes(self.most_stages)[0, -1] <= limit:
+        if limit is None or kept.peak_bytes(self.most_stages, replicas)[0, -1] <= limit:
             return kept.seconds  # even the whole model fits, with as much in flight as anywhere
         again = self.local(size, replicas, again=True)
-        other = np.where(again.peak_bytes(behind) - spared <= limit, again.seconds, np.inf)
-        return np.where(kept.peak_bytes(behind) - spared <= limit, kept.seconds, other)
+        other = np.where(again.peak_bytes(behind, replicas) - spared <= limit, again.seconds, np.inf)
+        return np.where(kept.peak_bytes(behind, replicas) - spared <= limit, kept.seconds, other)
 
     def _spared_bytes(self, replicas: int) -> Grid:
         """What each replica of every segment is spared of the optimizer's state."""
@@ -200,10 +212,10 @@ class Tables:
         devices, cluster, limit = plan.places[s], self.problem.cluster, self.problem.memory_limit_bytes
         local, a, b = self._segment(self.local(plan.size, len(devices)), i, j)
         spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], len(devices))
-        peak_bytes = local.peak_bytes(plan.stages - s)[a, b] - spared
+        peak_bytes = local.peak_bytes(plan.stages - s, len(devices))[a, b] - spared
         if limit is not None and peak_bytes > limit:
             local, a, b = self._segment(self.local(plan.size, len(devices), again=True), i, j)
-            peak_bytes = local.peak_bytes(plan.stages - s)[a, b] - spared
+            peak_bytes = local.peak_bytes(plan.stages - s, len(devices))[a, b] - spared
         comm_s = 0.0
         if s:
             whole, *ends = self._segment(self.local(plan.size, 1), i, j)

@@ -20,7 +20,9 @@ def test_a_stage_takes_its_largest_slice_and_its_all_reduce() -> None:
     assert first.reduce_s == pytest.approx(2 * (2 / 3) * 500 / 4)
     assert (last.forward_s, last.backward_s, last.reduce_s) == (12, 24, 0)
     assert last.comm_s == pytest.approx(2 * 64 / 4)
-    assert first.peak_bytes == 2 * 500 + 2 * 3 * 15 + 3 * 8  # two micro-batches in flight, and a cotangent that waits
+    in_flight = 2 * 3 * 15
+    assert in_flight < 2 * 400
+    assert first.peak_bytes == 2 * 500 + 3 * 8 + 2 * 400  # a cotangent may wait; gradients of two are added up
 
 
 def test_replicas_share_the_optimizers_state_out_by_whole_leaves() -> None:
