@@ -124,13 +124,13 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
         if resumed and not given:
             plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
         if plan is None:
-            return options, before, None, False
+            return replace(options, stages=options.stages_asked), before, None, False
         schedule = find_schedule(plan.schedule or options.schedule)
-        as_planned = replace(options, stages=pipeline_length(plan, schedule), schedule=schedule.name)
-        return as_planned, before, plan, given is not None
+        stages = options.stages if options.shares else pipeline_length(plan, schedule)
+        return replace(options, stages=stages, schedule=schedule.name), before, plan, given is not None
 
     options, before, plan, given = hosts.together("run", kept)
-    devices = plan.device_count if plan else options.stages
+    devices = plan.device_count if plan else options.devices_asked
     jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
@@ -190,6 +190,8 @@ def _pipeline(
         search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(updates, local=not synchronous),
         stages=plan or options.stages,
+        replicas=None if plan else options.replica_counts or ("auto" if options.shares else None),
+        devices=jax.devices()[: options.devices] if options.shares and not plan else None,
         microbatches=options.microbatches,
         schedule=options.schedule,
         planner=options.planner,

@@ -9,7 +9,18 @@ from jvpipe.ir.plan import Plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 
-DECIDES = ("stages", "microbatches", "schedule", "planner", "memory_limit", "host_memory_limit", "checkpoint", "plan")
+DECIDES = (
+    "stages",
+    "replicas",
+    "devices",
+    "microbatches",
+    "schedule",
+    "planner",
+    "memory_limit",
+    "host_memory_limit",
+    "checkpoint",
+    "plan",
+)
 """The options that a plan follows from: a run that is resumed with others is planned anew."""
 
 
@@ -21,16 +32,18 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         before: those of the run that is resumed, else the defaults.
 
     Raises:
-        ValueError: it is no plan, or --stages or --schedule contradict it.
+        ValueError: it is no plan, or --stages, --replicas or --schedule contradict it.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    for name, own in (("stages", pipeline_length(plan, schedule)), ("schedule", plan.schedule)):
-        if options[name] not in (own, before[name]):
-            raise ValueError(f"--{name} {options[name]} contradicts --plan {path}: there it is {own}")
+    counts = [between.join(map(str, plan.replicas)) for between in ",:"]
+    told = {"stages": [pipeline_length(plan, schedule)], "replicas": counts, "schedule": [plan.schedule]}
+    for name, own in told.items():
+        if options[name] not in (*own, before.get(name)):
+            raise ValueError(f"--{name} {options[name]} contradicts --plan {path}: there it is {own[0]}")
     return plan
 
 
@@ -47,5 +60,5 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     sealed.read(path)  # whether it is what the run wrote
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
-    same = plan.schedule == schedule.name and pipeline_length(plan, schedule) == options["stages"]
+    same = plan.schedule == schedule.name and options["stages"] in (None, pipeline_length(plan, schedule))
     return plan if same else None

@@ -1,8 +1,9 @@
 """The options of `python -m jvpipe.train`: given ones, else those of a file or a resumed run, else the defaults."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,6 +14,7 @@ from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
 from jvpipe.report.trackers import check_tracker
+from jvpipe.session.arguments import USUAL_STAGES, whole_numbers
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -22,6 +24,7 @@ OF_PROCESSES = ("coordinator", "num_processes", "distributed", "host_timeout", *
 """Options that tell of the processes of one start."""
 COUNTS = (
     "stages",
+    "devices",
     "microbatches",
     "sequence_length",
     "batch_size",
@@ -55,8 +58,12 @@ class Options:
     """Tokens of a record, for models that have this field or one called tokens."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE replaces a field of the model, such as blocks=12; may be given again and again."""
-    stages: int = 2
-    """Over how many devices."""
+    stages: int | None = None
+    """Over how many devices, or how many --replicas share; 2 if left out, decided with --replicas auto."""
+    replicas: str | None = None
+    """How many devices each stage has, such as 2,1; auto to have that decided, and the number of stages."""
+    devices: int | None = None
+    """How many devices --replicas auto shares out; all that there are if left out, one per core if they are CPUs."""
     microbatches: int = 4
     """Into how many parts a batch is split."""
     schedule: str = "1f1b"
@@ -136,6 +143,28 @@ class Options:
     host_timeout: float = 300.0
     """Seconds without a sign of another process, or without a step, after which a run over several is given up."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether it is to be decided how many devices each stage has."""
+        return self.replicas == "auto"
+
+    @property
+    def replica_counts(self) -> tuple[int, ...]:
+        """How many devices each stage has; nothing where each has one, or that is to be decided."""
+        return () if self.replicas is None or self.shares else whole_numbers("--replicas", self.replicas)
+
+    @property
+    def stages_asked(self) -> int | None:
+        """How many stages there are; None where that is to be decided."""
+        return self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
+
+    @property
+    def devices_asked(self) -> int:
+        """How many devices there should be, if they can be made."""
+        if self.shares:
+            return self.devices or max(self.stages or 1, os.cpu_count() or 1)
+        return sum(self.replica_counts) or self.stages_asked or 1
+
 
 def given(arguments: Sequence[str] | None) -> Options:
     """The options of a command line, others as --config has them, or as they are by default."""
@@ -162,6 +191,8 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         if saved.get("data") and not options.data:
             print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
         options = _parsed(arguments, saved | _of_file(options))
+        if not options.shares and options.devices == saved.get("devices"):
+            options = replace(options, devices=None)
     _check(options)
     if options.export and writes:
         export.check_writable(Path(options.export))
@@ -183,6 +214,13 @@ def _check(options: Options) -> None:
             raise ValueError(f"{_flag(name)} must be at least 1, not {value}")
     if options.early_stop and not options.eval_every:
         raise ValueError(f"--early-stop {options.early_stop} needs --eval-every, the steps between evaluations")
+    if options.devices and not options.shares:
+        raise ValueError(f"--devices {options.devices} is for --replicas auto; else --stages says how many are used")
+    if options.replica_counts and options.stages not in (None, len(options.replica_counts)):
+        raise ValueError(
+            f"--replicas {options.replicas} says so of {len(options.replica_counts)} stages, --stages of "
+            f"{options.stages}: give a number for each, or leave out --stages"
+        )
     if options.nas and options.eval_every:
         raise ValueError("--eval-every is for one model: a search is judged by its training losses (--nas)")
     if options.warmup is not None and options.warmup < 0:

@@ -30,6 +30,8 @@ def test_a_resumed_run_keeps_its_plan(path: Path) -> None:
     [
         {"stages": 3},
         {"microbatches": 8},
+        {"replicas": "2,1"},
+        {"replicas": "auto"},
         {"schedule": "2bw"},
         {"planner": "vpipe"},
         {"memory_limit": "1MiB"},
@@ -50,10 +52,16 @@ def test_a_plan_of_other_options_that_a_killed_process_left_is_not_used(path: Pa
     assert kept_plan(path.with_name("nothing.json"), asdict(OPTIONS), asdict(OPTIONS)) is None
 
 
+def test_a_plan_whose_stages_were_decided_is_kept_whatever_their_number(path: Path) -> None:
+    shared = replace(OPTIONS, stages=None, replicas="auto")
+    assert kept_plan(path, asdict(shared), asdict(shared)) == PLAN
+
+
 def test_a_given_plan_says_stages_and_schedule(path: Path) -> None:
     defaults = asdict(Options())
     assert given_plan(defaults, defaults) is None
     assert given_plan(asdict(Options(plan=str(path))), defaults) == PLAN
+    assert given_plan(asdict(Options(plan=str(path), replicas="1:1")), defaults) == PLAN
 
 
 def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> None:
@@ -62,7 +70,7 @@ def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> No
     assert kept_plan(path, saved, saved) == PLAN
 
 
-@pytest.mark.parametrize(("name", "value"), [("stages", 3), ("schedule", "2bw")])
+@pytest.mark.parametrize(("name", "value"), [("stages", 3), ("schedule", "2bw"), ("replicas", "2,1")])
 def test_options_must_not_contradict_a_given_plan(name: str, value: Any, path: Path) -> None:
     given = asdict(Options(plan=str(path))) | {name: value}
     with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*: there it is"):

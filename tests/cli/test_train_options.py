@@ -44,10 +44,28 @@ def test_saved_data_are_said_where_they_are_taken_for_granted(
 
 
 @pytest.mark.parametrize(
+    ("options", "stages", "devices"),
+    [
+        ([], 2, 2),
+        (["--stages", "3"], 3, 3),
+        (["--replicas", "3:1"], 2, 4),
+        (["--replicas", "auto", "--devices", "5"], None, 5),
+        (["--replicas", "auto", "--stages", "99"], 99, 99),
+    ],
+)
+def test_how_many_stages_and_devices_there_are(options: list[str], stages: int | None, devices: int) -> None:
+    found = parse(options)
+    assert (found.stages_asked, found.devices_asked) == (stages, devices)
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--resume"], "--resume needs --run-dir"),
         (["--stages", "0"], "--stages must be at least 1, not 0"),
+        (["--devices", "2"], "--devices 2 is for --replicas auto"),
+        (["--replicas", "2;1"], "each of --replicas must be a whole number of at least 1, not '2;1'"),
+        (["--replicas", "2,1", "--stages", "3"], "--replicas 2,1 says so of 2 stages, --stages of 3"),
         (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
         (["--warmup", "-1"], "--warmup must be 0 steps or more, not -1"),
         (["--learning-rate", "0"], "--learning-rate must be above 0, not 0"),

@@ -49,6 +49,17 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_
         np.testing.assert_array_equal(values, load_file(two)[key])
 
 
+def test_stages_share_devices_as_is_decided_and_a_resumed_run_takes_other_counts(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", ("--model", f"{OWN}:Plain", "--planner", "jvpipe")
+    begun = train(run, *model, "--steps", "2", "--replicas", "auto", "--devices", "2", "--stages", "1")
+    assert begun.returncode == 0, begun.stderr
+    assert "devices" in (run / "plan.txt").read_text()
+    resumed = train(run, "--resume", "--planner", "jvpipe", "--replicas", "1,2", "--stages", "2", "--steps", "3")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [len(stage["devices"]) for stage in json.loads((run / "plan.json").read_text())["stages"]] == [1, 2]
+    assert len(losses(run)) == 3
+
+
 def test_processes_train_evaluate_and_save_a_module_s_model_together(tmp_path: Path) -> None:
     model = ("--model", "tests.own:full", "--steps", "4", "--stages", "2", "--eval-every", "2", "--keep", "1")
     alone = train(tmp_path / "alone", *model)
