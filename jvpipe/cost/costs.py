@@ -139,12 +139,16 @@ class Costs:
 
     def gives_cotangent(self, layer: int) -> bool:
         """Whether a layer before this one waits for what its backward gives."""
-        return any(edge.differentiable and layer in edge.readers for edge in self.edges_at(layer, layer + 1))
+        return layer in self._give_cotangents
 
     def made_bytes(self, layer: int) -> int:
         """The bytes of differentiable values that a layer makes for others: those of the cotangents that come back."""
         edges = self.edges_at(layer, layer + 1)
         return sum(edge.bytes for edge in edges if edge.differentiable and edge.producer == layer)
+
+    @cached_property
+    def _give_cotangents(self) -> frozenset[int]:
+        return frozenset(layer for edge in self.edges if edge.differentiable for layer in edge.readers)
 
     @cached_property
     def _edges_at(self) -> list[list[Edge]]:

@@ -1,75 +1,162 @@
-"""From an order to better ones: single tasks change their place, or backwards are split or made whole.
+"""From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
 
-A task moves 1 to 3 places within its device's list, never past its own stage and kind, so that values stay the same;
-two moves of three begin beside an idle time. A move is kept if the step is not longer by the clock and its device has
-room.
+Only a change of what the longest path goes through makes a step shorter: a task of a block moves before its first one,
+or behind its last one; or a backward of the block is split, and its second half moves behind. A task never passes its
+own stage and kind, so that values stay the same, and its device has room. Of the moves that are drawn the one is made
+of which the longest path through what moved is shortest, be it longer than before; what has moved rests then.
 """
 
-import random
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
+from typing import NamedTuple
 
-from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Clock, Loads, Order, Step, clocked
+from jvpipe.planners.joint.order_course import SAME, Block, Course
+from jvpipe.planners.joint.order_loads import Loads, Order
 
-FARTHEST = 3
-"""Places that a task moves at most."""
-GAP_SHARE = 2 / 3
-"""Moves that begin beside an idle time."""
+FARTHEST = 6
+"""Tasks that another one passes at most."""
+MOVES = 30
+"""Moves that are compared before one is made."""
+BLOCKED = 5
+"""Moves without a gain that a longest path without a move counts for."""
+REST = 8
+"""Moves for which a task that has moved rests, at least; at most it is twice as many."""
 
 
-def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
-    """The best order that so many tries lead to.
+class Move(NamedTuple):
+    """A change of a device's list from one place to another, and the longest path through it."""
+
+    path_s: float
+    draw: float
+    device: int
+    first: int
+    steps: list[int]
+    moved: int
+    cell: int
+
+
+def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int = 100) -> Order:
+    """The best order that so many moves lead to.
 
     Args:
         loads: the plan's stages.
         order: to begin with; it fits.
-        tries: orders that are clocked.
-        seed: of the choices.
+        tries: moves that are made at most.
+        seed: of what is drawn.
+        patience: moves that are made without a gain at most.
     """
-    draw, best = random.Random(seed), [list(steps) for steps in order]
-    clock = clocked(loads, best)
-    bound_s, stale = loads.bound_s(), 0
-    while tries > 0 and clock.step_s > bound_s * (1 + 1e-9) and stale < 50 * loads.devices:
-        d, steps = _neighbour(loads, best, clock, draw)
-        stale += 1
-        if steps is None or loads.peak_bytes(steps) > loads.room_bytes[d]:
+    draw, course, bound_s = Random(seed), Course(loads, order), loads.bound_s() * (1 + SAME)
+    best, best_s, stale = order, course.step_s, 0
+    rest = dict[int, int]()
+    course.follow()
+    for turn in range(tries):
+        if best_s <= bound_s or stale > patience:
+            break
+        short_s = best_s * (1 - SAME)
+        every = (one for one in _moves(course, draw) if one)
+        free = (one for one in every if rest.get(one.moved, 0) <= turn or one.path_s < short_s)
+        move = min(islice(free, MOVES), default=None)
+        if move is None:
+            stale += BLOCKED
             continue
-        tries -= 1
-        after = clocked(loads, [steps if e == d else before for e, before in enumerate(best)])
-        if after.step_s <= clock.step_s:
-            stale = 0 if after.step_s < clock.step_s else stale
-            best[d], clock = steps, after
+        stale += 1
+        rest[move.moved] = turn + draw.randrange(REST, 2 * REST)
+        _make(course, move)
+        if course.step_s < short_s:
+            best, best_s, stale = course.order, course.step_s, 0
     return best
 
 
-def _neighbour(loads: Loads, order: Order, clock: Clock, draw: random.Random) -> tuple[int, list[Step] | None]:
-    """A device and other steps for it; None if the move that was drawn cannot be."""
-    d = draw.randrange(len(order))
-    steps = order[d]
-    gaps = [i for i, (a, b) in enumerate(pairwise(range(len(steps))), 1) if clock.starts_s[d][b] > clock.ends_s[d][a]]
-    at = draw.choice(gaps) if gaps and draw.random() < GAP_SHARE else draw.randrange(len(steps))
-    far = draw.randint(1, FARTHEST)
-    kind, s, m = steps[at]
-    if kind is Kind.B and s and loads.splits[s] and draw.random() < 1 / 4:
-        return d, [*steps[:at], (Kind.I, s, m), (Kind.W, s, m), *steps[at + 1 :]]
-    if kind is Kind.I and draw.random() < 1 / 8:
-        if any(other is Kind.W and stage == s and n < m for other, stage, n in steps[at:]):
-            return d, None  # they add to the same sums, and come first
-        return d, [(Kind.B, s, m) if one == steps[at] else one for one in steps if one != (Kind.W, s, m)]
-    if draw.random() < 1 / 2:  # what comes later fills the gap
-        return d, _moved(steps, min(len(steps) - 1, at + draw.randint(0, FARTHEST)), -far)
-    return d, _moved(steps, at, far)
+def _make(course: Course, move: Move) -> None:
+    """Changes the course, unless steps would wait for each other then."""
+    steps = course.lists[move.device]
+    window = slice(move.first, move.first + len(move.steps) - (move.cell >= 0))
+    before = steps[window]
+    for undo in (False, True):
+        if move.cell >= 0:
+            course.cut(move.cell, half=not undo)
+        steps[window] = before if undo else move.steps
+        window = slice(move.first, move.first + len(move.steps))
+        course.placed(move.device)
+        course.run()
+        if course.step_s < float("inf"):
+            break
+    course.follow()
 
 
-def _moved(steps: list[Step], at: int, by: int) -> list[Step] | None:
-    """The steps with one of them elsewhere; None where it would pass its own stage and kind, or its other half."""
-    to = min(max(at + by, 0), len(steps) - 1)
-    kind, s, m = steps[at]
-    passed = steps[to:at] if to < at else steps[at + 1 : to + 1]
-    backwards = (Kind.B, Kind.I)
-    for other, stage, n in passed:
-        same = other is kind or (other in backwards and kind in backwards) or (kind is Kind.W and other is Kind.B)
-        if stage == s and (same or n == m or (kind is Kind.B and other is Kind.W)):
+def _moves(course: Course, draw: Random) -> Iterator[Move | None]:
+    """Yields the moves of the blocks of a longest path, in an order that is drawn."""
+    blocks = course.path(draw)
+    draw.shuffle(blocks)
+    for block in blocks:
+        if course.starts[course.lists[block.device][block.first]] > 0.0:
+            yield from _ahead(course, block, draw)
+        if course.ends[course.lists[block.device][block.last]] < course.step_s * (1 - SAME):
+            yield from _behind(course, block, draw)
+
+
+def _ahead(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
+    """Yields moves of tasks before the first one of a block."""
+    d, first, last = block
+    steps = course.lists[d]
+    for at in range(first + 1, min(last, first + FARTHEST) + 1):
+        step, passed = steps[at], steps[first:at]
+        if all(course.there[step] < course.ends[one] and not _bound(course, step, one) for one in passed):
+            yield _move(course, draw, d, first, [step, *passed], step)
+
+
+def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
+    """Yields moves of tasks, or of second halves that are still part of the whole, behind the last one of a block."""
+    d, first, last = block
+    steps, cells, splits = course.lists[d], course.cells, course.loads.splits
+    for at in range(last, max(first, last - FARTHEST) - 1, -1):
+        step, passed = steps[at], steps[at + 1 : last + 1]
+        if passed and all(course.there[one] < course.ends[step] and not _bound(course, step, one) for one in passed):
+            yield _move(course, draw, d, at, [*passed, step], step)
+        cell = step - cells
+        whole = 0 <= cell < cells and not course.half[cell]
+        if whole and cell >= course.M and splits[cell // course.M]:
+            weight = step + cells
+            if not any(_bound(course, weight, one) for one in passed):
+                course.cut(cell, half=True)
+                move = _move(course, draw, d, at, [step, *passed, weight], step, cell)
+                course.cut(cell, half=False)
+                yield move
+
+
+def _bound(course: Course, step: int, other: int) -> bool:
+    """Whether two steps must stay in their order: of one stage and kind, or adding to the same sums."""
+    (kind, cell), (other_kind, other_cell) = divmod(step, course.cells), divmod(other, course.cells)
+    if cell // course.M != other_cell // course.M:
+        return False
+    if kind == other_kind or cell == other_cell:
+        return True
+    return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
+
+
+def _move(
+    course: Course, draw: Random, d: int, first: int, steps: list[int], moved: int, cell: int = -1
+) -> Move | None:
+    """The move, if its device has room, with the longest path through these steps in their new order."""
+    held, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
+    for step in steps:
+        held += course.bytes[step]
+        if held > room:
             return None
-    rest = steps[:at] + steps[at + 1 :]
-    return None if to == at else [*rest[:to], steps[at], *rest[to:]]
+    mine, end = course.lists[d], first + len(steps) - (cell >= 0)
+    seconds, source, to, answers = course.seconds, course.source, course.to, course.answers
+    now, ends = course.ends[mine[first - 1]] if first else 0.0, dict[int, float]()
+    for step in steps:
+        there = ends.get(source[step])
+        now = max(now, course.there[step] if there is None else there) + seconds[step]
+        ends[step] = now
+    path_s, tails = 0.0, dict[int, float]()
+    later = seconds[mine[end]] + course.tails[mine[end]] if end < len(mine) else 0.0
+    for step in reversed(steps):
+        target = to[step]
+        answer = seconds[target] + tails[target] if target in tails else answers[step]
+        tails[step] = max(later, answer)
+        path_s = max(path_s, ends[step] + tails[step])
+        later = tails[step] + seconds[step]
+    return Move(path_s, draw.random(), d, first, steps, moved, cell)

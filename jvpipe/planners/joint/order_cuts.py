@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_bytes import option_bytes, recomputed_bytes, stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, option_bytes, recomputed_bytes, stage_bytes
 from jvpipe.planners.model.stage_cost import joint_bytes
 from jvpipe.schedules.schedule import Holding
 
@@ -132,18 +132,17 @@ def _choose(
 ) -> bool:
     """Writes the choices of a device's layers at the least price of a byte that makes them fit; False if none does."""
     limit = problem.limit_of(problem.places[stages[0]])
-    known: dict[tuple[int, ...], bool] = {}  # many prices choose the same
+    known: dict[tuple[int, tuple[int, ...]], StageBytes[int]] = {}  # many prices choose the same
 
     def fits(price: float) -> bool:
-        chosen: tuple[int, ...] = ()
+        held = []
         for s in stages:
-            layers = slice(*bounds[s : s + 2])
-            choices[layers] = ways.cheapest(layers, problem.in_flight[s], price)
-            chosen += tuple(choices[layers])
-        if chosen not in known:
-            held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
-            known[chosen] = limit is None or joint_bytes(held, vectors, share) <= limit
-        return known[chosen]
+            i, j = bounds[s : s + 2]
+            choices[i:j] = chosen = ways.cheapest(slice(i, j), problem.in_flight[s], price)
+            if (key := (s, tuple(chosen))) not in known:
+                known[key] = stage_bytes(problem, s, i, j, choices)
+            held.append(known[key])
+        return limit is None or joint_bytes(held, vectors, share) <= limit
 
     if fits(0.0):
         return True

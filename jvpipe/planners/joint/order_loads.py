@@ -1,17 +1,17 @@
-"""What an order of tasks is chosen for: seconds and bytes per stage, and a clock that is quick enough to ask often.
+"""What an order of tasks is chosen for: seconds and bytes per stage.
 
 Legend: a step is a tuple (kind, stage, micro-batch) as `Task` has them, but plain; an order has a list of steps per
-device. The clock is the simulator's without swaps, where no two transfers share a link; what counts in the end is
-simulated (`simulated_step_s`).
+device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import StageCost
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import evaluate
 
 Step = tuple[Kind, int, int]
 Order = list[list[Step]]
@@ -22,7 +22,9 @@ class Loads:
     """A plan's stages for orders, in the order of the forward; B and I include what is computed again before them.
 
     Sends take no time between stages on one device. `room_bytes` is what each device has for micro-batches in flight,
-    infinite without a limit; `splits` says whose backwards may run in two halves.
+    infinite without a limit, if that many are `in_flight` on each stage: `early` are a stage, the one that makes a
+    value for it, and its bytes, which lie there once for each micro-batch that is in flight on that one and not yet on
+    this one. `splits` says whose backwards may run in two halves.
     """
 
     places: tuple[int, ...]
@@ -34,10 +36,13 @@ class Loads:
     handed_bytes: tuple[float, ...]
     room_bytes: tuple[float, ...]
     splits: tuple[bool, ...]
+    in_flight: tuple[int, ...]
+    early: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(problem: Problem, stages: Sequence[StageCost]) -> "Loads":
-        """The loads of evaluated stages."""
+    def of(problem: Problem, decision: Decision) -> "Loads":
+        """Counts the loads of a plan."""
+        stages = evaluate(problem, decision).stages
         places, limits = problem.places, [problem.limit_of(d) for d in range(problem.devices)]
         held = [stage.held for stage in stages if stage.held is not None]
         mine = [[x for x, place in zip(held, places, strict=True) if place == d] for d in range(problem.devices)]
@@ -59,6 +64,8 @@ class Loads:
             handed_bytes=tuple(float(x.handed) for x in held),
             room_bytes=tuple(float("inf") if x is None else float(x - n) for x, n in zip(limits, taken, strict=True)),
             splits=tuple(x.weight_s > 0 for x in stages),
+            in_flight=problem.in_flight,
+            early=() if problem.memory_limit_bytes is None else tuple(_early(problem, decision.bounds)),
         )
 
     @property
@@ -84,9 +91,33 @@ class Loads:
             most = max(most, held)
         return most
 
+    def over_bytes(self, order: Order) -> list[float]:
+        """By how much each device holds more than it has room for under an order; less than 0 if it fits."""
+        rooms = zip(order, self.rooms_bytes(order), strict=True)
+        return [self.peak_bytes(steps) - room for steps, room in rooms]
+
     def fits(self, order: Order) -> bool:
         """Whether each device has room for what is in flight."""
-        return all(self.peak_bytes(steps) <= room for steps, room in zip(order, self.room_bytes, strict=True))
+        return max(self.over_bytes(order)) <= 0
+
+    def rooms_bytes(self, order: Order) -> list[float]:
+        """What each device has for micro-batches in flight under an order."""
+        rooms, k = list(self.room_bytes), self._most_in_flight(order) if self.early else []
+        for s, maker, size in self.early:
+            before, now = self.in_flight[maker] - self.in_flight[s], k[maker] - k[s]
+            rooms[self.places[s]] += (before - now) * size
+        return rooms
+
+    def _most_in_flight(self, order: Order) -> list[int]:
+        most, now = [0] * len(self.places), [0] * len(self.places)
+        for steps in order:
+            for kind, s, _ in steps:
+                if kind is Kind.F:
+                    now[s] += 1
+                    most[s] = max(most[s], now[s])
+                elif kind is not Kind.W:
+                    now[s] -= 1
+        return most
 
     def bound_s(self) -> float:
         """Seconds that no order is below: each device's work, from when its first micro-batch can be there."""
@@ -101,77 +132,12 @@ class Loads:
         return max(arrivals_s[d] + self.microbatches * sum(least[s] for s in self.stages_on(d)) for d in arrivals_s)
 
 
-@dataclass
-class Clock:
-    """When the steps of an order start and end; `stuck` if they wait for each other."""
-
-    starts_s: list[list[float]]
-    ends_s: list[list[float]]
-    stuck: bool = False
-
-    @property
-    def step_s(self) -> float:
-        """When the last one ends; infinite if they are stuck."""
-        return float("inf") if self.stuck else max(ends[-1] for ends in self.ends_s)
-
-
-def clocked(loads: Loads, order: Order) -> Clock:
-    """Runs an order."""
-    M, last = loads.microbatches, len(loads.places) - 1
-    F, B, W = Kind.F, Kind.B, Kind.W  # looked up by identity: hashing kinds would take half of the time
-    forward_s, backward_s, input_s, weight_s = loads.seconds.values()
-    cells = M * len(loads.places)  # one per stage and micro-batch: when it may go forward, and backward
-    ahead, back, passed = [-1.0] * cells, [-1.0] * cells, [False] * cells
-    ahead[:M] = [0.0] * M
-    starts: list[list[float]] = [[] for _ in order]
-    ends: list[list[float]] = [[] for _ in order]
-    links: dict[tuple[int, int], float] = {}
-    free, waits = [0.0] * len(order), dict[tuple[bool, int], int]()  # who waits for a cell
-    ready = list(range(len(order)))
-    while ready:
-        d = ready.pop()
-        now, steps, mine, over = free[d], order[d], starts[d], ends[d]
-        for at in range(len(mine), len(steps)):
-            kind, s, m = steps[at]
-            cell, forward = s * M + m, kind is F
-            begin = now
-            if kind is W:
-                if not passed[cell]:
-                    return Clock(starts, ends, stuck=True)
-            else:
-                there = ahead[cell] if forward else back[cell]
-                if there < 0:
-                    waits[forward, cell] = d
-                    break
-                begin = max(now, there)
-            now = begin + (forward_s if forward else weight_s if kind is W else backward_s if kind is B else input_s)[s]
-            mine.append(begin)
-            over.append(now)
-            if kind is W:
-                continue
-            passed[cell] = not forward
-            if not forward and not s:
-                continue
-            onward = forward and s < last
-            target = cell + M if onward else cell if forward else cell - M
-            stays = forward and not onward
-            (ahead if onward else back)[target] = now if stays else _arrival_s(loads, links, d, s, now, forward=forward)
-            if (onward, target) in waits:
-                ready.append(waits.pop((onward, target)))
-        free[d] = now
-    return Clock(starts, ends, stuck=any(len(a) < len(b) for a, b in zip(starts, order, strict=True)))
-
-
-def _arrival_s(
-    loads: Loads, links: dict[tuple[int, int], float], d: int, s: int, now: float, *, forward: bool
-) -> float:
-    """When what a stage makes is with the next one; the link is taken till then."""
-    takes_s = (loads.send_s if forward else loads.return_s)[s]
-    if not takes_s:
-        return now
-    link = d, loads.places[s + 1 if forward else s - 1]
-    links[link] = max(now, links.get(link, 0.0)) + takes_s
-    return links[link]
+def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields the values that `waiting_bytes` counts: the stage that reads one, that which makes it, and its bytes."""
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        for edge in problem.costs.edges_at(i, j):
+            if edge.producer < i and any(i <= reader < j for reader in edge.readers):
+                yield s, max(0, s - (i - edge.producer)), edge.bytes
 
 
 def order_of(lists: TaskLists) -> Order:

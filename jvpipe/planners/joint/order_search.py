@@ -18,21 +18,12 @@ from itertools import product
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import Loads, Order, clocked, lists_of, order_of
+from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
+from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.rule_search import (
-    MOVED_TASKS,
-    Candidate,
-    first_cuts,
-    fitting,
-    layer_s,
-    loads_of,
-    ruled,
-    with_moved_bounds,
-)
+from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, layer_s, ruled
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -50,11 +41,6 @@ CAPS = (1.5, 2.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
-CLIMBED, NEAR, RULE_NEAR = 3, 1.06, 1.12
-"""Orders that are climbed from; bounds are moved of those that take no more than this share of the fastest, of rules'
-own orders than that."""
-CLIMBED_TASKS = 1_000_000
-"""Tasks that are clocked while orders are climbed from."""
 REFINED_LAYERS = 256
 """Of models of more layers, 1F1B's plan is the surrogate's."""
 EAGER = OneFOneB(eager=True)
@@ -128,16 +114,7 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
-    rules = {rule.name for rules in PLACEMENTS for rule in rules}
-    near = [
-        one
-        for one in _unlike(candidates)
-        if one.step_s <= (RULE_NEAR if one.family in rules else NEAR) * candidates[0].step_s
-    ]
-    moved = (with_moved_bounds(one, MOVED_TASKS) for one in near)
-    best = sorted(moved, key=lambda one: one.step_s)[:CLIMBED]
-    tries = CLIMBED_TASKS // max(1, len(best) * max((sum(map(len, one.order)) for one in best), default=1))
-    best += [_climbed(one, tries, seed) for one in best]
+    best = refined(candidates, seed)
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
     answers = [answer for one in [*best, *(_unlike(candidates) if crowded else ())] if (answer := _simulated(one))]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
@@ -192,7 +169,7 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
 
 def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
-    loads, D = loads_of(problem, decision), problem.devices
+    loads, D = Loads.of(problem, decision), problem.devices
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited = problem.memory_limit_bytes is not None
     for cap in CAPS[:1] if limited else CAPS:
@@ -231,12 +208,6 @@ def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def _climbed(one: Candidate, tries: int, seed: int) -> Candidate:
-    order = climbed(one.loads, one.order, tries, seed)
-    family = one.family if order == one.order else f"{one.family}, climbed"
-    return replace(one, order=order, family=family, step_s=clocked(one.loads, order).step_s)
-
-
 def _simulated(one: Candidate) -> OrderedPlan | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
     schedule = given(lines_of(lists_of(one.order)))
@@ -272,7 +243,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedP
     evaluation = evaluate(other, decision)
     if not keeps_limits(other, evaluation):
         return None
-    bound_s, lists = Loads.of(other, evaluation.stages).bound_s(), schedule.tasks(problem.devices, problem.microbatches)
+    bound_s, lists = Loads.of(other, decision).bound_s(), schedule.tasks(problem.devices, problem.microbatches)
     return _ordered(
         replace(other, schedule=given(lines_of(lists))), decision, evaluation.stages, schedule.name, bound_s
     )

@@ -14,8 +14,9 @@ from jaxtyping import Float
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
+from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, with_fates
-from jvpipe.planners.joint.order_loads import Loads, Order, clocked, lists_of, order_of
+from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -121,7 +122,7 @@ def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
 
 def ruled(problem: Problem, decision: Decision) -> Iterator[Candidate]:
     """Yields the rule's own order."""
-    loads = loads_of(problem, decision)
+    loads = Loads.of(problem, decision)
     tasks = problem.schedule.tasks(problem.devices, problem.microbatches)
     yield from fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
 
@@ -146,7 +147,7 @@ def fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, fa
         for steps in order
     ]
     if loads.fits(order):
-        step_s = clocked(loads, order).step_s
+        step_s = Course(loads, order).step_s
         if np.isfinite(step_s):
             yield Candidate(problem, decision, loads, order, family, step_s)
 
@@ -163,7 +164,7 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
     before = None
     for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
-        for refitted in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+        for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved), best.order, best.family):
             best = min(best, refitted, key=lambda one: one.step_s)
     while before is not best and tries > 0:
         before = best
@@ -174,7 +175,7 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
                 continue  # the best is another one by now
             tries -= 1
             for moved in _refitted(own, best.decision, bounds):
-                for refitted in fitting(best.problem, moved, loads_of(best.problem, moved), best.order, best.family):
+                for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved), best.order, best.family):
                     best = min(best, refitted, key=lambda one: one.step_s)
     return best
 
@@ -185,8 +186,3 @@ def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: 
         yield replace(begin, bounds=bounds)
     elif decision := with_fates(own, bounds, begin=None if whole else begin):
         yield decision
-
-
-def loads_of(problem: Problem, decision: Decision) -> Loads:
-    """Counts a plan's seconds and bytes per stage."""
-    return Loads.of(problem, evaluate(problem, decision).stages)

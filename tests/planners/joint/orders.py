@@ -7,7 +7,6 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.schedule import Schedule
 
@@ -39,4 +38,4 @@ def placed(problem: Problem, schedule: Schedule) -> tuple[Problem, Decision]:
 def loads_of(problem: Problem, schedule: Schedule) -> Loads:
     """The loads of even cuts."""
     other, decision = placed(problem, schedule)
-    return Loads.of(other, evaluate(other, decision).stages)
+    return Loads.of(other, decision)

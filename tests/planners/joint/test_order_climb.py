@@ -7,7 +7,8 @@ import pytest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_climb import climbed
-from jvpipe.planners.joint.order_loads import clocked, lists_of, order_of
+from jvpipe.planners.joint.order_course import Course
+from jvpipe.planners.joint.order_loads import lists_of, order_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.schedule import Schedule
 from tests.planners.joint.orders import loads_of, problem_of
@@ -22,7 +23,7 @@ def test_orders_become_no_slower_and_stay_lawful(schedule: Schedule) -> None:
         order = order_of(schedule.tasks(3, 6))
         loads = replace(loads, room_bytes=tuple(map(loads.peak_bytes, order)))
         found = climbed(loads, order, 150, seed)
-        assert clocked(loads, found).step_s <= clocked(loads, order).step_s
+        assert Course(loads, found).step_s <= Course(loads, order).step_s
         assert loads.fits(found)
         assert found == climbed(loads, order, 150, seed)
         for tasks in lists_of(found):
@@ -37,5 +38,5 @@ def test_two_devices_and_micro_batches_are_as_good_as_trying_everything() -> Non
         order = order_of(find_schedule("zb-h1").tasks(2, 2))
         first = {tuple(p) for p in permutations([(k, 0, m) for k in (Kind.F, Kind.B) for m in range(2)])}
         second = {tuple(p) for p in permutations([(k, 1, m) for k in (Kind.F, Kind.I, Kind.W) for m in range(2)])}
-        every = [clocked(loads, [list(a), list(b)]).step_s for a, b in product(first, second)]
-        assert clocked(loads, climbed(loads, order, 400)).step_s <= min(every) + 1e-9
+        every = [Course(loads, [list(a), list(b)]).step_s for a, b in product(first, second)]
+        assert Course(loads, climbed(loads, order, 400)).step_s <= min(every) + 1e-9

@@ -1,0 +1,177 @@
+"""The course of an order: when its steps start and end, what follows each of them, and the longest path.
+
+Legend: for V stages and M micro-batches a step is a number, (kind V + stage) M + micro-batch; its kind is 0 for a
+forward, 1 for a backward or its first half, 2 for a second half. A step's tail is how long the order goes on after its
+end, at least. A block is a run of steps of one device on a longest path: each starts when the one before it ends.
+
+The clock is the simulator's without swaps, where no two transfers share a link; what counts in the end is simulated
+(`simulated_step_s`).
+"""
+
+from functools import lru_cache
+from random import Random
+from typing import NamedTuple
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.planners.joint.order_loads import Loads, Order, Step
+
+SAME = 1e-9
+"""Times that differ by less are the same, as a share of the step."""
+
+
+class Block(NamedTuple):
+    """Steps of a device on a longest path, by their places in its list, the last one included."""
+
+    device: int
+    first: int
+    last: int
+
+
+class Course:
+    """An order as lists of numbers, that may be changed, and its times, which are those of the last `run`.
+
+    A change of `lists[d]` is told by `placed(d)`; `half` says of each stage and micro-batch whether its backward runs
+    in halves, and is changed by `cut` alone.
+    """
+
+    def __init__(self, loads: Loads, order: Order) -> None:
+        M, cells = loads.microbatches, len(loads.places) * loads.microbatches
+        whole = (loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W))
+        bytes_of = loads.kept_bytes, [-b for b in loads.kept_bytes], [-b for b in loads.handed_bytes]
+        self.loads, self.M, self.cells = loads, M, cells
+        self.seconds = [s for each in whole for s in each for _ in range(M)]
+        self.bytes = [b for each in bytes_of for b in each for _ in range(M)]
+        self.send_s = [s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)] + [0.0] * cells
+        self.to, self.source = _ways(M, cells)
+        self.half = [False] * cells
+        self.lists = [[self._number(*step) for step in steps] for steps in order]
+        self.device, self.place, self.held = [-1] * (3 * cells), [-1] * (3 * cells), [[0.0]] * len(order)
+        for d in range(len(order)):
+            self.placed(d)
+        self.run()
+
+    def _number(self, kind: Kind, s: int, m: int) -> int:
+        cell = s * self.M + m
+        if kind is Kind.I:
+            self.cut(cell, half=True)
+        return cell if kind is Kind.F else cell + 2 * self.cells if kind is Kind.W else cell + self.cells
+
+    @property
+    def order(self) -> Order:
+        """The order as tasks."""
+        return [[self._step(step) for step in steps] for steps in self.lists]
+
+    def _step(self, step: int) -> Step:
+        kind, cell = divmod(step, self.cells)
+        s, m = divmod(cell, self.M)
+        return (Kind.F, Kind.I if self.half[cell] else Kind.B, Kind.W)[kind], s, m
+
+    def cut(self, cell: int, *, half: bool) -> None:
+        """Has a backward run in halves, or whole."""
+        s = cell // self.M
+        self.half[cell] = half
+        self.seconds[self.cells + cell] = self.loads.seconds[Kind.I if half else Kind.B][s]
+        self.bytes[self.cells + cell] = (self.loads.handed_bytes[s] if half else 0.0) - self.loads.kept_bytes[s]
+
+    def placed(self, d: int) -> None:
+        """Notes where the steps of a device stand, and what it holds after each."""
+        held, self.held[d] = 0.0, []
+        for at, step in enumerate(self.lists[d]):
+            held += self.bytes[step]
+            self.device[step], self.place[step] = d, at
+            self.held[d].append(held)
+
+    def run(self) -> None:
+        """Clocks the order: `step_s` is infinite if steps wait for each other."""
+        there = [-1.0] * (3 * self.cells)
+        there[: self.M] = [0.0] * self.M
+        starts, ends = [0.0] * len(there), [0.0] * len(there)
+        seconds, to, send_s, cells, lists = self.seconds, self.to, self.send_s, self.cells, self.lists
+        free, done, ready = [0.0] * len(lists), [0] * len(lists), list(range(len(lists)))
+        waits, links, ran = dict[int, int](), dict[tuple[int, int], float](), list[int]()
+        while ready:
+            d = ready.pop()
+            now, steps = free[d], lists[d]
+            for at in range(done[d], len(steps)):
+                step = steps[at]
+                if there[step] < 0:
+                    waits[step], done[d] = d, at
+                    break
+                starts[step] = begin = max(now, there[step])
+                ends[step] = now = begin + seconds[step]
+                ran.append(step)
+                if cells <= step < 2 * cells:
+                    there[step + cells] = now
+                target = to[step]
+                if target < 0:
+                    continue
+                if takes_s := send_s[step]:
+                    link = d, self.device[target]
+                    links[link] = arrives = max(now, links.get(link, 0.0)) + takes_s
+                    there[target] = arrives
+                else:
+                    there[target] = now
+                if target in waits:
+                    ready.append(waits.pop(target))
+            free[d] = now
+        self.there, self.starts, self.ends, self.ran = there, starts, ends, ran
+        self.step_s = max(free) if len(ran) == sum(map(len, lists)) else float("inf")
+
+    def follow(self) -> None:
+        """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
+        tails, answers = [0.0] * (3 * self.cells), [0.0] * (3 * self.cells)
+        seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
+        later, links = [0.0] * len(self.lists), dict[tuple[int, int], float]()
+        for step in reversed(self.ran):
+            d, target = device[step], to[step]
+            if target >= 0:
+                answer = seconds[target] + tails[target]
+                if takes_s := send_s[step]:
+                    link = d, device[target]
+                    answer = takes_s + max(answer, links.get(link, 0.0))
+                    links[link] = answer
+                answers[step] = answer
+            tails[step] = max(later[d], answers[step])
+            later[d] = tails[step] + seconds[step]
+        self.tails, self.answers = tails, answers
+
+    def path(self, draw: Random) -> list[Block]:
+        """The blocks of a longest path, the last one first; of several paths one that is drawn."""
+        starts, ends, near_s = self.starts, self.ends, SAME * self.step_s
+        step = max((steps[-1] for steps in self.lists if steps), key=ends.__getitem__)
+        blocks, last = [], self.place[step]
+        while True:
+            d, at = self.device[step], self.place[step]
+            steps = self.lists[d]
+            follows = at > 0 and ends[steps[at - 1]] >= starts[step] - near_s
+            waits = self.source[step] >= 0 and self.there[step] >= starts[step] - near_s
+            if follows and (not waits or draw.random() < 0.5):
+                step = steps[at - 1]
+                continue
+            blocks.append(Block(d, at, last))
+            if not waits:
+                return blocks
+            step = self._sender(step, near_s)
+            last = self.place[step]
+
+    def _sender(self, step: int, near_s: float) -> int:
+        """The step whose end a step waits for: its source, or one whose transfer is before that of the source."""
+        source, arrives = self.source[step], self.there[step]
+        d, e = self.device[source], self.device[step]
+        for at in range(self.place[source], -1, -1):
+            other = self.lists[d][at]
+            if not self.send_s[other] or self.device[self.to[other]] != e:
+                continue
+            arrives -= self.send_s[other]
+            if self.ends[other] >= arrives - near_s:
+                return other
+        return source
+
+
+@lru_cache(maxsize=32)
+def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
+    """For each step the one that waits for it, and the one that it waits for; -1 where there is none."""
+    nowhere, loss = [-1] * M, range(cells - M, cells)
+    to = [*range(M, cells), *(cells + cell for cell in loss), *nowhere, *range(cells, 2 * cells - M), *[-1] * cells]
+    source = [*nowhere, *range(cells - M), *range(cells + M, 2 * cells), *loss, *range(cells, 2 * cells)]
+    return to, source

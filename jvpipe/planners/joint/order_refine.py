@@ -1,0 +1,85 @@
+"""From many orders to a few that are fast: all are climbed from a little, the best of them further.
+
+An order that starts behind others may end before them, above all where room is tight: of the many plans and orders that
+search begins with, those that are no longer than `NEAR` are climbed from, the best of them with more moves, and of the
+last ones bounds and fates move too, for what the orders have in flight by then.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from jvpipe.planners.joint.order_climb import climbed
+from jvpipe.planners.joint.order_course import Course
+from jvpipe.planners.joint.rule_search import MOVED_TASKS, Candidate, with_moved_bounds
+
+NEAR, MOVED_NEAR = 1.25, 1.12
+"""How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
+MOVED, LEFT = 8, 3
+"""Families whose bounds are moved, and plans that are left after that."""
+CLIMBED_TASKS = 400_000
+"""Tasks that are clocked in each round."""
+MOST_MOVES = 150
+"""Moves from one order in a round."""
+CLIMBED = ", climbed"
+ATTEMPTS = 3
+"""Climbs from an order, with less room each time, until what comes of it fits."""
+
+
+def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+    """The best that comes of candidates, the fastest first; each fits.
+
+    Args:
+        candidates: to begin with; they fit.
+        seed: of the climbing.
+    """
+    some = _climbed(_near(candidates, NEAR), seed)
+    families = {one.family.removesuffix(CLIMBED): one for one in sorted(some, key=_step_s, reverse=True)}
+    moved = _moved(sorted(_near(list(families.values()), MOVED_NEAR), key=_step_s)[:MOVED])
+    some = _best_of([*some, *moved])[:MOVED]
+    some = _best_of([*some, *_climbed(some, seed)])[:LEFT]
+    return _best_of([*some, *_climbed(_moved(some), seed)])
+
+
+def _step_s(one: Candidate) -> float:
+    return one.step_s
+
+
+def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
+    """Those that take not much longer than the fastest."""
+    fastest_s = min(map(_step_s, candidates), default=0.0)
+    return [one for one in candidates if one.step_s <= near * fastest_s]
+
+
+def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates with bounds moved, where that is faster."""
+    return [moved for one in candidates if (moved := with_moved_bounds(one, MOVED_TASKS)) is not one]
+
+
+def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Of each plan the fastest order, the fastest first."""
+    best: dict[object, Candidate] = {}
+    for one in sorted(candidates, key=_step_s):
+        best.setdefault((one.decision, one.problem.schedule.vee), one)
+    return list(best.values())
+
+
+def _climbed(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+    """Climbs from each candidate."""
+    tasks = sum(len(steps) for one in candidates for steps in one.order)
+    moves = min(MOST_MOVES, CLIMBED_TASKS // max(1, tasks))
+    return [_fitting_climb(one, moves, seed) for one in candidates]
+
+
+def _fitting_climb(one: Candidate, moves: int, seed: int) -> Candidate:
+    """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
+    rooms = one.loads.rooms_bytes(one.order)
+    for _ in range(ATTEMPTS):
+        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves, seed)
+        if order == one.order:
+            return one
+        over = one.loads.over_bytes(order)
+        if max(over) <= 0:
+            family = one.family.removesuffix(CLIMBED)
+            return replace(one, order=order, family=family + CLIMBED, step_s=Course(one.loads, order).step_s)
+        rooms = [room - max(0.0, more) for room, more in zip(rooms, over, strict=True)]
+    return one

@@ -1,0 +1,35 @@
+"""From many candidates to a few: none is slower than the fastest of them, and all fit what their own lists hold."""
+
+from dataclasses import replace
+
+from jvpipe.planners.joint.order_cuts import with_fates
+from jvpipe.planners.joint.order_loads import lists_of
+from jvpipe.planners.joint.order_refine import refined
+from jvpipe.planners.joint.rule_search import ruled
+from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.schedules import find_schedule
+from jvpipe.schedules.auto import given, lines_of
+from tests.planners.joint.orders import placed, problem_of
+
+RULES = ("1f1b", "zb-h1", "interleaved", "zb-v", "v-half")
+
+
+def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
+    begin = []
+    for name in RULES:
+        problem, decision = placed(problem_of(12, 3, 6), find_schedule(name))
+        tight = replace(problem, memory_limit_bytes=int(0.8 * evaluate(problem, decision).peak_bytes))
+        if fates := with_fates(tight, decision.bounds):
+            begin += ruled(tight, fates)
+    assert len(begin) >= 3
+    found = refined(begin, 0)
+    assert [one.step_s for one in found] == sorted(one.step_s for one in found)
+    assert found[0].step_s < min(one.step_s for one in begin)
+    assert found == refined(begin, 0)
+    for one in found:
+        own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+        assert evaluate(own, one.decision).peak_bytes <= (one.problem.memory_limit_bytes or 0)
+
+
+def test_of_no_candidates_comes_nothing() -> None:
+    assert refined([], 0) == []
