@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -131,7 +131,8 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
 
     options, before, plan, given = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
-    jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
+    with suppress(RuntimeError):  # JAX has its devices already: there may be enough
+        jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))

@@ -50,9 +50,9 @@ class StepMetrics:
         """The metrics that there are, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None and value not in ((), {})}
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, int | float]:
         """All that are numbers, by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
-        numbers: dict[str, float] = {}
+        numbers: dict[str, int | float] = {}
         for name, value in self.told().items():
             match value:
                 case int() | float():

@@ -14,7 +14,7 @@ from jvpipe.ir.names import did_you_mean
 class Tracker(Protocol):
     """What is told the metrics of each step."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Takes the numbers of a step, which counts from 1."""
         ...
 
@@ -45,7 +45,7 @@ class TensorBoard:
         begun = f".from-{run.first_step}"  # no two starts have one name
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Takes the numbers of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name.replace(":", "_"), value, step)
@@ -75,7 +75,7 @@ class WeightsAndBiases:
             reason = str(problem).splitlines()[0].rstrip(".")
             raise ValueError(f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk") from problem
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Takes the numbers of a step."""
         self._run.log(dict(metrics), step=step)
 

@@ -1,6 +1,5 @@
 """The README and the pages of docs/ as blocks of code, and how each kind of block is run, small."""
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -112,11 +111,8 @@ def prepare(page: str, folder: Path) -> None:
 
 
 def run_code(arguments: Sequence[str]) -> None:
-    """Runs what a page has of Python, on eight devices unless it says otherwise."""
-    import jax
-
+    """Runs what a page has of Python, on the eight devices that there are."""
     (page,) = arguments
-    jax.config.update("jax_num_cpu_devices", 8)
     exec(compile(code(page), page, "exec"), {"__name__": "__main__"})
 
 
@@ -124,6 +120,5 @@ def run_command(arguments: Sequence[str]) -> int:
     """Runs the words of a command."""
     from jvpipe.cli import overview, plan, train
 
-    os.environ.pop("NPROC", None)
     module, *options = arguments
     return {"jvpipe": overview, "jvpipe.train": train, "jvpipe.plan": plan}[module].main(options)

@@ -9,8 +9,8 @@ import tyro
 
 from jvpipe.cli import plan_options, train_options
 from jvpipe.models import NAMES, sizes
+from tests.commands import here
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
-from tests.forks import forked
 
 NOT_RUN = {"a GPU", "several hosts", "installs packages", "the whole suite", "the file is a profile of yours"}
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
@@ -58,9 +58,7 @@ def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
 def test_code_runs(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)
-    with forked(run_code, page, stands=tmp_path) as running:
-        done = running.ended()
-    assert done.returncode == 0, done.stderr
+    here(run_code, page, stands=tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))])
@@ -70,6 +68,5 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
         if command in RAN and "--run-dir" not in command:
             continue
         RAN.add(command)
-        with forked(run_command, *words(command), stands=tmp_path) as running:
-            done = running.ended()
+        done = here(run_command, *words(command), stands=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

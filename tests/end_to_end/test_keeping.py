@@ -123,9 +123,10 @@ def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> Non
     assert len(lines(run)) == 8
 
 
-def with_a_slow_disk(arguments: Sequence[str]) -> int:
-    """The command line, whose first checkpoint is not written before two more steps are logged."""
-    write, log = array_file.write, Path(arguments[-1]) / "metrics.jsonl"
+def test_steps_do_not_wait_for_the_disk(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first checkpoint is not written before two more steps are logged."""
+    run = tmp_path / "run"
+    write, log = array_file.write, run / "metrics.jsonl"
 
     def slowly(file: Path, *given: Any) -> None:
         until = time.monotonic() + 60
@@ -134,32 +135,19 @@ def with_a_slow_disk(arguments: Sequence[str]) -> int:
             time.sleep(0.01)
         write(file, *given)
 
-    array_file.write = slowly
-    return train_command.main(list(arguments))
-
-
-def test_steps_do_not_wait_for_the_disk(whole: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with forked(with_a_slow_disk, *arguments(tmp_path / "x", "--run-dir", str(run))) as command:
-        done = command.ended()
+    monkeypatch.setattr(array_file, "write", slowly)
+    done = finished(*arguments(run))
     assert done.returncode == 0, done.stderr
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
 
 
-def with_a_full_disk(arguments: Sequence[str]) -> int:
-    """The command line, which cannot write any checkpoint."""
-
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(file: Path, packed: Any, checkpoint: Path) -> None:
         raise OSError(f"cannot write the checkpoint {checkpoint}: No space left on device")
 
-    array_file.write = fails
-    return train_command.main(list(arguments))
-
-
-def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with forked(with_a_full_disk, *arguments(run, model="Plain")) as command:
-        done = command.ended()
+    monkeypatch.setattr(array_file, "write", fails)
+    done = finished(*arguments(run, model="Plain"))
     assert done.returncode == 2
     assert (
         done.stderr

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from safetensors.numpy import load_file
 import jvpipe
 from experiments.faults.runs import page
 from jvpipe import models
-from jvpipe.cli import train as train_command
 from jvpipe.cli.keeping import Keeper
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
-from tests.commands import finished, running
-from tests.forks import LIMIT_S, environment, forked
+from tests.commands import ended, finished, running
+from tests.forks import LIMIT_S, environment
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +180,7 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, 
     shutil.copytree(whole, run)
     assert parse(["--run-dir", str(run), "--resume"]).export is None  # though the run had one
     again = ("--run-dir", str(run), "--resume", "--export", str(export))
-    done = finished(*again, largest_file_bytes=20_000)  # as on a disk that is nearly full
+    done = ended(*again, largest_file_bytes=20_000)  # as on a disk that is nearly full
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write {export}: ")
     assert f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train" in done.stderr
@@ -265,9 +263,11 @@ def test_a_stream_under_a_given_plan_is_resumed_under_it(text: Path, whole: Path
     assert len(losses(run)) == 2
 
 
-def diverging(arguments: Sequence[str]) -> int:
-    """The command line, with an optimizer whose third update is none."""
-    load = models.load
+def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its optimizer's third update is none."""
+    run, load = tmp_path / "run", models.load
 
     def rates(n: Any) -> Any:
         return jnp.where(n < 3, -1e-3, jnp.nan)
@@ -275,12 +275,7 @@ def diverging(arguments: Sequence[str]) -> int:
     def loaded(*args: Any, **options: Any) -> models.Workload:
         return replace(load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates))
 
-    models.load = loaded
-    return train_command.main(list(arguments))
-
-
-def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    monkeypatch.setattr(models, "load", loaded)
     for more, told in (
         (("--checkpoint-every", "1"), r"error: after step 4 parameter '.*' is NaN: the state is not saved"),
         (
@@ -288,9 +283,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
             r"error: the loss of step 5 is nan at stage 0, and parameter '.*' is",
         ),
     ):
-        options = arguments(text, run, "--steps", "9", "--stages", "1", *more)
-        with forked(diverging, *options) as command:
-            done = command.ended()
+        done = train(text, run, "--steps", "9", "--stages", "1", *more)
         assert done.returncode == 2
         assert re.match(told, done.stderr)
         assert len(done.stderr.splitlines()) == 1
@@ -300,22 +293,16 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(text: Path, tm
     assert finite[5:] in ([], [False])  # another step may have begun before the loss was there
 
 
-def told_at_the_end(arguments: Sequence[str]) -> int:
-    """The command line, which is sent a signal when its last step is done, before that is saved."""
-    save = Keeper.save
+def test_a_signal_in_the_last_step_is_heard(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the step is saved."""
+    run, save = tmp_path / "run", Keeper.save
 
     def saved(*given: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
         save(*given)
 
-    Keeper.save = saved  # pyright: ignore[reportAttributeAccessIssue]
-    return train_command.main(list(arguments))
-
-
-def test_a_signal_in_the_last_step_is_heard(text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with forked(told_at_the_end, *arguments(text, run, "--steps", "1", "--stages", "1")) as command:
-        done = command.ended()
+    monkeypatch.setattr(Keeper, "save", saved)
+    done = train(text, run, "--steps", "1", "--stages", "1")
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "stopped; to go on: python -m jvpipe.train" in done.stderr
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000001"]
