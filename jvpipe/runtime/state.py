@@ -18,9 +18,10 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.phases import phase
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.trace import jaxprs
-from jvpipe.trace.keys import lift_key_constants
+from jvpipe.trace.keys import is_key
 
 
 @partial(
@@ -58,6 +59,7 @@ class State:
 Key = Spot | Slot
 """Names an array while a state is made: where it lies, or, of a small value, the slot that it is for."""
 Name = tuple[str, int]
+FEW = 64
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
@@ -67,10 +69,11 @@ def _nothing(device: Device) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Puts or makes one array on a device; `needs` are the bytes that it takes there beside, meanwhile."""
+    """Puts or makes one array on a device, by a program; `needs` are bytes that it takes there beside, meanwhile."""
 
     make: Callable[[Device], jax.Array]
     needs: Callable[[Device], int] = _nothing
+    program: Program | None = None
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
@@ -85,7 +88,8 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
 def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
     """Each leaf of what `fn(rng)` returns, as something to be made on its own device.
 
-    Each leaf has its own program (leaves alike share one), so no device ever holds more than it owns.
+    Each leaf has its own program (leaves alike share one), so no device ever holds more than it owns. Keys, and other
+    few integers, are derived at once and for all: programs that each derived their own would seldom be alike.
 
     Args:
         store: where the programs are compiled.
@@ -93,8 +97,13 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
         rng: that key.
     """
     closed = jaxprs.flatten(fn, rng)
-    eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
-    known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)) | lifted
+    known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True))
+    eqns = list[_jax.JaxprEqn]()
+    for eqn in closed.jaxpr.eqns:
+        if all(map(_is_few_integers, eqn.outvars)) and all(v in known for v in jaxprs.variables(eqn.invars)):
+            jaxprs.run([eqn], known)
+        else:
+            eqns.append(eqn)
 
     def leaf(out: _jax.Atom) -> Leaf:
         needed = jaxprs.prune(eqns, [out])
@@ -117,9 +126,15 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             needed = store.compile([(program, device)])[0].memory_analysis()
             return needed.temp_size_in_bytes + needed.argument_size_in_bytes
 
-        return Leaf(make, needs)
+        return Leaf(make, needs, program)
 
     return [leaf(out) for out in closed.jaxpr.outvars]
+
+
+def _is_few_integers(atom: _jax.Atom) -> bool:
+    """Whether a value is of random keys or integers, whose bits do not depend on who computes them, and of few."""
+    aval = _jax.aval(atom)
+    return (is_key(aval) or np.issubdtype(aval.dtype, np.integer)) and aval.size <= FEW
 
 
 def name_of(buffer: Buffer) -> Name:
@@ -139,6 +154,13 @@ class Placing:
     buffers: tuple[Buffer, ...]
     devices: tuple[Device, ...]
     plan: Plan
+
+    def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
+        """Compiles what makes arrays, side by side; else each would be when it is asked for."""
+        made = ((leaves.get(name_of(b)), self.devices[b.memory]) for b in self.buffers if self._is_own(b))
+        if wanted := [(leaf.program, device) for leaf, device in made if leaf and leaf.program]:
+            with phase("compiling, or loading what was compiled"):
+                store.compile(wanted)
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while the arrays are placed in their order."""
@@ -196,11 +218,12 @@ class Placing:
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
         pieces, lacking = self._initialising(table)
-        for piece in pieces:
-            d, reads, writes = self._piece_keys(piece)
-            device = self.devices[d]
-            (executable,) = store.compile([(piece_program(piece), device)])
-            out = executable(*(jax.device_put(table[key], device) for key in reads))
+        keys = [self._piece_keys(piece) for piece in pieces]
+        executables = store.compile(
+            [(piece_program(x), self.devices[d]) for x, (d, *_) in zip(pieces, keys, strict=True)]
+        )
+        for (d, reads, writes), executable in zip(keys, executables, strict=True):
+            out = executable(*(jax.device_put(table[key], self.devices[d]) for key in reads))
             table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:

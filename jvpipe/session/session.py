@@ -256,6 +256,7 @@ class Session:
         constants = given_leaves(compiled.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
         placing = self.placing(compiled)
+        placing.compile(leaves, self.store)
         self.reset(compiled, placing.peaks(leaves))
         self.follow(compiled_plans)
         with phase("making and placing the parameters"):

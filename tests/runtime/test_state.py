@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.programs.store import ProgramStore
+from jvpipe.runtime.state import made_leaves
 
 D = 16
 
@@ -55,3 +57,20 @@ def test_a_limit_that_is_named_is_enough_to_make_the_parameters() -> None:
     most = max(pipe.ledger.peak_bytes.values())
     assert most > max(peak.bytes for peak in pipe.session.compiled.peaks), "the case shows nothing"
     assert most == told.value.smallest_limit_bytes
+
+
+def test_leaves_alike_are_made_by_one_program_however_their_keys_were_derived() -> None:
+    def init(key: jax.Array) -> list[jax.Array]:
+        leaves = []
+        for _ in range(5):  # a key each, split off one after the other
+            key, own = jax.random.split(key)
+            leaves.append(jax.random.normal(own, (3, 2)))
+        return leaves
+
+    store, key, device = ProgramStore(), jax.random.key(3), jax.devices()[1]
+    leaves = made_leaves(store, init, key)
+    made = [leaf.make(device) for leaf in leaves]
+    assert len({leaf.program.key for leaf in leaves if leaf.program}) == 1
+    for ours, plain in zip(made, jax.jit(init)(key), strict=True):
+        assert ours.devices() == {device}
+        np.testing.assert_array_equal(ours, plain)
