@@ -108,6 +108,16 @@ class Plan:
         both = zip(self.stages, devices, strict=True)
         return replace(self, stages=tuple(replace(stage, devices=tuple(there)) for stage, there in both))
 
+    def turn(self, m: int) -> "Plan":
+        """The devices that a micro-batch runs on where those of a stage take turns.
+
+        >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
+        [(0,), (1,), (0,)]
+        """
+        if not self.replicated:
+            return self
+        return self.on([(stage.devices[m % len(stage.devices)],) for stage in self.stages])
+
     def stage_of(self, layer: int) -> int:
         """The stage that a layer runs in."""
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)

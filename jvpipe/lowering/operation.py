@@ -1,12 +1,14 @@
 """Operations: what is computed from which values, before anything has a place."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.rows import Run
+from jvpipe.ir.rows import AddRun, Run
 from jvpipe.ir.values import Value
 
 
@@ -50,3 +52,23 @@ class Operation:
     delivers: tuple[Delivery, ...] = ()
     forgets: tuple[Value, ...] = ()
     examples: Examples | None = None
+
+
+def summed(
+    layer: int, m: int, parts: Sequence[Sequence[Value]], sums: Sequence[Value], writes: Sequence[Write]
+) -> Iterator[Operation]:
+    """Yields what adds up the gradients of several replicas in their order.
+
+    One after another sends its own, so that no more than one's are there beside the sums.
+
+    Args:
+        layer: whose gradients.
+        m: the micro-batch, or NONE.
+        parts: those of each replica.
+        sums: what they come to.
+        writes: the same, with their bytes.
+    """
+    first, *others = parts
+    for number, more in enumerate(others if sums else ()):
+        reads = tuple(chain(*zip(sums if number else first, more, strict=True)))
+        yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), AddRun() if number else None)

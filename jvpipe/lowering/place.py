@@ -194,14 +194,15 @@ class Placer:
 
     # Operations
 
-    def perform(self, op: Operation, *, keeps: bool = False) -> None:
+    def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
         """Writes the row of an operation, after the copies that it needs and before those that it delivers.
 
         Args:
             op: what is computed.
             keeps: of an update: its parameters are still read, so the new ones take buffers of their own.
+            place: where; that of its layer unless given.
         """
-        here = self.where.of(op.layer, op.examples)
+        here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]
         run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run

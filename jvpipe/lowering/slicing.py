@@ -14,15 +14,14 @@ sends it to the others.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Ref
-from jvpipe.ir.rows import AddRun, ConcatRun, LayerRun, PieceRun, SliceRun, ZeroRun
+from jvpipe.ir.rows import ConcatRun, LayerRun, PieceRun, SliceRun, ZeroRun
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
-from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
 
@@ -73,21 +72,15 @@ class Slicing:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
 
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
-        """Yields what adds up the gradients of the replicas of a stage, last layer first: each where it is wanted.
-
-        One replica after another sends its own, so that no more than one's are there beside the sum.
-        """
+        """Yields what adds up the gradients of the replicas of a stage, last layer first: each where it is wanted."""
         for layer in reversed(layers):
             slices, read = self._where.slices(layer), self._graph.layers[layer].reading(ValueKind.PARAMETER)
             for e in slices if len(slices) > 1 else ():
                 mine = [p for p in read if slices[self._updating(p, layer)] == e]
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in mine]
                 writes = tuple(Write(value, self._graph.parameters[value.index].array.bytes) for value in sums)
-                first, *others = ([value._replace(examples=part) for value in sums] for part in slices)
-                for number, more in enumerate(others if sums else ()):
-                    reads = tuple(chain(*zip(sums if number else first, more, strict=True)))
-                    run = AddRun() if number else None
-                    yield Operation(Kind.REDUCE, layer, NONE, reads, writes, run, examples=e)
+                parts = [[value._replace(examples=part) for value in sums] for part in slices]
+                yield from (replace(op, examples=e) for op in summed(layer, NONE, parts, sums, writes))
 
     def _updating(self, p: int, layer: int) -> int:
         """The replica of a layer that updates a parameter; where another stage does, any: they take turns."""

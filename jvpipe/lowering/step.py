@@ -151,11 +151,14 @@ def lower_evaluation(
     lists = tuple(tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages)))
     expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
-    for task in order(Waits(graph, [plan] * microbatches), lists):
+    plans = [plan if slicing else plan.turn(m) for m in range(microbatches)]
+    for task in order(Waits(graph, plans), lists):
         placer.begin()
         for i in plan.stages[task.stage].layers:
             layer = graph.layers[i]
+            placer.enter(plans[task.microbatch])
             _perform(placer, expander.evaluate(layer, task.microbatch), slicing)
+            placer.enter(plan)
             _perform(placer, _losses(expander, layer, range(microbatches)), slicing)
     rows = [row for block in placer.blocks for row in block.rows]
     return _lowered(placer, rows, metrics_of(graph))

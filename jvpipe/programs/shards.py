@@ -15,24 +15,26 @@ Size = tuple[int, int]
 """Bytes of the optimizer's state, then of parameters."""
 
 
-def sharded(optimizer: OptimizerCut, graph: LayerGraph, plan: Plan) -> OptimizerCut:
+def sharded(optimizer: OptimizerCut, graph: LayerGraph, plan: Plan, *, by_layers: bool = False) -> OptimizerCut:
     """Cuts an optimizer once more, for the replicas of a plan.
 
     Args:
         optimizer: cut for the layers, and perhaps for other replicas.
         graph: the layers.
         plan: their stages.
+        by_layers: leaves of a layer stay together: layers are updated at different times.
     """
     source = optimizer.source
     if source is None or not plan.replicated:
         return optimizer if source is None else source.cut()
     sizes = leaf_sizes(optimizer, graph)
-    apart = [(p,) for p in range(len(sizes))]
-    try:
-        return source.cut(_shards(apart, sizes, graph, plan))
-    except ValueError:
-        together = [tuple(graph.owned(layer.id)) for layer in graph.layers]
-        return source.cut(_shards(together, sizes, graph, plan))
+    together = [tuple(graph.owned(layer.id)) for layer in graph.layers]
+    if not by_layers:
+        try:
+            return source.cut(_shards([(p,) for p in range(len(sizes))], sizes, graph, plan))
+        except ValueError:
+            pass  # it mixes leaves of a layer
+    return source.cut(_shards(together, sizes, graph, plan))
 
 
 def leaf_sizes(optimizer: OptimizerCut, graph: LayerGraph) -> list[Size]:

@@ -14,7 +14,7 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.rows import AddRun, AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
 from jvpipe.ir.values import VALUES, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -39,6 +39,7 @@ from jvpipe.programs.model import (
 )
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.shards import sharded
+from jvpipe.programs.slices import reduce_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
@@ -79,13 +80,15 @@ class CompiledPlan:
         self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
-        self.optimizer = sharded(self.optimizer, graph, self.plan)
+        self.optimizer = sharded(self.optimizer, graph, self.plan, by_layers=not self.schedule.synchronous)
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
         self.programs = [layer_programs(self.store, self.traced, share) for share in kept]
         self.replicas: Replicas | None = None
         if self.plan.replicated:
-            check_replicas(self.plan, self.schedule, graph.examples, 1 if self.hosts is None else self.hosts.count)
+            processes = 1 if self.hosts is None else self.hosts.count
+            check_replicas(self.plan, self.schedule, graph, self.microbatches, processes)
+        if self.plan.replicated and self.schedule.synchronous:  # else they take turns
             whole = list(zip(kept, self.programs, strict=True))
             self.replicas = Replicas(self.traced, self.plan, self.store, whole)
 
@@ -314,6 +317,9 @@ class CompiledPlan:
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)
+            case Kind.REDUCE if self.replicas is None:
+                shapes = [self._shape(lowered.buffers[b].value) for b in row.reads[::2]]
+                return reduce_program(shapes, 2, in_place=isinstance(row.run, AddRun))
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
                 assert self.replicas, "without replicas nothing is cut"
                 return self.replicas.program(row, [lowered.buffers[b].value for b in row.reads])

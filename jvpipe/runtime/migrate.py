@@ -123,7 +123,8 @@ def prepare_migration(
     """
     _together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
     (step, microbatch), stream_steps = at, old.representative(stream_steps)
-    ways = ["inside"] if microbatch or stream_steps else []
+    changes = old.plan.replicated or new.plan.replicated
+    ways = ["inside"] if (microbatch or stream_steps) and not changes else []
     ways += ["between"] if new.hosts else ["between", "by host"]
     for how in ways:
         way = _together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))

@@ -5,7 +5,9 @@ lowering, no buffers. A forward reads the version that the ledger names, so does
 next; which of them may come when follows from this alone.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any, assert_never
 
 import jax
@@ -55,7 +57,9 @@ class Replay:
         self._memory: dict[tuple[int, int], Any] = {}  # delta, or the last update, by parameter and version
         self._count: dict[int, Any] = {}
         self._weights: dict[int, Any] = {}
-        self._sums: dict[tuple[int, int], Any] = {}  # gradients of the update to come, by parameter and reader
+        # Gradients of the update to come, by parameter and reader; where devices take turns, those of each.
+        self._sums: dict[tuple[int, int], list[Any]] = {}
+        self._done: dict[int, int] = {}  # by layer, the backwards since the last update
 
     @property
     def parameters(self) -> list[Any]:
@@ -169,10 +173,15 @@ class Replay:
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         sums = [layer.reads[i].index for i in signature.gradients]
         program = self._compiled.backward_program(self._programs(layer))
+        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        turn = self._done.get(layer.id, 0) % turns
+        self._done[layer.id] = self._done.get(layer.id, 0) + 1
+        parts = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in sums]
         if len(program.inputs) > len(arguments):
-            arguments += [self._sums.get((p, layer.id), self._zero(p)) for p in sums]
+            arguments += [part[turn] for part in parts]
         out = self._run(program, arguments)
-        self._sums |= {(p, layer.id): x for p, x in zip(sums, out, strict=False)}
+        for part, x in zip(parts, out, strict=False):
+            part[turn] = x
         cotangents |= {layer.reads[i].index: x for i, x in zip(signature.returned, out[len(sums) :], strict=False)}
 
     def _zero(self, p: int) -> np.ndarray:
@@ -203,7 +212,7 @@ class Replay:
                     values[slot] = x
         for layer, owned in before.items():
             self._remember(layer, owned)
-        self._sums, self._weights = {}, {}
+        self._sums, self._done, self._weights = {}, {}, {}
 
     def _newest(self, p: int) -> int:
         return max(v for q, v in self._versions if q == p)
@@ -212,7 +221,8 @@ class Replay:
         match slot.kind:
             case SlotKind.GRADIENT:
                 reader = self._graph.parameters[slot.index].readers[slot.source]
-                return self._sums.get((slot.index, reader), self._zero(slot.index))
+                first, *others = self._sums.get((slot.index, reader), [self._zero(slot.index)])
+                return reduce(operator.add, map(jnp.asarray, others), first)
             case SlotKind.WEIGHT:
                 return total[0]
             case SlotKind.PARAMETER:

@@ -9,7 +9,7 @@ import jax
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.layers import Signature, SplitSignature
+from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, ConcatRun, Row, SliceRun
 from jvpipe.ir.values import Value, ValueKind
@@ -21,6 +21,7 @@ from jvpipe.programs.model import Share, programs_of
 from jvpipe.programs.slices import cut_program, join_program, reduce_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.value_shapes import shape
+from jvpipe.schedules.round_robin import check_turns
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import Apart, sliced, taken_apart
@@ -199,9 +200,7 @@ def _interface(signature: Signature) -> object:
 def check_replicable(schedule: Schedule, *, given: bool = False) -> None:
     """Raises ValueError if replicated stages cannot run under a schedule; `given`: the plan brings its own order."""
     why = None
-    if not schedule.synchronous:
-        why = f"{schedule.name}, which is asynchronous"
-    elif schedule.name == "auto" or given:
+    if schedule.name == "auto" or given:
         why = "an order that a planner has chosen"
     elif schedule.chunks > 1:
         why = f"{schedule.name}, which runs {schedule.chunks} stages per device"
@@ -212,21 +211,29 @@ def check_replicable(schedule: Schedule, *, given: bool = False) -> None:
         )
 
 
-def check_replicas(plan: Plan, schedule: Schedule, examples: int, processes: int) -> None:
+def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int, processes: int) -> None:
     """Raises ValueError if replicated stages cannot run so.
 
     Args:
         plan: that has such stages.
         schedule: in which order they run.
-        examples: of a micro-batch.
+        graph: of a micro-batch.
+        microbatches: of a step.
         processes: of the run.
     """
     check_replicable(schedule, given=bool(plan.tasks))
-    most = max(plan.replicas)
-    if most > examples:
-        raise ValueError(
-            f"stage {plan.replicas.index(most)} has {most} replicas, and a micro-batch {examples} examples: each "
-            "replica needs one at least. Use fewer replicas, fewer micro-batches or larger batches"
-        )
     if processes > 1:
         raise ValueError(f"replicated stages cannot run over {processes} processes yet: use one process")
+    most = max(plan.replicas)
+    if not schedule.synchronous:
+        check_turns(schedule, plan, microbatches)
+        if written := sorted(graph.state[k].name for k in written_state(graph)):
+            raise ValueError(
+                f"model state '{written[0]}' goes from micro-batch to micro-batch, and under {schedule.name} the "
+                "devices of a stage take turns in these: use a synchronous schedule, or one device for each stage"
+            )
+    elif most > graph.examples:
+        raise ValueError(
+            f"stage {plan.replicas.index(most)} has {most} replicas, and a micro-batch {graph.examples} examples: each "
+            "replica needs one at least. Use fewer replicas, fewer micro-batches or larger batches"
+        )

@@ -61,6 +61,12 @@ class Schedule:
             values |= {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self.lists).items()}
         return {name: value for name, value in values.items() if not callable(value)}
 
+    def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
+        """The same rules over other lists."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self)}
+        made: dict[str, Any] = kept | {"lists": lists}
+        return Schedule(**made)
+
     def device_of(self, stage: int, devices: int) -> int:
         """The device of a stage, of so many.
 

@@ -114,6 +114,8 @@ class ShapeSearch:
             check_replicable(settings.schedule)
         except ValueError as cannot:
             return str(cannot)
+        if not settings.schedule.synchronous:
+            return f"under {settings.schedule.name} they are not planned yet"
         if settings.hosts is not None:
             return "replicas cannot be in several processes yet"
         if len(settings.devices) < 2:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.schedules import PipeDream
 from tests.zoo import Case, draws, dropout
 
 MICRO, EXAMPLES, D, V, STEPS = 3, 6, 4, 5, 2
@@ -180,3 +182,26 @@ def test_cuts_change_no_bit_where_all_stages_are_as_wide() -> None:
     assert_same(trained("tied", plan_of(layers, (2, 2, 2)), "gpipe")[:2], wanted)
     uneven = jvpipe.Plan.from_cuts([1, layers - 1], devices=[(5, 3), (0, 1)])
     assert_same(trained("tied", uneven)[:2], wanted)
+
+
+@pytest.mark.usefixtures("copies_never_late")
+def test_without_a_flush_micro_batches_take_turns(tmp_path: Path) -> None:
+    """The replay gives the same bits, whatever becomes of residuals; so does a run that is resumed in flight."""
+    case, (layers, names), micro = tied(), names_of("tied"), 6
+    plan = plan_of(layers, (2, 1))
+    own = [name for layer in plan.stages[0].layers for name in names[layer]]
+    fates = {name: ("swap", "recompute")[i % 2] for i, name in enumerate(own)}
+    plan = replace(plan, stages=(replace(plan.stages[0], fates=fates), plan.stages[1]))
+    pipe = jvpipe.Pipeline(case.loss_fn, optax.adam(3e-2), plan, micro, PipeDream(update_every=2), has_aux=True)
+    state = pipe.init(case.params, case.batch, case.rng)
+    for found in pipe.run(state, [case.batch] * 3):
+        state = found[0]
+        if state.step == 1:
+            pipe.save(tmp_path / "there", state)
+    expected = pipe.params(state)
+    assert list(pipe.ledger.peak) == [peak.bytes for peak in pipe.session.compiled.peaks]
+    assert_same(jvpipe.replay(pipe.ledger, pipe, case.params, [case.batch] * 3, case.rng)[0], expected)
+    state = pipe.restore(tmp_path / "there")
+    for found in pipe.run(state, [case.batch] * 2):
+        state = found[0]
+    assert_same(pipe.params(state), expected)

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.ir.kinds import Kind
+from jvpipe.schedules import PipeDream, TwoBW
 from jvpipe.simulate.rows import simulate
 from tests.session.tiny import BATCH, PARAMS, begun, loss_fn, pipeline
 
@@ -122,6 +124,45 @@ def test_a_loss_of_one_example_may_be_mapped_over_all() -> None:
     close(*outs)
 
 
+TURNS: dict[Any, Any] = {(2, 1): (PipeDream(update_every=2), 2), (2, 3): (TwoBW(), 6)}
+
+
+@pytest.mark.parametrize("widths", TURNS)
+def test_without_a_flush_whole_micro_batches_take_turns(widths: tuple[int, ...]) -> None:
+    schedule, every = TURNS[widths]
+    places = [tuple(range(widths[0])), tuple(range(widths[0], sum(widths)))]
+    plan, batch = jvpipe.Plan.from_cuts([2, 1], devices=places), {"x": np.tile(BATCH["x"], (3, 1))}
+    pipe = jvpipe.Pipeline(loss_fn, optax.adam(0.1), plan, 6, schedule, devices=jax.devices()[:5])
+    state = pipe.init(PARAMS, batch, None)
+    for found in pipe.run(state, [batch] * 4):
+        state = found[0]
+    compiled = pipe.session.compiled
+    rows = [row for row in compiled.stream.steps[-1].lowered.rows if row.kind is Kind.B]
+    assert {(row.stage, row.place - places[row.stage][0]) for row in rows} == {
+        (s, q) for s, width in enumerate(widths) for q in range(width)
+    }
+    for row in rows:
+        assert row.place == places[row.stage][row.microbatch % widths[row.stage]]
+    versions = {
+        use.microbatch: use.version for use in pipe.ledger.versions.uses() if (use.kind, use.layer) == (Kind.F, 0)
+    }
+    if schedule.rule == "newest":  # four are in flight there
+        assert versions == {m: max(0, m + 1 - 4) // every for m in versions}
+    else:
+        assert versions == {m: max(0, m // every - 1) for m in versions}
+    assert list(pipe.ledger.peak) == [peak.bytes for peak in compiled.peaks]
+    again, _ = jvpipe.replay(pipe.ledger, pipe, PARAMS, [batch] * 4, None)
+    np.testing.assert_array_equal(np.stack(jax.tree.leaves(pipe.params(state))), np.stack(again))
+    plain = jvpipe.Pipeline(loss_fn, optax.adam(0.1), jvpipe.Plan.from_cuts([2, 1]), 6, devices=jax.devices()[:5])
+    close(
+        pipe.evaluate(state, batch)["loss"], plain.evaluate(plain.init(pipe.params(state), batch, None), batch)["loss"]
+    )
+    state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2], devices=[4, 0]))
+    assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays)
+    for found in pipe.run(state, [batch]):
+        state = found[0]
+
+
 def normed(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
     x = batch["x"] @ params[0]
     mean = jnp.mean(x, 0)
@@ -173,9 +214,10 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
     refused("is named twice", replicas=(2, 1), devices=[jax.devices()[i] for i in (0, 1, 0)])
     refused("whose stages have", stages=TWO_ONE, replicas=(1, 2))
     refused("device 1 is named for stage 0 and for stage 1", stages=jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), 1]))
-    for schedule in ("pipedream", "interleaved", "auto", "zb-v"):
+    for schedule in ("pipemare", "interleaved", "auto", "zb-v"):
         refused("cannot run under", replicas=(2, 1), schedule=schedule, planner="jvpipe")
-    refused("cannot run under pipedream", stages=TWO_ONE, schedule="pipedream")
+    refused("an update every 1 micro-batches needs one of each replica", stages=TWO_ONE, schedule="pipedream")
+    refused("2bw on stages of .2, 1. devices needs at least 4 micro-batches", stages=TWO_ONE, schedule="2bw")
     pipe, state = begun(TWO_ONE, **DEVICES)
     with pytest.raises(ValueError, match="adapting cannot be done with replicated stages"):
         pipe.adapt()

@@ -80,7 +80,7 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
     for p, (parameter, version) in enumerate(zip(placer.graph.parameters, newest, strict=True)):
         value = Value(ValueKind.PARAMETER, p, version=version)
         here = placer.where.of(parameter.owner)
-        for there in dict.fromkeys(map(placer.where.of, parameter.readers)):
+        for there in dict.fromkeys(place for layer in parameter.readers for place in placer.where.places[layer]):
             placer.bring(value, here, parameter.owner)
             if there != here:
                 placer.send(value, here, there, parameter.owner, NONE)

@@ -29,6 +29,7 @@ from jvpipe.lowering.stream.weights import StreamUpdates, StreamWeights
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.schedules.round_robin import RoundRobin
 from jvpipe.schedules.schedule import Schedule
 
 
@@ -67,7 +68,8 @@ class StreamLowering:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps that differ; all later ones are like the last."""
-        S, M = max(len(span.layout.plan.stages) for span in self.spans), self.microbatches
+        S = max(RoundRobin(span.layout.plan.replicas).in_flight[0] for span in self.spans)
+        M = self.microbatches
         switch = self.switch_step
         fill = switch + 2 + -(-S // M)
         unrolled = self._lower(fill + 2 + -(-2 * S // M), drained=False)
@@ -109,7 +111,7 @@ class _Unrolling:
         self.expander = Expander(asked.graph, self.weights, made)
         self.slots = Slots(asked.graph, asked.optimizer)
         self.updates = StreamUpdates(self.weights, self.expander, self.slots)
-        self.placer = Placer(asked.graph, timeline.layout(0).plan, asked.optimizer)
+        self.placer = Placer(asked.graph, timeline.plan(0), asked.optimizer)
         self.ordered = self._ordered()
         done = [task for tasks in self.ordered for task in tasks]
         timeline.settle(done)
@@ -155,6 +157,7 @@ class _Unrolling:
             uses.append(used)
             blocks.append(len(placer.blocks))
             spots.append(self._spots())
+        placer.enter(timeline.spans[-1].layout.plan)
         groups = list(swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__))
         bounds = [0, *accumulate(map(len, groups))]
         return Unrolled(
@@ -199,10 +202,21 @@ class _Unrolling:
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:
-        update, place = self.updates.update(layer, m), self.placer.where.of(layer)
+        """Updates a layer at one of its places, from which its parameters go to the others."""
+        placer, optimizer = self.placer, self.slots.optimizer
+        placer.enter(self.timeline.plan(m))
+        owned = self.timeline.graph.owned(layer)
+        place = placer.where.updating(layer, optimizer.shards[owned[0]] if owned and optimizer.shards else 0)
+        sums = self.updates.added_up(layer, m)
+        update = self.updates.update(layer, m)
         keeps = update.remembers or any(self.last_reads.after(p, place, v, number) for p, v in update.before.items())
-        for operation in update.operations:
-            self.placer.perform(operation, keeps=keeps)
+        for operation in (*sums, *update.operations):
+            placer.perform(operation, keeps=keeps, place=place)
+        for p in owned:
+            value = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
+            for other in placer.where.places[layer]:
+                if other != place:
+                    placer.send(value, place, other, layer, m)
         return Use(Kind.U, layer, m, update.version)
 
     def _place(self, operations: Iterator[Operation]) -> None:

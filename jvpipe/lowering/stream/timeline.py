@@ -7,17 +7,21 @@ From the start of a span on, layers lie where its plan has them. A layer then re
 but nothing older than what its old stage would have read next: that is gone.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.order import Waits, sums_from
 from jvpipe.lowering.splice import spliced
 from jvpipe.lowering.stream.parts import parts, versions
+from jvpipe.schedules.round_robin import RoundRobin, taking_turns
 from jvpipe.schedules.schedule import Schedule
 
 
@@ -26,6 +30,11 @@ class PlanSpan(NamedTuple):
 
     start: int
     layout: MicrobatchLayout
+
+
+def _turns(plan: Plan) -> list[Plan]:
+    """The plans of micro-batches until they come round."""
+    return [plan.turn(m) for m in range(math.lcm(*plan.replicas))]
 
 
 class StreamTimeline:
@@ -67,14 +76,20 @@ class StreamTimeline:
         self.graph, self.spans, self.schedule, self.M = graph, tuple(spans), schedule, M
         self._starts = [span.start for span in spans]
         self.every = schedule.period(M)
-        counts = [len(span.layout.plan.stages) for span in spans]
+        plans = [span.layout.plan for span in spans]
+        counts = [RoundRobin(plan.replicas).in_flight[0] for plan in plans]
+        turns = [(len(plan.stages), taking_turns(schedule, plan)) for plan in plans]
+        self._turns = [
+            [span.layout if one is plan else replace(span.layout, plan=one) for one in _turns(plan)]
+            for span, plan in zip(spans, plans, strict=True)
+        ]
         self._stages = [{i: s for s, part in enumerate(span.layout.plan.stages) for i in part.layers} for span in spans]
         longer = steps + 1 + -(-max(counts) // M)
-        self._tables = [versions(schedule, schedule.with_updates(S, M, longer), M) for S in counts]
+        self._tables = [versions(schedule, each.with_updates(S, M, longer), M) for S, each in turns]
         self._newest: dict[tuple[int, int], int] = {}
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        more, ended = ([schedule.with_updates(S, M, n) for S in counts] for n in (steps + 1, steps))
+        more, ended = ([each.with_updates(S, M, n) for S, each in turns] for n in (steps + 1, steps))
 
         def known(n: int) -> TaskLists:
             return self._whole(more[: sum(span.start // M <= n for span in spans)])
@@ -107,8 +122,17 @@ class StreamTimeline:
         return bisect_right(self._starts, m) - 1
 
     def layout(self, m: int) -> MicrobatchLayout:
-        """The layout of a micro-batch."""
-        return self.spans[self._at(m)].layout
+        """The layout of a micro-batch; where the devices of a stage take turns, on those whose turn it is."""
+        turns = self._turns[self._at(m)]
+        return turns[m % len(turns)]
+
+    def plan(self, m: int) -> Plan:
+        """The plan of a micro-batch, with all devices of its stages."""
+        return self.spans[self._at(m)].layout.plan
+
+    def replicas(self, layer: int, m: int) -> int:
+        """The devices that take turns with the micro-batches of a layer."""
+        return len(self.plan(m).stages[self.stage(layer, m)].devices)
 
     def stage(self, layer: int, m: int) -> int:
         """The stage of a layer with a micro-batch."""

@@ -14,9 +14,9 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer
 from jvpipe.ir.rows import PieceRun, SettleRun, ShiftRun, SumRun, ZeroRun
 from jvpipe.ir.use import Use
-from jvpipe.ir.values import Value, ValueKind
+from jvpipe.ir.values import NEVER, Value, ValueKind
 from jvpipe.lowering.expand import Expander
-from jvpipe.lowering.operation import Delivery, Operation, Write
+from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.update import Slots
 
@@ -108,14 +108,16 @@ class StreamWeights:
         yield Operation(Kind.SHIFT, layer.id, m, tuple(reads), tuple(writes), ShiftRun(updates))
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The sum of the update that a micro-batch belongs to.
+        """The sum of the update that a micro-batch belongs to; where devices take turns, that of those that share one.
 
         Args:
             p: the parameter.
             layer: that reads it.
             m: the micro-batch.
         """
-        return Value(ValueKind.GRADIENT, p, layer, version=m // self.timeline.every)
+        turns, update = self.timeline.replicas(layer, m), m // self.timeline.every
+        first = NEVER if turns == 1 else update * self.timeline.every + m % turns
+        return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
         """The owner sends each version of a parameter on, with the first micro-batch that reads it."""
@@ -179,6 +181,23 @@ class StreamUpdates:
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in range(m + 1 - every, m + 1)]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
             yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], SumRun(every))
+
+    def added_up(self, layer: int, m: int) -> Iterator[Operation]:
+        """Yields what adds up the gradients of a layer's own parameters, where devices have taken turns in them.
+
+        Args:
+            layer: whose update comes.
+            m: the last micro-batch of it.
+        """
+        graph, weights = self.weights.graph, self.weights
+        owned = graph.owned(layer)
+        for reader in dict.fromkeys(reader for p in owned for reader in graph.parameters[p].readers):
+            mine = [p for p in owned if reader in graph.parameters[p].readers]
+            sums = [Value(ValueKind.GRADIENT, p, reader, version=m // weights.timeline.every) for p in mine]
+            writes = tuple(Write(v, graph.parameters[v.index].array.bytes) for v in sums)
+            turns = weights.timeline.replicas(reader, m)
+            parts = [[weights.gradient(p, reader, m - turns + 1 + q) for p in mine] for q in range(turns)]
+            yield from summed(layer, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """The update of a layer after a micro-batch."""

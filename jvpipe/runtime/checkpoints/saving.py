@@ -124,10 +124,10 @@ class Saving:
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
         """Raises ValueError if what was in flight belongs to another schedule, other cuts or fates."""
         if in_flight["bound_to"] != self._binding:
-            saved, cuts, _, _, micro = in_flight["bound_to"]
+            saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
                 f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
-                "the same schedule, cuts, fates and micro-batches can go on from it. Use these (its plan is "
+                "the same schedule, cuts, replicas, fates and micro-batches can go on from it. Use these (its plan is "
                 "jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
             )
 
@@ -135,7 +135,8 @@ class Saving:
     def _binding(self) -> list[Any]:
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
-        return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches]
+        turns = [list(plan.replicas)] if plan.replicated else []
+        return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches, *turns]
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
         graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
