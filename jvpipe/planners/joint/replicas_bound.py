@@ -9,7 +9,7 @@ import numpy as np
 
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
-from jvpipe.planners.model.segments import Cuts, between
+from jvpipe.planners.model.segments import Cuts, between, sums
 
 BISECTIONS = 16
 """T* is found to a part of 2 ** 16 of the seconds of the whole model."""
@@ -47,8 +47,7 @@ def least_bottleneck_s(tables: Tables, size: int, cuts: Cuts) -> float:
     counts = np.array(replica_counts(tables.problem, size))
     grids = []
     for r in counts:
-        local = tables.local(size, int(r))
-        grids.append(between(local.forward_s + local.backward_s, cuts, cuts))
+        grids.append(between(sums(tables.problem.local.compute_s(-(-size // int(r)))), cuts, cuts))
     t = np.minimum.accumulate(np.array(grids), axis=0)
     t[:, cuts[:, None] >= cuts] = np.inf
     low, high = 0.0, float(t[0, 0, -1])
@@ -66,8 +65,7 @@ def lower_bound_s(tables: Tables) -> float:
     batch, devices, least_s = tables.problem.batch, tables.problem.devices, np.inf
     for size in tables.problem.sizes:
         counts, count = replica_counts(tables.problem, size), batch // size
-        locals_ = [tables.local(size, r) for r in counts]
-        every = np.array([np.diff(x.forward_s + x.backward_s) for x in locals_])
+        every = np.array([tables.problem.local.compute_s(-(-size // r)) for r in counts])
         through_s = float(every.min(0).sum())
         shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / devices
         if max(through_s, shared_s) < least_s:

@@ -150,14 +150,29 @@ class _Search:
         most = pins.count or min(stages, G // unit, len(at) - 1)
         for order in self.problem.orders:
             ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
-            for cap in caps:
-                yield from paths(ground, cap * self.slowest_s(size), most)
+            yield from self._under_caps(ground, caps, most)
         if set(pins.replicas or (1,)) == {1}:
             straight = Ground(self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at)
             most = pins.count or min(len(straight.order), len(at) - 1)
             share_s = float(self.tables.local(size, 1).seconds[0, -1]) / len(straight.order)
             for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
                 yield from paths(straight, cap_s, most)
+
+    def _under_caps(self, ground: Ground, caps: Iterable[float], most: int) -> Iterator[ReplicaPlan]:
+        """Yields paths under rising caps, as long as a plan that is over the last one can be the best of its order."""
+        size, best_s, last_s = ground.size, np.inf, 0.0
+        if not ground.counts:
+            return
+        every = [self.problem.local.compute_s(-(-size // r)) for r in ground.counts]
+        through_s, rest = float(np.min(every, axis=0).sum()), self.problem.batch // size - 1
+        for cap in caps:
+            if through_s + rest * last_s > best_s:
+                return
+            last_s = cap * self.slowest_s(size)
+            for plan in paths(ground, last_s, most):
+                if self.counted(plan):
+                    best_s = min(best_s, self.seen[plan][1])
+                yield plan
 
     def slowest_s(self, size: int) -> float:
         """The least bottleneck between the coarse cuts."""

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
-from jvpipe.planners.model.replicas_stage import Tables, reduce_rate
+from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.segments import Grid, between
 
 OverM = Float[np.ndarray, "n m"]
@@ -73,7 +73,7 @@ class Ground:
             local, kinds, rates = self.tables.local(self.size, r), [], []
             for m in range(len(self.order) // self.unit + 1):
                 places = self.order[len(self.order) - m * self.unit :][:r]
-                rate = reduce_rate(self.tables.problem.cluster, places)
+                rate = self.tables.reduce_rate(places)
                 if rate not in rates:
                     rates.append(rate)
                 kinds.append(rates.index(rate))

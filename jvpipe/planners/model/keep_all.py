@@ -54,7 +54,7 @@ class KeepAll:
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
         in_flight, static = self.segments.in_flight[s], self.static_bytes(s)
-        return self._inside(StageBytes(in_flight, static, self._kept_bytes, np.zeros(()), self._beyond_bytes).peak)
+        return self._inside(StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes).peak)
 
     def static_bytes(self, s: int) -> Grid:
         """Counts what stage s holds whatever is in flight."""
@@ -82,14 +82,14 @@ class KeepAll:
         return np.array([float(x.kept) for x in layers]), np.array([float(x.working) for x in layers])
 
     @cached_property
-    def _kept_bytes(self) -> Grid:
+    def kept_bytes(self) -> Grid:
         """What is kept of one micro-batch, shared values included."""
         return between(sums(self._layers[0]), self.cuts, self.cuts) + self._block.shared_bytes
 
     @cached_property
-    def _beyond_bytes(self) -> Grid:
+    def beyond_bytes(self) -> Grid:
         """What the layer at work needs beyond what its micro-batch keeps in the end."""
-        return self.segments.most_at_work(self.cuts, self.cuts, *self._layers) - self._kept_bytes
+        return self.segments.most_at_work(self.cuts, self.cuts, *self._layers) - self.kept_bytes
 
     def _inside(self, grid: Grid) -> Grid:
         return np.where(self._block.inside, grid, np.inf)

@@ -7,6 +7,10 @@ nearest two; so small slices are as inefficient as they were seen to be. Of one 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
@@ -32,13 +36,30 @@ class LocalCosts:
 
     def at(self, b: int) -> Costs:
         """The costs of `b` examples; parameters and what belongs to them do not change."""
-        high = min(max(bisect_right(self.batches, b), 1), len(self.batches) - 1)
-        low = max(high - 1, 0)
+        low, high = self._between(b)
         near, far, at, to = self.costs[low], self.costs[high], self.batches[low], self.batches[high]
         if low == high:
             return _mixed(near, near, lambda x, _: x * b / at)
         share = (b - at) / (to - at)
         return _mixed(near, far, lambda x, y: max(0.0, x + share * (y - x)))
+
+    def compute_s(self, b: int) -> Float[np.ndarray, " layers"]:
+        """The seconds of each layer's forward and backward on `b` examples, as `at` has them."""
+        low, high = self._between(b)
+        near, far, at, to = self._seconds[low], self._seconds[high], self.batches[low], self.batches[high]
+        each = near * (b / at) if low == high else np.maximum(0.0, near + (b - at) / (to - at) * (far - near))
+        return each.sum(0)
+
+    def _between(self, b: int) -> tuple[int, int]:
+        """The places of the known sizes on whose line a size lies."""
+        high = min(max(bisect_right(self.batches, b), 1), len(self.batches) - 1)
+        return max(high - 1, 0), high
+
+    @cached_property
+    def _seconds(self) -> list[Float[np.ndarray, "3 layers"]]:
+        """At each known size, the seconds of forwards, of backwards, and of what runs again for them."""
+        every = [[(x.forward_s, x.backward_s, x.options[0].extra_s) for x in costs.layers] for costs in self.costs]
+        return [np.array(one).T for one in every]
 
     def recomputed(self) -> "LocalCosts":
         """The same with every layer run again before its backward, from its input."""

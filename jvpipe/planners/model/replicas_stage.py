@@ -9,16 +9,17 @@ Legend: stage s of S on r replicas, M micro-batches.
         half of the transfers up to s: so much earlier than stage 0 does the stage end its last backward
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
@@ -31,6 +32,7 @@ from jvpipe.schedules.schedule import Schedule
 MOST_CUTS = 40
 """Of more cuts so many are in grids: of each share of the work that where least crosses."""
 _SCHEDULE = Schedule(name="1f1b", lists=one_f_one_b)
+Places = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +58,37 @@ class ReplicaStage:
 class Local:
     """All segments between some cuts at one local batch."""
 
-    def __init__(self, kept: KeepAll) -> None:
-        self._kept, self.cuts = kept, kept.cuts
+    def __init__(self, kept: KeepAll, most_stages: int) -> None:
+        self._kept, self._most_stages, self.cuts = kept, most_stages, kept.cuts
         layers = kept.problem.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.recompute_s = sums(layer.options[0].extra_s for layer in layers)
         self.backward_s = sums(layer.backward_s for layer in layers) + self.recompute_s
         self.gradient_bytes = sums(layer.gradient_bytes or layer.parameter_bytes for layer in layers)
-        self._peaks: dict[tuple[int, int], Grid] = {}
+        self._held: dict[tuple[int, int], Grid] = {}
+        self._peaks: dict[tuple[int, int, int, bool], Grid] = {}
 
     @staticmethod
-    def of(costs: Costs, cuts: Cuts, microbatches: int, most_stages: int) -> "Local":
+    def of(costs: Costs, cuts: Cuts, most_stages: int) -> "Local":
         """The segments between some cuts.
 
         Args:
             costs: at the local batch.
             cuts: where stages begin and end.
-            microbatches: in a step.
             most_stages: that there can be.
         """
-        straight = Problem(costs, most_stages, _SCHEDULE, microbatches, peer=Link(1.0))  # a second per byte
-        return Local(KeepAll(straight, cuts=cuts))
+        alone = Problem(costs, 1, _SCHEDULE, 1, peer=Link(1.0))  # a second per byte
+        return Local(KeepAll(alone, cuts=cuts), most_stages)
 
     def at(self, cuts: Cuts) -> "Local":
         """The same between other cuts."""
-        return Local(self._kept.at(cuts))
+        return Local(self._kept.at(cuts), self._most_stages)
 
     @cached_property
     def seconds(self) -> Grid:
         """Forward and backward of each segment, infinite where it holds no layer."""
         every = between(self.forward_s + self.backward_s, self.cuts, self.cuts)
-        return np.where(self.cuts > self.cuts[:, None], every, np.inf)
+        return np.where(self._inside, every, np.inf)
 
     @cached_property
     def crossing_bytes(self) -> Grid:
@@ -98,23 +100,57 @@ class Local:
         """What crosses a cut before each layer."""
         return self._kept.segments.crossing_bytes
 
-    def peak_bytes(self, behind: int, replicas: int) -> Grid:
-        """The bytes of each segment on a device, with so many stages from it on, but for what replicas share out.
+    def peak_bytes(self, behind: int, microbatches: int, replicas: int) -> Grid:
+        """The bytes of each segment on a device, but for what replicas share out.
 
         While gradients are added up nothing is in flight, and a device has the sum of a layer's and another one's.
+
+        Args:
+            behind: stages from this one on: so many micro-batches are in flight, if there are as many.
+            microbatches: of a step.
+            replicas: of the stage.
         """
-        key = behind, replicas
+        reach, longest = self._kept.segments.reaches
+        early = max(0, min(microbatches - behind, self._most_stages - behind, reach))  # stages that have one more
+        key = min(behind, microbatches), early, min(behind - 1, longest), replicas > 1
         if key not in self._peaks:
-            s = self._kept.problem.stages - behind
-            peaks, summing = self._kept.peak_bytes(s), self._kept.static_bytes(s) + 2 * self._most_gradient_bytes
-            self._peaks[key] = peaks if replicas == 1 else np.maximum(peaks, summing)
+            in_flight, *waiting, reduces = key
+            fixed = self._held_bytes(*waiting)
+            peaks = fixed + in_flight * self._kept.kept_bytes + self._kept.beyond_bytes
+            peaks = np.maximum(peaks, fixed + 2 * self._most_gradient_bytes) if reduces else peaks
+            self._peaks[key] = np.where(self._inside, peaks, np.inf)
         return self._peaks[key]
+
+    def _held_bytes(self, early: int, late: int) -> Grid:
+        """What is there whatever is in flight, with values that arrive early and cotangents that wait."""
+        key = early, late
+        if key not in self._held:
+            segments, cuts = self._kept.segments, self.cuts
+            waiting = segments.early_bytes((1,) * early, cuts, cuts) + segments.late_bytes(late, cuts, cuts)
+            self._held[key] = self._kept.static_bytes(0) + waiting
+        return self._held[key]
+
+    @cached_property
+    def _inside(self) -> np.ndarray:
+        return self.cuts > self.cuts[:, None]
 
     @cached_property
     def _most_gradient_bytes(self) -> Grid:
         """The gradients of the layer of each segment that has most."""
         each, cuts = np.diff(self.gradient_bytes), self.cuts
-        return np.array([[each[i:j].max(initial=0) for j in cuts] for i in cuts])
+        most = np.zeros((len(cuts), len(cuts)))
+        for row, i in enumerate(cuts[:-1]):
+            most[row, row + 1 :] = np.maximum.accumulate(each[i : cuts[-1]])[cuts[row + 1 :] - i - 1]
+        return most
+
+
+class _Part(NamedTuple):
+    """A stage without its links: what it takes, what it receives and returns, and where its grids are."""
+
+    stage: ReplicaStage
+    crossing_bytes: float
+    local: Local
+    at: tuple[int, int]
 
 
 class Tables:
@@ -125,7 +161,11 @@ class Tables:
 
     def __init__(self, problem: ReplicaProblem) -> None:
         self.problem = problem
-        self._known: dict[tuple[int, int, bool], Local] = {}
+        self._known: dict[tuple[int, bool], Local] = {}
+        self._parts: dict[tuple[int, int, int, int, int], _Part] = {}
+        self._fitting: dict[tuple[int, int, int], Grid] = {}
+        self._ways: dict[tuple[Places, Places], tuple[float, float]] = {}
+        self._rates: dict[Places, tuple[float, float]] = {}
         self._spared: dict[int, Grid] = {}
         self._exposed: dict[tuple[Local, float, float], Grid] = {}
         self._single: dict[tuple[Local, int, int], Local] = {}
@@ -141,17 +181,16 @@ class Tables:
                 f"at most {self.most_stages} stages"
             )
         b = problem.sizes[len(problem.sizes) // 2]
-        middle = Local.of(problem.costs.at(b), self.cuts, 1, self.most_stages)
+        middle = Local.of(problem.costs.at(b), self.cuts, self.most_stages)
         self.coarse = np.array(problem.pins.bounds or self.cuts[few_cuts(middle, MOST_CUTS)])
         self._places = {int(cut): place for place, cut in enumerate(self.coarse)}
 
     def local(self, size: int, replicas: int, *, again: bool = False) -> Local:
         """The segments of a replica's slice, whose layers run `again` before their backwards or not."""
-        b, count = math.ceil(size / replicas), min(self.problem.batch // size, self.most_stages)
-        key = b, count, again or self.problem.recomputes  # no more are in flight
+        key = -(-size // replicas), again or self.problem.recomputes
         if key not in self._known:
-            costs = (self.problem.again if key[-1] else self.problem.costs).at(b)
-            self._known[key] = Local.of(costs, self.coarse, count, self.most_stages)
+            costs = (self.problem.again if key[1] else self.problem.costs).at(key[0])
+            self._known[key] = Local.of(costs, self.coarse, self.most_stages)
         return self._known[key]
 
     def fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
@@ -162,13 +201,22 @@ class Tables:
             replicas: of the stage.
             behind: stages from it on.
         """
+        key = size, replicas, behind
+        if key not in self._fitting:
+            self._fitting[key] = self._fitting_s(*key)
+        return self._fitting[key]
+
+    def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
         limit, kept = self.problem.memory_limit_bytes, self.local(size, replicas)
-        spared = self._spared_bytes(replicas)
-        if limit is None or kept.peak_bytes(self.most_stages, replicas)[0, -1] <= limit:
-            return kept.seconds  # even the whole model fits, with as much in flight as anywhere
+        if limit is None:
+            return kept.seconds
+        given = behind, self.problem.batch // size, replicas
+        fits = kept.peak_bytes(*given) - self._spared_bytes(replicas) <= limit
+        if fits[0, -1]:
+            return kept.seconds  # even the whole model fits
         again = self.local(size, replicas, again=True)
-        other = np.where(again.peak_bytes(behind, replicas) - spared <= limit, again.seconds, np.inf)
-        return np.where(kept.peak_bytes(behind, replicas) - spared <= limit, kept.seconds, other)
+        other = np.where(again.peak_bytes(*given) - self._spared_bytes(replicas) <= limit, again.seconds, np.inf)
+        return np.where(fits, kept.seconds, other)
 
     def _spared_bytes(self, replicas: int) -> Grid:
         """What each replica of every segment is spared of the optimizer's state."""
@@ -209,26 +257,55 @@ class Tables:
         return tuple(self._stage(plan, s, *ends) for s, ends in enumerate(pairwise(plan.bounds)))
 
     def _stage(self, plan: ReplicaPlan, s: int, i: int, j: int) -> ReplicaStage:
-        devices, cluster, limit = plan.places[s], self.problem.cluster, self.problem.memory_limit_bytes
-        local, a, b = self._segment(self.local(plan.size, len(devices)), i, j)
-        spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], len(devices))
-        peak_bytes = local.peak_bytes(plan.stages - s, len(devices))[a, b] - spared
+        devices = plan.places[s]
+        key = plan.size, len(devices), plan.stages - s, i, j
+        if key not in self._parts:
+            self._parts[key] = self._part(*key)
+        part, comm_s = self._parts[key], 0.0
+        if s and part.crossing_bytes:
+            latency_s, byte_s = self._way(plan.places[s - 1], devices)
+            comm_s = 2 * latency_s + part.crossing_bytes * byte_s
+        if not comm_s and len(devices) == 1:
+            return part.stage
+        shown = self.exposed_s(part.local, *self.reduce_rate(devices))[part.at] if len(devices) > 1 else 0.0
+        return replace(part.stage, comm_s=comm_s, reduce_s=float(shown))
+
+    def _way(self, senders: Places, readers: Places) -> tuple[float, float]:
+        """The seconds of a transfer: of its latency, and of each byte."""
+        key = senders, readers
+        if key not in self._ways:
+            self._ways[key] = _line(lambda size: self.problem.cluster.transfer_s(senders, readers, size))
+        return self._ways[key]
+
+    def reduce_rate(self, devices: Places) -> tuple[float, float]:
+        """The seconds of an all-reduce over devices: of its latencies, and of each byte."""
+        if devices not in self._rates:
+            self._rates[devices] = _line(lambda size: self.problem.cluster.reduce_s(devices, size))
+        return self._rates[devices]
+
+    def _part(self, size: int, replicas: int, behind: int, i: int, j: int) -> "_Part":
+        """What a stage takes wherever its devices and those before it are.
+
+        Args:
+            size: examples of a micro-batch.
+            replicas: of the stage.
+            behind: stages from it on.
+            i: its first layer.
+            j: the layer after its last.
+        """
+        limit, given = self.problem.memory_limit_bytes, (behind, self.problem.batch // size, replicas)
+        spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], replicas)
+        local, *at = self._segment(self.local(size, replicas), i, j)
+        peak_bytes = local.peak_bytes(*given)[*at] - spared
         if limit is not None and peak_bytes > limit:
-            local, a, b = self._segment(self.local(plan.size, len(devices), again=True), i, j)
-            peak_bytes = local.peak_bytes(plan.stages - s, len(devices))[a, b] - spared
-        comm_s = 0.0
-        if s:
-            whole, *ends = self._segment(self.local(plan.size, 1), i, j)
-            comm_s = 2 * cluster.transfer_s(plan.places[s - 1], devices, whole.crossing_bytes[*ends] / 2)
-        shown = self.exposed_s(local, *reduce_rate(cluster, devices))[a, b] if len(devices) > 1 else 0.0
-        return ReplicaStage(
-            forward_s=float(local.forward_s[j] - local.forward_s[i]),
-            backward_s=float(local.backward_s[j] - local.backward_s[i]),
-            comm_s=float(comm_s),
-            reduce_s=float(shown),
-            peak_bytes=int(peak_bytes),
-            recompute_s=float(local.recompute_s[j] - local.recompute_s[i]),
+            local, *at = self._segment(self.local(size, replicas, again=True), i, j)
+            peak_bytes = local.peak_bytes(*given)[*at] - spared
+        whole, *ends = self._segment(self.local(size, 1), i, j)
+        forward_s, backward_s, recompute_s = (
+            float(x[j] - x[i]) for x in (local.forward_s, local.backward_s, local.recompute_s)
         )
+        stage = ReplicaStage(forward_s, backward_s, 0.0, 0.0, int(peak_bytes), recompute_s)
+        return _Part(stage, float(whole.crossing_bytes[*ends]), local, (at[0], at[1]))
 
     def _segment(self, local: Local, i: int, j: int) -> tuple[Local, int, int]:
         """Where the grids of a segment [i, j) are, and its place there: those of the coarse cuts, or its own."""
@@ -291,9 +368,7 @@ def surrogate_s(stages: tuple[ReplicaStage, ...], microbatches: int) -> float:
     return step_s + late_s
 
 
-def reduce_rate(cluster: Cluster, devices: tuple[int, ...]) -> tuple[float, float]:
-    """The seconds of an all-reduce over devices: of its latencies, and of each byte."""
-    if len(devices) < 2:
-        return 0.0, 0.0
-    latency_s = cluster.reduce_s(devices, 1e-12)
-    return latency_s, (cluster.reduce_s(devices, 1e9) - latency_s) / 1e9
+def _line(seconds: Callable[[float], float]) -> tuple[float, float]:
+    """The seconds of something by its bytes: of none, but for its latency, and of each more."""
+    latency_s = seconds(1e-12)
+    return latency_s, (seconds(1e9) - latency_s) / 1e9

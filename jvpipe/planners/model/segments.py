@@ -165,30 +165,39 @@ class Segments:
         """What a segment sends is what it would receive if the layers ran the other way."""
         return self.n - 1 - layers
 
-    def _early(self, s: int) -> Spans:
-        """Values that arrive early: once for every micro-batch more in flight on the stage that makes them.
+    def early_bytes(self, more: tuple[int, ...], starts: Cuts, ends: Cuts) -> Grid:
+        """Counts values that arrive early: once for every micro-batch more in flight on the stage that makes them.
 
         That stage is at least d stages before this one if the value is made at least d layers before the segment.
+
+        Args:
+            more: micro-batches in flight d stages before this one, beyond those on the stage after that, from d = 1 on.
+            starts: where segments begin.
+            ends: where they end.
         """
         hops = self._values
-        more = tuple(self.in_flight[s - d] - self.in_flight[s - d + 1] for d in range(1, min(s, hops.reach) + 1))
         if more not in self._early_known:  # the same for most stages of a model without long edges
             parts = []
             for d, times in enumerate(more, 1):
                 far = hops.at(hops.b - hops.producer >= d)
                 parts.append((np.maximum(far.a, far.producer + d - 1), far.b, times * far.bytes))
             self._early_known[more] = _spans(parts)
-        return self._early_known[more]
+        return self._early_known[more].over(starts, ends)
 
-    def _late(self, s: int) -> Spans:
-        """Cotangents that wait (mirrored): once for every stage up to that of the next reader, at most d further."""
+    def late_bytes(self, most: int, starts: Cuts, ends: Cuts) -> Grid:
+        """Counts cotangents that wait (mirrored): once for every stage up to the next reader's, at most d further.
+
+        Args:
+            most: how many stages there are behind this one, or as far as a cotangent goes.
+            starts: where segments begin.
+            ends: where they end.
+        """
         hops = self._cotangents
-        most = min(self.problem.stages - 1 - s, hops.longest)
         if most not in self._late_known:
             fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, most + 1)]
             parts = [(self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars]
             self._late_known[most] = _spans(parts)
-        return self._late_known[most]
+        return self._backwards(self._late_known[most], starts, ends)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -215,7 +224,16 @@ class Segments:
             starts: where segments begin.
             ends: where they end.
         """
-        return self._early(s).over(starts, ends) + self._backwards(self._late(s), starts, ends)
+        more = tuple(
+            self.in_flight[s - d] - self.in_flight[s - d + 1] for d in range(1, min(s, self._values.reach) + 1)
+        )
+        most = min(self.problem.stages - 1 - s, self._cotangents.longest)
+        return self.early_bytes(more, starts, ends) + self.late_bytes(most, starts, ends)
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """How many stages before and behind its own one can be that a value waits for."""
+        return self._values.reach, self._cotangents.longest
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts parameters, gradients, optimizer, shared values, what waits, and what the device may not hold.

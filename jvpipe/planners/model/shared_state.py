@@ -16,6 +16,8 @@ def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
     >>> spared_bytes([LayerCost("block", 1.0, 2.0, (Option(0),), leaf_bytes=(10, 30, 10))], 2)
     20
     """
+    if replicas == 1:
+        return 0
     leaves = [size for layer in layers for size in layer.leaf_bytes]
     shards = packed([(size, 0) for size in leaves], replicas)
     loads = [sum(size for size, shard in zip(leaves, shards, strict=True) if shard == q) for q in range(replicas)]
