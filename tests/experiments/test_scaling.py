@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.scaling import run
+from experiments.scaling import measured, run
 
 
 def test_a_row_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -11,3 +11,7 @@ def test_a_row_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells[:2] == ["| vgg tiny", "2"]
     assert cells[2].endswith("(100%)")
     assert 10 < int(cells[3].split("(")[1].split("%")[0]) <= 100
+
+
+def test_a_row_of_what_was_measured() -> None:
+    assert measured.row("one", [10.0, 19.0, 30.0]) == "| one | 10.0 (100%) | 19.0 (95%) | 30.0 (75%) |"
