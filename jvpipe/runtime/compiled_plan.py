@@ -86,8 +86,7 @@ class CompiledPlan:
         self.programs = [layer_programs(self.store, self.traced, share) for share in kept]
         self.replicas: Replicas | None = None
         if self.plan.replicated:
-            processes = 1 if self.hosts is None else self.hosts.count
-            check_replicas(self.plan, self.schedule, graph, self.microbatches, processes)
+            check_replicas(self.plan, self.schedule, graph, self.microbatches)
         if self.plan.replicated and self.schedule.synchronous:  # else they take turns
             whole = list(zip(kept, self.programs, strict=True))
             self.replicas = Replicas(self.traced, self.plan, self.store, whole)
@@ -267,7 +266,7 @@ class CompiledPlan:
         self, whole: Lowered, programs: Sequence[Sequence[LayerPrograms]], b: int
     ) -> jax.ShapeDtypeStruct:
         """The shape and type of an array that another process makes."""
-        array = value_shape(self.traced, self.optimizer, whole.buffers[b].value)
+        array = self._known_shape(whole.buffers[b].value)
         if array is None:
             maker = next(row for row in whole.rows if b in row.writes)
             program = self._program(whole, maker, programs)
@@ -367,8 +366,14 @@ class CompiledPlan:
         """The shape and type of what lies on the devices between steps."""
         return self._shape(Value(kind, index))
 
+    def _known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
+        """The shape and type of a value, or of the part of it that a replica has; None where a program alone knows."""
+        if self.replicas and value.kind in (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX):
+            return self.replicas.shape(value)
+        return value_shape(self.traced, self.optimizer, value)
+
     def _shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        array = value_shape(self.traced, self.optimizer, value)
+        array = self._known_shape(value)
         assert array is not None, f"nobody says what {value} is like"
         return array
 

@@ -211,7 +211,7 @@ def check_replicable(schedule: Schedule, *, given: bool = False) -> None:
         )
 
 
-def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int, processes: int) -> None:
+def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int) -> None:
     """Raises ValueError if replicated stages cannot run so.
 
     Args:
@@ -219,11 +219,8 @@ def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatch
         schedule: in which order they run.
         graph: of a micro-batch.
         microbatches: of a step.
-        processes: of the run.
     """
     check_replicable(schedule, given=bool(plan.tasks))
-    if processes > 1:
-        raise ValueError(f"replicated stages cannot run over {processes} processes yet: use one process")
     most = max(plan.replicas)
     if not schedule.synchronous:
         check_turns(schedule, plan, microbatches)

@@ -117,7 +117,7 @@ class ShapeSearch:
         if not settings.schedule.synchronous:
             return f"under {settings.schedule.name} they are not planned yet"
         if settings.hosts is not None:
-            return "replicas cannot be in several processes yet"
+            return "for several processes they are not planned yet"
         if len(settings.devices) < 2:
             return "there are no more"
         if len({device.device_kind for device in settings.devices}) > 1 or len(set(settings.limits)) > 1:

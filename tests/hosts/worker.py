@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 import optax
 
 import jvpipe
@@ -17,10 +18,12 @@ from jvpipe.planners.user_fates import recut
 from jvpipe.runtime import dispatch
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.monitor import Measured
+from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt
 from jvpipe.session.trigger import Seen
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models
+from tests.session import tiny
 from tests.zoo import CASES, Case
 
 STAGES = 3
@@ -131,6 +134,29 @@ def switched() -> dict[str, Any]:
     }
 
 
+def replicated(schedule: str, path: str) -> dict[str, Any]:
+    """The same of a stage with replicas in both processes; it is saved, and goes on with others."""
+    plans = [jvpipe.Plan.from_cuts(cuts, devices=d) for cuts, d in (([2, 1], [(0, 2), 1]), ([1, 2], [1, (2, 0)]))]
+    batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
+    order, optimizer = (PipeDream(update_every=2), LOCAL) if schedule == "pipedream" else (schedule, OPTIMIZER)
+    pipe = jvpipe.Pipeline(tiny.loss_fn, optimizer, plans[0], 4, order, devices=jax.devices()[:STAGES])
+    state, losses = pipe.init(tiny.PARAMS, batch, None), []
+    state = pipe.migrate(state, plans[1], at=(2, 0))
+    for step, (now, metrics) in enumerate(pipe.run(state, [batch] * 4)):
+        state = now
+        losses.append(float(metrics["loss"]).hex())
+        if step == 2:
+            pipe.save(path, state)
+    state = pipe.wait(pipe.drain(state))
+    seen = looked_at(pipe, state, batch)
+    return {
+        "losses": losses,
+        "looked at": [seen, looked_at(pipe, pipe.restore(path), batch)],
+        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
+        "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},
+    }
+
+
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
@@ -159,7 +185,7 @@ def begun(process: int, count: int, port: int) -> None:
         )
 
 
-KINDS = {"adapt": adapted, "models": switched}
+KINDS = {"adapt": adapted, "models": switched, "replicas": replicated}
 NEVER_LATE = SimpleNamespace(is_ready=lambda array: array.block_until_ready() is array)
 """Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is held."""
 
