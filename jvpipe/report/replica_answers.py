@@ -125,9 +125,10 @@ def summary(problem: ReplicaProblem, answer: ReplicaAnswer) -> str:
     """
     best, count = answer.best, problem.batch // answer.best.plan.size
     return (
-        f"planner jvpipe, schedule 1f1b, {shape_words(best)} of {problem.devices}, {count} micro-batches of "
-        f"{best.plan.size}: step {1e3 * best.step_s:.2f} ms simulated (no plan is under {1e3 * answer.bound_s:.2f}: at "
-        f"most {answer.gap:.1%} above the best), {_parts(problem, best)}, planned in {answer.planning_s:.2f} s"
+        f"planner jvpipe, schedule 1f1b, on {problem.devices} devices {shape_words(best)}, {count} "
+        f"micro-batch{'es' * (count > 1)} of {best.plan.size}: step {1e3 * best.step_s:.2f} ms simulated (no plan is "
+        f"under {1e3 * answer.bound_s:.2f}: at most {answer.gap:.1%} above the best), {_parts(problem, best)}, "
+        f"planned in {answer.planning_s:.2f} s"
     )
 
 

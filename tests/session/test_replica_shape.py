@@ -52,7 +52,7 @@ def test_alike_layers_on_fast_links_are_data_parallel_and_train_as_one_device() 
     pipe, state = begun()
     assert pipe.plan.replicas == (4,)
     told = pipe.explain()
-    assert "data parallel, 4 devices for all layers of 4, 2 micro-batches of 8" in told
+    assert "on 4 devices data parallel, 4 devices for all layers, 2 micro-batches of 8" in told
     assert "stage 0 has 4 devices because with 3 a step would take" in told
     assert "straight, 4 stages of one device, micro-batches of 8" in told
     plain, alone = begun(replicas=None, stages=1)
@@ -76,7 +76,7 @@ def test_on_slow_links_each_stage_has_one_device_and_cuts_are_planned_as_ever() 
     pipe, _ = begun(stages=2)
     assert pipe.plan.replicas == (1, 1)
     assert pipe.session.planned is not None
-    assert "straight, 2 stages of one device of 4" in pipe.explain()
+    assert "on 4 devices straight, 2 stages of one device" in pipe.explain()
     assert "goes to stage 1 because" in pipe.explain()
 
 
@@ -88,7 +88,7 @@ def coupled(params: Any, batch: Any, rng: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("options", "told", "stages"),
     [
-        ({"schedule": "pipedream", "microbatches": 4}, "cannot run under pipedream, which is asynchronous", 4),
+        ({"schedule": "pipedream", "microbatches": 4}, "under pipedream they are not planned yet", 4),
         ({"schedule": "interleaved"}, "which runs 2 stages per device", 4),
         ({"devices": DEVICES[:1]}, "there are no more", 1),
         ({"loss": coupled, "stages": 2}, "each stage has one device: ", 2),

@@ -115,6 +115,9 @@ class _Search:
             self.simulate_if_fast(self.ranked(self.searched(size, every, STAGES, CAPS))[:PATHS])
             self.simulate_if_fast(rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
+        for size in self.straight_sizes()[:2]:
+            self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))
+        self.simulate(self.of_each_shape())
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         for begin in [*every[:2], *self.shapes(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
@@ -151,12 +154,23 @@ class _Search:
         for order in self.problem.orders:
             ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
             yield from self._under_caps(ground, caps, most)
-        if set(pins.replicas or (1,)) == {1}:
-            straight = Ground(self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at)
-            most = pins.count or min(len(straight.order), len(at) - 1)
-            share_s = float(self.tables.local(size, 1).seconds[0, -1]) / len(straight.order)
-            for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
-                yield from paths(straight, cap_s, most)
+        yield from self.straight(size, at)
+
+    def straight(self, size: int, at: Int[np.ndarray, "n"]) -> Iterator[ReplicaPlan]:
+        """Yields paths of one device for each stage, between some of the coarse cuts."""
+        pins = self.problem.pins
+        if set(pins.replicas or (1,)) != {1}:
+            return
+        ground = Ground(self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at)
+        most = pins.count or min(len(ground.order), len(at) - 1)
+        share_s = float(self.tables.local(size, 1).seconds[0, -1]) / len(ground.order)
+        for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
+            yield from paths(ground, cap_s, most)
+
+    def straight_sizes(self) -> list[int]:
+        """The sizes of the straight plans that are known, that of the fastest by the surrogate first."""
+        known = [plan for plan in self.seen if plan.shape == "straight" and self.counted(plan)]
+        return list(dict.fromkeys(plan.size for plan in sorted(known, key=lambda plan: self.seen[plan][1])))
 
     def _under_caps(self, ground: Ground, caps: Iterable[float], most: int) -> Iterator[ReplicaPlan]:
         """Yields paths under rising caps, as long as a plan that is over the last one can be the best of its order."""
@@ -200,10 +214,10 @@ class _Search:
         """Those that fit, the fastest by the surrogate first."""
         return sorted({plan for plan in plans if self.counted(plan)}, key=lambda plan: self.seen[plan][1])
 
-    def of_each_shape(self, size: int) -> list[ReplicaPlan]:
-        """The best plan by the surrogate of each shape."""
+    def of_each_shape(self, size: int | None = None) -> list[ReplicaPlan]:
+        """The best plan by the surrogate of each shape, of a size or of all."""
         best: dict[str, ReplicaPlan] = {}
-        for plan in self.ranked(plan for plan in self.seen if plan.size == size):
+        for plan in self.ranked(plan for plan in self.seen if size in (None, plan.size)):
             best.setdefault(plan.shape, plan)
         return list(best.values())
 

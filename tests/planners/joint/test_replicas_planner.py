@@ -6,12 +6,13 @@ import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.planners.joint.replicas_planner import plan_replicas
+from jvpipe.planners.joint.replicas_rivals import rivals
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
-from tests.planners.joint.replicas import GPU, best_s, chain, flat, layer
+from tests.planners.joint.replicas import GPU, best_s, chain, every_plan, flat, layer
 
 
 def test_uniform_layers_on_fast_links_are_data_parallel() -> None:
@@ -48,16 +49,29 @@ def test_small_cases_are_as_good_as_anything_there_is() -> None:
         assert answer.bound_s <= answer.best.step_s
 
 
-def test_no_plan_is_slower_than_plain_data_parallelism() -> None:
+def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_the_papers_plans() -> None:
     draw = random.Random(2)
     for _ in range(3):
         layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60)) for _ in range(10)]
         cluster = Cluster("two", GPU, 4, 2, peer=Link(100.0), network=Link(30.0))
         problem = ReplicaProblem(chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), cluster, 8, 16)
         best, tables = plan_replicas(problem).best, Tables(problem)
-        for size in (16, 8):
-            plain = ReplicaPlan((0, 10), (tuple(range(8)),), size)
-            assert best.step_s <= simulated_s(problem, plain, tables.stages(plain)) * (1 + 1e-9)
+        straight = (ReplicaPlan((0, *range(3, 10), 10), tuple((d,) for d in range(8)), size) for size in (1, 2, 4))
+        plain = (ReplicaPlan((0, 10), (tuple(range(8)),), size) for size in (16, 8))
+        papers = (plan for size in problem.sizes for plan in rivals(tables, size))
+        for plan in (*straight, *plain, *papers):
+            assert best.step_s <= simulated_s(problem, plan, tables.stages(plan)) * (1 + 1e-9)
+
+
+def test_the_best_of_other_shapes_are_near_the_best_there_are() -> None:
+    layers = [layer(s, p) for s, p in ((1.0, 5), (2.0, 60), (1.0, 0), (0.5, 300))]
+    problem = ReplicaProblem(chain(layers, [4, 8, 2]), flat(4, 50.0), 4, 8)
+    found, tables, best = plan_replicas(problem).shapes, Tables(problem), dict[str, float]()
+    for plan in every_plan(problem):
+        step_s = simulated_s(problem, plan, tables.stages(plan))
+        best[plan.shape] = min(step_s, best.get(plan.shape, step_s))
+    assert found.keys() == best.keys()
+    assert all(found[shape].step_s <= 1.05 * best[shape] for shape in best)
 
 
 def test_layers_run_again_where_nothing_fits_otherwise_and_else_the_bytes_are_named() -> None:
