@@ -1,7 +1,8 @@
 """Plans of the papers' planners as plans with replicated stages, to be simulated beside our own."""
 
 from collections.abc import Iterator
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -12,11 +13,13 @@ from jvpipe.planners.published.pipedream import pipedream
 from jvpipe.schedules import find_schedule
 
 MOST_LAYERS, MOST_DEVICES = 64, 16
-"""PipeDream's hierarchical program takes seconds for more."""
+"""The papers' programs take seconds for more."""
 
 
 def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
     """Yields PipeDream's plan over levels and the straight ones of PipeDream and DAPPLE; none where they find none.
+
+    Of many layers, these are cut where the tables' grids are.
 
     Args:
         tables: of the problem.
@@ -24,10 +27,12 @@ def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
     """
     problem = tables.problem
     costs, cluster = problem.local.at(size), problem.cluster
+    cuts = tables.cuts if len(tables.cuts) <= MOST_LAYERS else tables.coarse
+    costs = replace(costs, together=tuple(tuple(range(a, b)) for a, b in pairwise(map(int, cuts)) if b - a > 1))
     devices, order = problem.devices, problem.orders[0]
     schedule = find_schedule("1f1b")
     for straight in (True, False):
-        stages = min(devices, len(tables.cuts) - 1) if straight else devices
+        stages = min(devices, len(cuts) - 1) if straight else devices
         if not straight and (len(tables.cuts) > MOST_LAYERS or devices > min(MOST_DEVICES, problem.layers)):
             continue
         peer = cluster.peer if stages <= cluster.devices_per_machine else cluster.network
