@@ -21,7 +21,17 @@ import jvpipe
 from experiments.learns.translations import judged_translation
 from jvpipe.models import NAMES, Data, load
 
-STEPS: Mapping[str, int] = {"transformer": 500, "gnmt": 400, "xlnet": 400, "unet": 500, "amoebanet": 100, "llama": 120}
+STEPS: Mapping[str, int] = {
+    "transformer": 500,
+    "gnmt": 400,
+    "xlnet": 400,
+    "unet": 500,
+    "amoebanet": 100,
+    "llama": 120,
+} | {
+    "gpt2": 120,
+    "evolved-transformer": 80,
+}
 """Of each model, 300 unless told: enough to learn from, few enough for its minutes."""
 HEADER = """| model | parameters | steps of examples | metric | trivial | learned | seconds | of processors |
 |---|---|---|---|---|---|---|---|"""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.dapple.run import problem_of, short
+from experiments.dapple.run import beside_gpipe, problem_of, short
 from experiments.planners.tables import PROFILES
 from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
@@ -18,3 +18,11 @@ def test_plans_in_cells() -> None:
 def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
     assert plan_replicas(problem_of("vgg16", 2048, "B", overlaps=True)).best.plan.replicas == (16,)
     assert plan_replicas(problem_of("vgg16", 2048, "C")).best.plan.replicas == (15, 1)
+
+
+def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
+    rows = [line.strip("| ").split(" | ") for line in list(beside_gpipe(size="tiny"))[2:]]
+    assert [row[:2] for row in rows] == [[order, count] for order in ("gpipe", "1f1b") for count in ("2", "8", "16")]
+    shares = [float(row[-1]) for row in rows]
+    assert 1 == shares[0] < shares[1] < shares[2]
+    assert shares[0] >= shares[3] == shares[4] == shares[5]
