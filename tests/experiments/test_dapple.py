@@ -2,8 +2,10 @@
 
 import pytest
 
+from experiments.dapple.deepest import deepened
 from experiments.dapple.run import beside_gpipe, problem_of, short
 from experiments.planners.tables import PROFILES
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 
@@ -26,3 +28,21 @@ def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
     shares = [float(row[-1]) for row in rows]
     assert 1 == shares[0] < shares[1] < shares[2]
     assert shares[0] >= shares[3] == shares[4] == shares[5]
+
+
+def chain(blocks: int) -> Costs:
+    """Embeddings, blocks of two layers, a head that has the embeddings' table too."""
+    sizes = (7, *[5, 9] * blocks, 3)
+    last = len(sizes) - 1
+    layers = tuple(LayerCost("layer", 1.0, 2.0, (Option(size),), parameter_bytes=size) for size in sizes)
+    edges = tuple(Edge(i, (i + 1,), sizes[i]) for i in range(last))
+    tied = tuple(Shared((1 + 2 * b, 2 + 2 * b), 4, per_version=True) for b in range(blocks))
+    return Costs(layers, edges, (*tied, Shared((0, last), 7, per_version=True)))
+
+
+def test_a_deeper_model_is_the_model_with_more_blocks() -> None:
+    found, true = deepened(chain(3), 2), chain(5)
+    assert found.layers == true.layers
+    assert set(found.edges) == set(true.edges)
+    assert set(found.shared) == set(true.shared)
+    assert (len(found.edges), len(found.shared)) == (len(true.edges), len(true.shared))
