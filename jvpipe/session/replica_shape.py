@@ -23,7 +23,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.report.replica_answers import reasons, summary
 from jvpipe.runtime.replicas import check_replicable
-from jvpipe.session.replica_question import as_plan, smaller
+from jvpipe.session.replica_question import as_plan
 from jvpipe.session.settings import Settings
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import Apart, sliced, taken_apart
@@ -145,9 +145,8 @@ class ShapeSearch:
         """What layers take on a whole micro-batch and on slices of it, and the fewest examples that a slice has."""
         apart, least = self._apart(examples)
         costs = {examples: self._measured(self.traced)}
-        for b in smaller(examples, len(self.settings.devices)):
-            if b >= least and len(costs) < 3:
-                costs[b] = self._measured(sliced(self.traced, Examples(0, b), apart))
+        for b in slice_sizes(examples, len(self.settings.devices), least):
+            costs[b] = self._measured(sliced(self.traced, Examples(0, b), apart))
         return costs, least
 
     def _apart(self, examples: int) -> tuple[Apart, int]:
@@ -178,6 +177,22 @@ class ShapeSearch:
             room_bytes=self.room_bytes,
             archive=self.archive,
         )
+
+
+def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
+    """The sizes of slices that layers are measured on: the smallest there can be, and a half if that is far from it.
+
+    Args:
+        examples: of a micro-batch.
+        devices: that there are.
+        least: the fewest examples that a slice can have.
+
+    >>> slice_sizes(16, 2, 1), slice_sizes(16, 8, 1), slice_sizes(4, 8, 2)
+    ((8,), (8, 2), (2,))
+    """
+    smallest = max(least, examples // devices)
+    half = examples // 2
+    return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
 def _number(stages: int | Plan) -> int:
