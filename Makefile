@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 DEVELOPS := $(VENV)/.develops
 
-.PHONY: bert test docs wheel clean
+.PHONY: bert test thorough docs wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test: $(DEVELOPS)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest
+
+# Every combination of what the tests above try in turns.
+thorough: $(DEVELOPS)
+	$(BIN)/pytest --thorough tests/end_to_end/test_workloads.py
 
 docs: $(DEVELOPS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going docs build/docs

@@ -84,6 +84,17 @@ def accept_optax() -> None:
 accept_optax()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what `make thorough` asks for."""
+    parser.addoption("--thorough", action="store_true", help="every combination, where a part of them tells as much")
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether every combination is tried."""
+    return bool(request.config.getoption("--thorough"))
+
+
 def pytest_collection_finish() -> None:
     """Takes what was imported out of the collector's sight: walking it again and again took a twelfth of the suite."""
     gc.collect()

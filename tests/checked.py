@@ -11,7 +11,6 @@ from collections.abc import Collection
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from itertools import count
 from types import CodeType
 from typing import Any
 
@@ -28,14 +27,20 @@ def sampled(made: Any) -> Any:
         if "__init__" in vars(made):
             made.__init__ = sampled(made.__init__)
         return made
-    checked, calls = beartype(made), count()
-    if checked is made:
+    if not getattr(made, "__annotations__", True):
         return made
+    checked, seen, passed = None, 0, 0
 
     @wraps(made)
     def call(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        return (checked if number < FIRST or number % ONE_OF == 0 else made)(*args, **kwargs)
+        nonlocal checked, seen, passed
+        if passed > 0:
+            passed -= 1
+            return made(*args, **kwargs)
+        seen += 1
+        passed = ONE_OF - 1 if seen > FIRST else 0
+        checked = checked or beartype(made)  # what is never called need not be made ready
+        return checked(*args, **kwargs)
 
     return call
 
