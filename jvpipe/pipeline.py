@@ -27,7 +27,6 @@ from jvpipe.session.arguments import (
     check_key,
     check_loss,
     check_optimizer,
-    check_unreplicated,
     checked_fates,
     checked_flags,
     checked_name,
@@ -355,8 +354,6 @@ class Pipeline:
 
         `session.history` tells what moved and why. Of several processes all call it, before the same step.
         """
-        if on:
-            check_unreplicated(self.session.plans, "adapting")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()
@@ -382,7 +379,6 @@ class Pipeline:
         """
         self.session.check_state(state)
         check_loss(loss_fn, has_state=self.session.settings.has_state)
-        check_unreplicated(self.session.plans, "a change of the model")
         return switch_model(self.session, state, loss_fn, params, model_state)
 
     def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
@@ -396,7 +392,6 @@ class Pipeline:
             params: arrays or shapes.
             model_state: likewise.
         """
-        check_unreplicated(self.session.plans, "a change of the model")
         with beside_training():
             known, present = self.session.known_models, self.session.compiled_plans
             known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()

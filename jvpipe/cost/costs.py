@@ -59,7 +59,7 @@ class LayerCost:
     `input_bytes` are inputs that this layer's backward reads and no other's; they are held per micro-batch in flight.
     `parameter_bytes` are those of one version. `temporary_bytes` is what the forward or the backward needs for itself
     while it runs, gradients of inputs and outputs included. Where there is no `split` the backward runs whole.
-    `leaf_bytes` are the optimizer's state of each parameter that the layer owns, which replicas share out.
+    `state_bytes` of `optimizer_bytes` are the state that one replica of several keeps alone.
     """
 
     name: str
@@ -72,7 +72,7 @@ class LayerCost:
     input_bytes: int = 0
     temporary_bytes: int = 0
     split: SplitCost | None = None
-    leaf_bytes: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     def slower(self, times: float) -> "LayerCost":
         """The same layer on a device that takes so many times longer for it.

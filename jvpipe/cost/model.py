@@ -14,7 +14,6 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
-from jvpipe.programs.shards import leaf_sizes
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 """What there is beside gradients, parameters and state while an update runs."""
@@ -55,7 +54,6 @@ def costs_of(
         splits: of each layer; None: nobody asked.
     """
     model = _Model(graph, signatures)
-    leaves = [] if optimizer is None else leaf_sizes(optimizer, graph)
     layers = []
     for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
         everything = (Option(sum(a.bytes for a in signature.residuals)),)
@@ -76,7 +74,7 @@ def costs_of(
                     _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0,
                 ),
                 split=None if splits is None else splits[layer.id],
-                leaf_bytes=tuple(leaves[p][0] for p in graph.owned(layer.id)) if leaves else (),
+                state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
             )
         )
     edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)
@@ -215,7 +213,11 @@ def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) 
     if optimizer is None:
         return 0
     holders = (layer, None) if layer == graph.loss_layer else (layer,)
-    return sum(optimizer.state[i].array.bytes for holder in holders for i in optimizer.held_by(holder))
+    return sum(_bytes_held(optimizer, holder) for holder in holders)
+
+
+def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
+    return sum(optimizer.state[i].array.bytes for i in optimizer.held_by(holder))
 
 
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:

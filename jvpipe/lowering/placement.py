@@ -10,6 +10,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.shares import updating
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ class Placement:
             return self.home
         return self.places[layer][0 if examples is None else self.slices(layer).index(examples)]
 
-    def updating(self, layer: int, shard: int) -> int:
-        """The place of the replica of a layer that updates a shard of it, or of what belongs to none."""
-        return self.home if layer == NONE else self.places[layer][shard]
+    def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
+        """The place where each layer is updated, and what belongs to none."""
+        replicas = updating(self.graph, self.plan, optimizer)
+        return {NONE: self.home} | {layer: self.places[layer][replica] for layer, replica in replicas.items()}
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
@@ -76,8 +78,8 @@ class Placement:
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
-        state (at the replica that updates its parameter), model state, constants. Optimizer state of no parameter (step
-        counts) has a copy per layer, so that layers can move, and of each of its replicas that updates something.
+        state (at the replica that updates the layer), model state, constants. Optimizer state of no parameter (step
+        counts) has a copy per layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -85,10 +87,9 @@ class Placement:
             value = Value(ValueKind.PARAMETER, p, version=0)
             reading = self._of_all(parameter.readers)
             buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
-        holders = ((j, NONE if layer is None else layer, shard) for j, layer, shard in optimizer.holders)
-        for j, layer, shard in sorted(holders):
-            value, place = Value(ValueKind.OPTIMIZER, j, layer), self.updating(layer, shard)
-            buffers.append(Buffer(value, place, optimizer.state[j].array.bytes))
+        places = self.updating(optimizer)
+        for j, layer in sorted((j, NONE if layer is None else layer) for j, layer in optimizer.holders):
+            buffers.append(Buffer(Value(ValueKind.OPTIMIZER, j, layer), places[layer], optimizer.state[j].array.bytes))
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)

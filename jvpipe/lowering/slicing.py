@@ -3,11 +3,11 @@
     F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
     F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
-    U(layer 3)                          ->  REDUCE  U(layer 3)                     each parameter at one replica
+    U(layer 3)                          ->  REDUCE  U(layer 3)                     at one replica, for all
 
 Parts are cut at the bounds of both stages, so that each is sent once. Names tell the examples, never the replica: what
 depends on no example keeps its name and is made alike at every replica. Replicas add their gradients up by themselves
-over the micro-batches of an update; REDUCE adds up theirs in ascending order, at the one that updates the parameter and
+over the micro-batches of an update; REDUCE adds up theirs in ascending order, at the one that updates the layer, and
 sends it to the others.
 """
 
@@ -18,12 +18,11 @@ from functools import partial
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Ref
-from jvpipe.ir.rows import ConcatRun, LayerRun, PieceRun, SliceRun, ZeroRun
+from jvpipe.ir.rows import ConcatRun, LayerRun, SliceRun, ZeroRun
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.placement import Placement
-from jvpipe.programs.optimizer import OptimizerCut
 
 Slice = Examples | None
 
@@ -35,7 +34,7 @@ class Slicing:
         where: the replicas of each layer.
         batching: how edges and aux lie over the examples.
         layouts: by their numbers; of an evaluation there are none.
-        optimizer: says which replica updates what.
+        updating: the replica of each layer that updates it.
     """
 
     def __init__(
@@ -43,9 +42,10 @@ class Slicing:
         where: Placement,
         batching: Batching,
         layouts: Mapping[int, MicrobatchLayout] | None = None,
-        optimizer: OptimizerCut | None = None,
+        updating: Mapping[int, int] | None = None,
     ) -> None:
-        self._where, self._batching, self._layouts, self._optimizer = where, batching, layouts or {}, optimizer
+        self._where, self._batching, self._layouts = where, batching, layouts or {}
+        self._updating = updating or {}
         self._graph = where.graph
         self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
 
@@ -62,11 +62,8 @@ class Slicing:
                 reads = [self.named(value, e) for value in op.reads for e in self._makers(value)]
                 yield replace(op, reads=tuple(reads))
             case Kind.U:
-                assert isinstance(op.run, PieceRun)
-                assert self._optimizer
-                shard = self._optimizer.update[op.run.piece].shard
                 delivers = (Delivery(d.value, (i,), self._where.slices(i)) for d in op.delivers for i in d.layers)
-                examples = None if op.layer == NONE else self._where.slices(op.layer)[shard]
+                examples = None if op.layer == NONE else self._where.slices(op.layer)[self._updating[op.layer]]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -74,19 +71,17 @@ class Slicing:
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
         """Yields what adds up the gradients of the replicas of a stage, last layer first: each where it is wanted."""
         for layer in reversed(layers):
-            slices, read = self._where.slices(layer), self._graph.layers[layer].reading(ValueKind.PARAMETER)
-            for e in slices if len(slices) > 1 else ():
-                mine = [p for p in read if slices[self._updating(p, layer)] == e]
+            slices, by_replica = self._where.slices(layer), dict[int, list[int]]()
+            for p in self._graph.layers[layer].reading(ValueKind.PARAMETER) if len(slices) > 1 else ():
+                owner = self._graph.parameters[p].owner
+                here = self._where.stage[owner] == self._where.stage[layer]
+                at = self._updating[owner] if here else layer % len(slices)  # for another stage replicas take turns
+                by_replica.setdefault(at, []).append(p)
+            for replica, mine in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in mine]
                 writes = tuple(Write(value, self._graph.parameters[value.index].array.bytes) for value in sums)
                 parts = [[value._replace(examples=part) for value in sums] for part in slices]
-                yield from (replace(op, examples=e) for op in summed(layer, NONE, parts, sums, writes))
-
-    def _updating(self, p: int, layer: int) -> int:
-        """The replica of a layer that updates a parameter; where another stage does, any: they take turns."""
-        if self._where.stage[self._graph.parameters[p].owner] != self._where.stage[layer]:
-            return layer % len(self._where.slices(layer))
-        return self._optimizer.shards[p] if self._optimizer and self._optimizer.shards else 0
+                yield from (replace(op, examples=slices[replica]) for op in summed(layer, NONE, parts, sums, writes))
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """The parts of a value that the replicas of a layer have, each with its place."""

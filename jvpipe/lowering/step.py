@@ -26,6 +26,7 @@ from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.shares import updating
 
 
 def lower_step(
@@ -51,7 +52,8 @@ def lower_step(
     expander = Expander(graph, OneVersion(), set())
     placer = Placer(graph, plans[0], optimizer)
     by_number = {layout.number: layout for layout in layouts}
-    slicing = Slicing(placer.where, batching, by_number, optimizer) if batching else None
+    replicas = updating(graph, plans[0], optimizer)
+    slicing = Slicing(placer.where, batching, by_number, replicas) if batching else None
     to_come = Counter(task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates)
     left: dict[Task, tuple[int, list[int]]] = {}
     ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
@@ -80,15 +82,7 @@ def lower_step(
     return _lowered(placer, rows, metrics)
 
 
-def lower_move(
-    graph: LayerGraph,
-    old: Plan,
-    new: Plan,
-    optimizer: OptimizerCut,
-    then: OptimizerCut | None = None,
-    *,
-    by_host: bool = False,
-) -> Lowered:
+def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> Lowered:
     """Lowers a move between two steps.
 
     Args:
@@ -96,11 +90,9 @@ def lower_move(
         old: where everything is.
         new: where it will be.
         optimizer: whose state moves too.
-        then: as it is cut for the new plan, if that has other replicas.
         by_host: all that moves leaves its place before anything arrives.
     """
     placer = Placer(graph, old, optimizer, by_host=by_host)
-    placer.optimizer = then or optimizer
     placer.begin()
     placer.relocate(new)
     placer.enter(new)

@@ -55,7 +55,7 @@ class Slots:
             case SlotKind.STATE:
                 return Value(ValueKind.OPTIMIZER, slot.index, layer)
             case SlotKind.PARTIAL | SlotKind.KEPT:
-                return Value(ValueKind.EXCHANGE, self._numbers[slot], self.optimizer.layer_of(slot), m)
+                return Value(ValueKind.EXCHANGE, self._numbers[slot], slot.source, m)
             case SlotKind.GLOBAL:
                 return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
             case SlotKind.GRAD_NORM:

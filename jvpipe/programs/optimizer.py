@@ -5,8 +5,8 @@ has the state that belongs to it. Each equation runs with the layer that its ope
 global norm say, runs in a global program between two rounds of the layers' own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,14 +26,10 @@ from jvpipe.trace.leaves import path_name
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own.
-
-    `parameter` is the leaf of the parameters that it belongs to, if there is one.
-    """
+    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own."""
 
     array: Array
     owner: int | None
-    parameter: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,7 @@ class OptimizerCut:
     Parameters and state belong to the layer of the piece that reads or writes them: replicated state has a copy per
     layer, and one for the global program if this reads it. All other slots mean the same array to every piece.
     A leaf that no piece of `update` writes stays as it is. `cross_layer` names the transformations through which a
-    layer's update depends on other layers. `shards` says of each parameter which of its layer's replicas updates it
-    (empty: the first); `source` can be cut for others.
+    layer's update depends on other layers.
     """
 
     init: tuple[Piece, ...]
@@ -52,23 +47,17 @@ class OptimizerCut:
     state: tuple[StateLeaf, ...]
     state_tree: TreeDef
     cross_layer: tuple[str, ...]
-    shards: tuple[int, ...] = ()
-    source: "OptimizerSource | None" = field(default=None, repr=False, compare=False)
 
     @cached_property
-    def holders(self) -> frozenset[tuple[int, int | None, int]]:
-        """Triples of a leaf of the state and a layer (None: the global program) and shard that has it, or a copy."""
+    def holders(self) -> frozenset[tuple[int, int | None]]:
+        """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
         pieces = (*self.init, *self.update)
-        slots = ((piece, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
-        return frozenset((slot.index, at.layer, at.shard) for at, slot in slots if slot.kind is SlotKind.STATE)
+        slots = ((piece.layer, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
+        return frozenset((slot.index, layer) for layer, slot in slots if slot.kind is SlotKind.STATE)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
         """The leaves of the state that a layer, or the global program, has."""
-        return tuple(sorted({i for i, holder, _ in self.holders if holder == layer}))
-
-    def layer_of(self, slot: Slot) -> int:
-        """The layer that makes what a slot of kind `KEPT` or `PARTIAL` holds."""
-        return slot.source // _width(self.shards)
+        return tuple(sorted(i for i, holder in self.holders if holder == layer))
 
 
 def cut_optimizer(
@@ -110,72 +99,25 @@ def cut_optimizer(
     ('clip_by_global_norm',)
     """
     traced = traced or trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
-    paths = tuple(tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
-    is_weighted = microbatches is None
-    return OptimizerSource(traced, paths, tuple(owners), tuple(readers), is_weighted, grad_norm).cut()
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerSource:
-    """A traced optimizer that can be cut by the owners of the parameters, and by the replicas of these."""
-
-    traced: TracedOptimizer
-    paths: tuple[Path, ...]
-    owners: tuple[int, ...]
-    readers: tuple[int, ...]
-    weighted: bool
-    grad_norm: bool
-    _cuts: dict[tuple[int, ...], OptimizerCut] = field(default_factory=dict, repr=False)
-
-    def cut(self, shards: tuple[int, ...] = ()) -> OptimizerCut:
-        """Cuts it; each shard of a layer is a home of its own, with the parameters that `shards` gives it.
-
-        Raises:
-            ValueError: it mixes large arrays of several of them.
-        """
-        if shards not in self._cuts:
-            self._cuts[shards] = self._cut(shards)
-        return self._cuts[shards]
-
-    def _cut(self, shards: tuple[int, ...]) -> OptimizerCut:
-        traced, width = self.traced, _width(shards)
-        homes = [
-            owner * width + shard for owner, shard in zip(self.owners, shards or [0] * len(self.owners), strict=True)
-        ]
-        update, init = _programs(traced, self.readers, weighted=self.weighted, grad_norm=self.grad_norm)
-        state, parameters = [slot for slot in update.results if slot.kind is SlotKind.STATE], init.inputs
-        gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
-        norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
-        of_leaf = [Input(home, path_name(path)) for home, path in zip(homes, self.paths, strict=True)]
-        owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
-        matches = match_paths(traced.state_paths, self.paths)
-        owned |= {slot: of_leaf[leaf] for slot, leaf in zip(state, matches, strict=True) if leaf is not None}
-        flow, owned = _settled(update, owned | {slot: Input("global") for slot in norm}, sorted(set(homes)))
-        first = replace(init.flow(owned, flow.layers), shared=flow.shared)
-        _check(first, owned)
-        owner_of = {slot: given.home // width for slot, given in owned.items() if isinstance(given.home, int)}
-        leaves = zip(traced.state, state, matches, strict=True)
-        return OptimizerCut(
-            _at_shards(first.pieces(), width),
-            _at_shards(flow.pieces(), width),
-            tuple(StateLeaf(array, owner_of.get(slot), leaf) for array, slot, leaf in leaves),
-            traced.state_tree,
-            _cross_layer(flow),
-            shards,
-            self,
-        )
-
-
-def _width(shards: Sequence[int]) -> int:
-    """So many homes are counted for each layer."""
-    return max(shards, default=0) + 1
-
-
-def _at_shards(pieces: Iterable[Piece], width: int) -> tuple[Piece, ...]:
-    """Pieces of homes, as those of layers and their shards."""
-    return tuple(
-        piece if piece.layer is None else replace(piece, layer=piece.layer // width, shard=piece.layer % width)
-        for piece in pieces
+    paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
+    state, parameters = [slot for slot in update.results if slot.kind is SlotKind.STATE], init.inputs
+    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
+    norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
+    of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
+    owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
+    matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
+    owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
+    flow, owned = _settled(update, owned | {slot: Input("global") for slot in norm}, sorted(set(owners)))
+    first = replace(init.flow(owned, flow.layers), shared=flow.shared)
+    _check(first, owned)
+    owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
+    return OptimizerCut(
+        first.pieces(),
+        flow.pieces(),
+        tuple(StateLeaf(array, owner_of.get(slot)) for array, slot in zip(traced.state, state, strict=True)),
+        traced.state_tree,
+        _cross_layer(flow),
     )
 
 

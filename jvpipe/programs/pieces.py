@@ -53,8 +53,8 @@ class Slot:
     | gradient | leaf | reader | the sum of a parameter's gradients in its `source`-th reading layer |
     | weight | | | the sum of weights, a float32 scalar |
     | parameter, state | leaf | | a leaf of the parameters or of the optimizer's state |
-    | kept | number | home | a costly value that a layer needs again in a later phase |
-    | partial | phase | home | a vector of what a layer, or its shard, tells the global program, of one `dtype` |
+    | kept | number | layer | a costly value that a layer needs again in a later phase |
+    | partial | phase | layer | a vector of what a layer tells the global program, of one `dtype` |
     | global | phase | | a vector of what the global program tells the layers, of one `dtype` |
     | grad_norm | | | the norm of all gradients |
     """
@@ -69,8 +69,7 @@ class Slot:
 class Piece:
     """The program of one layer (None: the global program) in one phase, from `reads` to `writes`.
 
-    Where replicas share a layer's parameters out, it is for those of the `shard`-th alone. `donated` are positions in
-    `reads` whose arrays nobody reads afterwards and that a result can replace.
+    `donated` are positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
     """
 
     layer: int | None
@@ -79,7 +78,6 @@ class Piece:
     writes: tuple[Slot, ...]
     donated: tuple[int, ...]
     program: ClosedJaxpr
-    shard: int = 0
 
     @cached_property
     def key(self) -> Hashable:

@@ -38,7 +38,6 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.shards import sharded
 from jvpipe.programs.slices import reduce_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
@@ -80,7 +79,6 @@ class CompiledPlan:
         self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
-        self.optimizer = sharded(self.optimizer, graph, self.plan, by_layers=not self.schedule.synchronous)
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
         self.programs = [layer_programs(self.store, self.traced, share) for share in kept]

@@ -149,8 +149,7 @@ def _together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
 def _way(how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int) -> _Way:
     """Lowers and compiles one of the ways."""
     if how != "inside":
-        by_host = how == "by host"
-        move = lower_move(new.traced.graph, old.plan, new.plan, old.optimizer, new.optimizer, by_host=by_host)
+        move = lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=how == "by host")
         copies, leaving = (move, None) if new.hosts is None else divided(move)
         bound = new.bound(copies)
         return _Way(new, move, bound, new.peaks_of(bound), leaving=None if leaving is None else new.bound(leaving))

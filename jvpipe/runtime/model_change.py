@@ -370,8 +370,7 @@ class ModelSwitch:
 
 
 def _placing(compiled: CompiledPlan) -> Placing:
-    optimizer, plan = compiled.optimizer, compiled.plan
-    return Placing(compiled.traced.graph, optimizer, compiled.persistent, compiled.devices, plan)
+    return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, compiled.devices)
 
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:

@@ -53,17 +53,18 @@ class Measured:
     def layer_s(self, layers: int) -> list[float]:
         """Seconds of each layer for a micro-batch: forward, backward, and what runs again; medians over micro-batches.
 
-        0 for a layer whose forward or backward did not run. Of a backward that is split now and then the whole counts.
+        Of replicas those of the slowest, for which the others wait. 0 for a layer whose forward or backward did not
+        run. Of a backward that is split now and then the whole counts.
 
         >>> took_s = {Kind.F: 1.0, Kind.B: 2.0}
         >>> spans = [Span("a", f"0{kind}0", 0.0, s, kind, {"layer": 0}) for kind, s in took_s.items()]
         >>> Measured(tuple(spans), 0, 0.0, 0.0, 0.0).layer_s(2)
         [3.0, 0.0]
         """
-        took: dict[tuple[object, Kind], list[float]] = defaultdict(list)
+        took: dict[tuple[object, Kind], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for span in self.spans:
-            took[span.args["layer"], span.kind].append(max(span.end_s - span.start_s, _TICK_S))
-        middle = {key: statistics.median(seconds) for key, seconds in took.items()}
+            took[span.args["layer"], span.kind][span.device].append(max(span.end_s - span.start_s, _TICK_S))
+        middle = {key: max(map(statistics.median, by_place.values())) for key, by_place in took.items()}
         kinds = [{kind for layer, kind in middle if layer == i} for i in range(layers)]
         ran = [bool(_BEGIN & known) and bool(_END & known) for known in kinds]
         counted = [_PASSES - _HALVES if Kind.B in known else _PASSES for known in kinds]

@@ -12,9 +12,7 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
-from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
@@ -153,7 +151,6 @@ class Placing:
     optimizer: OptimizerCut
     buffers: tuple[Buffer, ...]
     devices: tuple[Device, ...]
-    plan: Plan
 
     def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
         """Compiles what makes arrays, side by side; else each would be when it is asked for."""
@@ -253,7 +250,7 @@ class Placing:
     def _piece_keys(self, piece: Piece) -> tuple[int, list[Key], list[Key]]:
         """The device of an initialising piece, and the names of what it reads and writes."""
         layer = NONE if piece.layer is None else piece.layer
-        d = self._places.get((piece.layer, piece.shard), self._home)  # one without state only makes small values
+        d = self._places.get(layer, self._home)  # one without state only makes small values
         return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
 
     @cached_property
@@ -261,11 +258,9 @@ class Placing:
         return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
 
     @cached_property
-    def _places(self) -> dict[tuple[int | None, int], int]:
-        """Where the optimizer's state of each layer, and shard of it, is made."""
-        where = Placement(self.graph, self.plan)
-        homes = {(layer, shard) for _, layer, shard in self.optimizer.holders}
-        return {(layer, shard): where.updating(NONE if layer is None else layer, shard) for layer, shard in homes}
+    def _places(self) -> dict[int, int]:
+        """Where the optimizer's state of each layer is."""
+        return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 
 def _named(slot: Slot, layer: int, d: int) -> Key:

@@ -134,7 +134,13 @@ def plan_for(replan: Replan, trigger: Trigger, compiled: CompiledPlan) -> Plan:
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
-    """Seconds of a measured step per micro-batch, by layer and by stage."""
+    """Seconds of a measured step per micro-batch, by layer and by stage.
+
+    Where devices of a stage take turns, each has as many times longer for one of its own.
+    """
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
     exposed_s = [measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place) for place in places]
-    return Seen(measured.layer_s(len(compiled.traced.graph.layers)), exposed_s)
+    layer_s = measured.layer_s(len(compiled.traced.graph.layers))
+    if not compiled.schedule.synchronous:
+        layer_s = [layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers]
+    return Seen(layer_s, exposed_s)

@@ -357,16 +357,6 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
 
 
-def check_unreplicated(plans: Iterable[Plan], what: str) -> None:
-    """Raises ValueError for something that replicated stages cannot do yet."""
-    for plan in plans:
-        if plan.replicated:
-            raise ValueError(
-                f"{what} cannot be done with replicated stages yet, and these have {plan.replicas} devices: use plans "
-                "with one device for each stage, or save the state and restore it in another pipeline"
-            )
-
-
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     """The devices of all processes in the order in which stages take them: a block of stages for each process.
 

@@ -80,7 +80,8 @@ class KnownModels:
             plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
             places = tuple(stage.devices[0] for stage in plan.stages)
             length = pipeline_length(plan, settings.schedule)
-            settings = replace(settings, stages=length, places=places, shares=False)
+            replicas = tuple(stage.devices for stage in plan.stages) if plan.replicated else ()
+            settings = replace(settings, stages=length, places=places, shares=False, replicas=replicas)
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
             compiled_plans.trace(params, trees.batch, trees.rng, model_state)

@@ -171,7 +171,7 @@ class ModelPlanner:
         """What the fullest device of each stage of a plan holds at most, while arrays are made or in a step."""
         compiled, devices = self._check(traced, plan, optimizer), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        placing = Placing(traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
+        placing = Placing(traced.graph, optimizer, compiled.persistent, devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         most = [max(step.bytes, making.bytes) for step, making in both]
         return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]

@@ -91,12 +91,6 @@ class Session:
         return self.compiled_plans.current
 
     @property
-    def plans(self) -> list[Plan]:
-        """The plan in use and those to come; none before the model is traced."""
-        queued = [migration.change.new for migration in self.migrations.queue]
-        return [self.compiled.plan, *queued] if self.compiled_plans else queued
-
-    @property
     def graph(self) -> LayerGraph:
         """The layers of the model."""
         return self.compiled.traced.graph
@@ -292,8 +286,7 @@ class Session:
 
     def placing(self, compiled: CompiledPlan) -> Placing:
         """Says where the arrays of a plan lie between steps."""
-        devices = self.settings.devices
-        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, devices, compiled.plan)
+        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, self.settings.devices)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""

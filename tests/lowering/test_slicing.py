@@ -13,7 +13,7 @@ from jvpipe.lowering.layout import MicrobatchLayout, SliceLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.step import lower_step
-from jvpipe.programs.shards import sharded
+from jvpipe.programs.shares import updating
 from jvpipe.schedules.gpipe import gpipe
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, optimizer, row
 
@@ -119,8 +119,8 @@ def test_sums_of_replicas_are_added_up_once_after_the_stages_last_backward() -> 
 
 def test_each_replica_updates_its_share_and_sends_it_to_the_others() -> None:
     plan = Plan.from_cuts([2, 1], devices=[(0, 1), 2])
-    cut = sharded(optimizer(1, optax.trace(0.9)), SIX, plan)
-    assert cut.shards == (1, 0), "the larger one first"
+    cut = optimizer(1, optax.trace(0.9))
+    assert updating(SIX, plan, cut) == {0: 1, 1: 0, 2: 0}, "the larger one first"
     lowered = lower_step(SIX, [layout(plan)], gpipe(2, 1), cut, ALONG)
     persistent = [str(b.spot) for b in lowered.buffers[: lowered.persistent] if b.value.kind == "optimizer"]
     assert persistent == ["optimizer 0 layer 0 at 1", "optimizer 1 layer 1 at 0"]

@@ -74,6 +74,15 @@ def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(schedule: s
     assert all(c.moved_bytes > 0 for c in pipe.session.history)
 
 
+def test_layers_leave_slow_replicas_and_no_bit_changes(devices: Devices) -> None:
+    m, home = CASES["mlp"](), jvpipe.Plan.from_cuts([3, 2], devices=[(0, 2), (1, 3)])
+    expected = trained(m, *started(m, home), devices, steps=10)
+    pipe, state = started(m, home)
+    pipe.adapt()
+    assert_same(trained(m, pipe, state, devices, range(5, 11), steps=10), expected)
+    assert [(c.step, c.new.cuts, c.new.replicas) for c in pipe.session.history] == [(7, (4, 1), (2, 2))]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_what_was_made_ready_is_used_as_it_is(schedule: str, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the stream has gone on by a step since it was asked for."""

@@ -14,6 +14,7 @@ from itertools import accumulate
 from jvpipe.ir.buffers import Spot
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
@@ -112,6 +113,7 @@ class _Unrolling:
         self.slots = Slots(asked.graph, asked.optimizer)
         self.updates = StreamUpdates(self.weights, self.expander, self.slots)
         self.placer = Placer(asked.graph, timeline.plan(0), asked.optimizer)
+        self._updating: dict[int, dict[int, int]] = {}
         self.ordered = self._ordered()
         done = [task for tasks in self.ordered for task in tasks]
         timeline.settle(done)
@@ -203,10 +205,10 @@ class _Unrolling:
 
     def _update(self, layer: int, m: int, number: int) -> Use:
         """Updates a layer at one of its places, from which its parameters go to the others."""
-        placer, optimizer = self.placer, self.slots.optimizer
+        placer = self.placer
         placer.enter(self.timeline.plan(m))
         owned = self.timeline.graph.owned(layer)
-        place = placer.where.updating(layer, optimizer.shards[owned[0]] if owned and optimizer.shards else 0)
+        place = self._updated_at(self.timeline.plan(m))[layer]
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
         keeps = update.remembers or any(self.last_reads.after(p, place, v, number) for p, v in update.before.items())
@@ -218,6 +220,12 @@ class _Unrolling:
                 if other != place:
                     placer.send(value, place, other, layer, m)
         return Use(Kind.U, layer, m, update.version)
+
+    def _updated_at(self, plan: Plan) -> dict[int, int]:
+        """The place where each layer is updated under a plan that has been entered."""
+        if id(plan) not in self._updating:
+            self._updating[id(plan)] = self.placer.where.updating(self.slots.optimizer)
+        return self._updating[id(plan)]
 
     def _place(self, operations: Iterator[Operation]) -> None:
         for operation in operations:

@@ -104,7 +104,7 @@ def _layer(a: LayerCost, b: LayerCost, mix: Callable[[float, float], float]) -> 
         a.optimizer_bytes,
         round(mix(a.input_bytes, b.input_bytes)),
         round(mix(a.temporary_bytes, b.temporary_bytes)),
-        leaf_bytes=a.leaf_bytes,
+        state_bytes=a.state_bytes,
     )
 
 

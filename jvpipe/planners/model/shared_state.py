@@ -6,22 +6,20 @@ import numpy as np
 
 from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.model.segments import Cuts, Grid, between, sums
-from jvpipe.programs.shards import packed
+from jvpipe.programs.shares import packed
 
 
 def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
-    """Counts the bytes that each replica of a stage of these layers is spared at least, as its leaves are packed.
+    """Counts the bytes that each replica of a stage of these layers is spared at least, as they are packed.
 
     >>> from jvpipe.cost.costs import Option
-    >>> spared_bytes([LayerCost("block", 1.0, 2.0, (Option(0),), leaf_bytes=(10, 30, 10))], 2)
+    >>> spared_bytes([LayerCost("block", 1.0, 2.0, (Option(0),), state_bytes=size) for size in (10, 30, 10)], 2)
     20
     """
-    if replicas == 1:
-        return 0
-    leaves = [size for layer in layers for size in layer.leaf_bytes]
-    shards = packed([(size, 0) for size in leaves], replicas)
-    loads = [sum(size for size, shard in zip(leaves, shards, strict=True) if shard == q) for q in range(replicas)]
-    return sum(leaves) - max(loads)
+    sizes = [layer.state_bytes for layer in layers]
+    shares = packed([(size, 0) for size in sizes], replicas)
+    loads = [sum(size for size, share in zip(sizes, shares, strict=True) if share == q) for q in range(replicas)]
+    return sum(sizes) - max(loads)
 
 
 def surely_spared_bytes(layers: Sequence[LayerCost], cuts: Cuts, replicas: int) -> Grid:
@@ -35,10 +33,11 @@ def surely_spared_bytes(layers: Sequence[LayerCost], cuts: Cuts, replicas: int) 
         cuts: where segments begin and end.
         replicas: of a stage.
     """
-    total = between(sums(sum(layer.leaf_bytes) for layer in layers), cuts, cuts)
+    sizes = [layer.state_bytes for layer in layers]
+    total = between(sums(layer.state_bytes for layer in layers), cuts, cuts)
     most = np.zeros_like(total)
-    for size in sorted({size for layer in layers for size in layer.leaf_bytes} - {0}):
-        there = between(sums(layer.leaf_bytes.count(size) for layer in layers), cuts, cuts)
-        larger = between(sums(sum(x for x in layer.leaf_bytes if x >= size) for layer in layers), cuts, cuts)
+    for size in sorted(set(sizes) - {0}):
+        there = between(sums(x == size for x in sizes), cuts, cuts)
+        larger = between(sums(x if x >= size else 0 for x in sizes), cuts, cuts)
         most = np.where(there > 0, np.maximum(most, (larger - size) // replicas + size), most)
     return np.maximum(total - most, 0)
