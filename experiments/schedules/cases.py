@@ -39,7 +39,11 @@ KINDS = (
 )
 """What a forward leaves, and what is there between the halves of the backward."""
 SENT = 260 * KB
-MODELS = (("bert", "base", 64), ("bert", "large", 64), ("gpt2", "770m", 16), ("amoebanet", None, 32), ("t5", None, 32))
+MODELS = (
+    *(("bert", "base", 64), ("bert", "large", 64), ("gpt2", "770m", 16), ("llama", "1b", 4), ("xlnet", "24", 16)),
+    *(("gnmt", "8", 64), ("transformer", "base", 64), ("t5", "small", 32), ("resnet", "50", 64), ("vgg", "16", 64)),
+    *(("unet", "233m", 8), ("amoebanet", "28m", 32)),
+)
 """Model, size, and examples of a micro-batch."""
 
 
@@ -95,8 +99,7 @@ def real_cases() -> Iterator[Case]:
         name = path.name.removesuffix(".graph.txt").removesuffix(".json")
         yield Case("profiles", f"{name}, S {devices}", partial(profiled, path, devices), share)
     for (model, size, examples), devices, share in product(MODELS, DEVICES, SHARES[::2]):
-        name = f"{model} {size or ''}".strip()
-        yield Case("models", f"{name}, S {devices}", partial(estimated, model, size, examples, devices), share)
+        yield Case("models", f"{model} {size}, S {devices}", partial(estimated, model, size, examples, devices), share)
 
 
 def profiled(path: Path, devices: int) -> Problem:
@@ -104,7 +107,7 @@ def profiled(path: Path, devices: int) -> Problem:
     return _on_a100(Problem(read_graph(path).costs, devices, ONE_F_ONE_B, 2 * devices))
 
 
-def estimated(model: str, size: str | None, examples: int, devices: int) -> Problem:
+def estimated(model: str, size: str, examples: int, devices: int) -> Problem:
     """A model of the package on the same devices; its backwards may be split."""
     microbatches = 2 * devices
     asked = replace(question(model, size, microbatches * examples, microbatches, devices), schedule=AUTO)

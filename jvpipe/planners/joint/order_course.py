@@ -83,34 +83,37 @@ class Course:
 
     def run(self) -> None:
         """Clocks the order: `step_s` is infinite if steps wait for each other."""
-        there = [-1.0] * (3 * self.cells)
+        cells, lists, seconds, to, send_s = self.cells, self.lists, self.seconds, self.to, self.send_s
+        there = [-1.0] * (4 * cells)  # the last part stands for what would follow second halves
         there[: self.M] = [0.0] * self.M
-        starts, ends = [0.0] * len(there), [0.0] * len(there)
-        seconds, to, send_s, cells, lists = self.seconds, self.to, self.send_s, self.cells, self.lists
+        starts, ends, ran = [0.0] * (3 * cells), [0.0] * (3 * cells), list[int]()
         free, done, ready = [0.0] * len(lists), [0] * len(lists), list(range(len(lists)))
-        waits, links, ran = dict[int, int](), dict[tuple[int, int], float](), list[int]()
+        waits, links = dict[int, int](), dict[tuple[int, int], float]()
         while ready:
             d = ready.pop()
             now, steps = free[d], lists[d]
             for at in range(done[d], len(steps)):
                 step = steps[at]
-                if there[step] < 0:
+                begin = there[step]
+                if begin < 0.0:
                     waits[step], done[d] = d, at
                     break
-                starts[step] = begin = max(now, there[step])
-                ends[step] = now = begin + seconds[step]
+                if begin > now:
+                    now = begin
+                starts[step] = now
+                now += seconds[step]
+                ends[step] = now
                 ran.append(step)
-                if cells <= step < 2 * cells:
+                if step >= cells:
                     there[step + cells] = now
                 target = to[step]
                 if target < 0:
                     continue
+                arrives = now
                 if takes_s := send_s[step]:
                     link = d, self.device[target]
-                    links[link] = arrives = max(now, links.get(link, 0.0)) + takes_s
-                    there[target] = arrives
-                else:
-                    there[target] = now
+                    arrives = links[link] = max(now, links.get(link, 0.0)) + takes_s
+                there[target] = arrives
                 if target in waits:
                     ready.append(waits.pop(target))
             free[d] = now
@@ -131,8 +134,10 @@ class Course:
                     answer = takes_s + max(answer, links.get(link, 0.0))
                     links[link] = answer
                 answers[step] = answer
-            tails[step] = max(later[d], answers[step])
-            later[d] = tails[step] + seconds[step]
+                if answer > later[d]:
+                    later[d] = answer
+            tails[step] = later[d]
+            later[d] += seconds[step]
         self.tails, self.answers = tails, answers
 
     def path(self, draw: Random) -> list[Block]:

@@ -14,7 +14,6 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_bytes import StageBytes, option_bytes, recomputed_bytes, stage_bytes
-from jvpipe.planners.model.stage_cost import joint_bytes
 from jvpipe.schedules.schedule import Holding
 
 PRICES = 14
@@ -22,6 +21,8 @@ PRICES = 14
 
 
 PerWay = Float[np.ndarray, "N C"]
+Counts = Int[np.ndarray, "V K"]
+"""Vectors of a schedule: for each stage of a device micro-batches in flight, and those between halves, in turn."""
 
 
 class Ways(NamedTuple):
@@ -100,7 +101,11 @@ def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
 
 
 def with_fates(
-    problem: Problem, bounds: tuple[int, ...], share: float = 1.0, begin: Decision | None = None
+    problem: Problem,
+    bounds: tuple[int, ...],
+    share: float = 1.0,
+    begin: Decision | None = None,
+    ways: Ways | None = None,
 ) -> Decision | None:
     """These cuts with fates that keep the limit, of few seconds; None if there are none.
 
@@ -109,8 +114,9 @@ def with_fates(
         bounds: of the stages.
         share: of what the schedule has in flight that has to fit.
         begin: whose fates are kept on devices whose layers are the same.
+        ways: those of the problem, if they are known.
     """
-    ways, choices = Ways.of(problem), [0] * bounds[-1] if begin is None else list(begin.choices)
+    ways, choices = ways or Ways.of(problem), [0] * bounds[-1] if begin is None else list(begin.choices)
     before = None if begin is None else list(pairwise(begin.bounds))
     vectors = problem.schedule.held(problem.devices, problem.microbatches)
     for d, mine in enumerate(vectors):
@@ -132,6 +138,7 @@ def _choose(
 ) -> bool:
     """Writes the choices of a device's layers at the least price of a byte that makes them fit; False if none does."""
     limit = problem.limit_of(problem.places[stages[0]])
+    counts = np.array(vectors).reshape(len(vectors), -1)
     known: dict[tuple[int, tuple[int, ...]], StageBytes[int]] = {}  # many prices choose the same
 
     def fits(price: float) -> bool:
@@ -142,7 +149,7 @@ def _choose(
             if (key := (s, tuple(chosen))) not in known:
                 known[key] = stage_bytes(problem, s, i, j, choices)
             held.append(known[key])
-        return limit is None or joint_bytes(held, vectors, share) <= limit
+        return limit is None or _joint_bytes(held, counts, share) <= limit
 
     if fits(0.0):
         return True
@@ -158,7 +165,7 @@ def _choose(
     wanted = list(choices)
     if not fits(high * per_byte):
         fits(float("inf"))
-    _relax(problem, stages, bounds, vectors, share, wanted, choices)
+    _relax(problem, stages, bounds, counts, share, wanted, choices)
     return True
 
 
@@ -166,7 +173,7 @@ def _relax(
     problem: Problem,
     stages: Sequence[int],
     bounds: Sequence[int],
-    vectors: Sequence[Holding],
+    counts: Counts,
     share: float,
     wanted: Sequence[int],
     choices: list[int],
@@ -181,8 +188,15 @@ def _relax(
             if before == wanted[at]:
                 continue
             was, held[k] = held[k], stage_bytes(problem, s, bounds[s], bounds[s + 1], choices)
-            if joint_bytes(held, vectors, share) > limit:
+            if _joint_bytes(held, counts, share) > limit:
                 choices[at], held[k] = before, was
+
+
+def _joint_bytes(held: Sequence[StageBytes[int]], counts: Counts, share: float) -> int:
+    """What `joint_bytes` counts, of stages that swap nothing."""
+    each = [size for x in held for size in (x.kept, x.handed)]
+    most = share * int((counts @ each).max())
+    return int(sum(x.static for x in held) + most + max(x.beyond for x in held))
 
 
 def moved_bounds(bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:

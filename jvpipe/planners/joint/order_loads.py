@@ -11,10 +11,12 @@ from itertools import pairwise
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import StageCost, stage_cost
 
 Step = tuple[Kind, int, int]
 Order = list[list[Step]]
+Known = dict[tuple[int, int, tuple[int, ...]], StageCost]
+"""What stages take, by their number, first layer and choices."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,21 @@ class Loads:
     early: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(problem: Problem, decision: Decision) -> "Loads":
-        """Counts the loads of a plan."""
-        stages = evaluate(problem, decision).stages
+    def of(problem: Problem, decision: Decision, known: Known | None = None) -> "Loads":
+        """Counts the loads of a plan.
+
+        Args:
+            problem: whose schedule says how many micro-batches are in flight.
+            decision: the plan.
+            known: what stages of the problem take; others are added.
+        """
+        known = {} if known is None else known
+        stages = list[StageCost]()
+        for s, (i, j) in enumerate(pairwise(decision.bounds)):
+            key = s, i, decision.choices[i:j]
+            if key not in known:
+                known[key] = stage_cost(problem, s, i, j, decision.choices)
+            stages.append(known[key])
         places, limits = problem.places, [problem.limit_of(d) for d in range(problem.devices)]
         held = [stage.held for stage in stages if stage.held is not None]
         mine = [[x for x, place in zip(held, places, strict=True) if place == d] for d in range(problem.devices)]

@@ -12,11 +12,11 @@ from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.rule_search import MOVED_TASKS, Candidate, with_moved_bounds
 
-NEAR, MOVED_NEAR = 1.25, 1.12
+NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
-MOVED, LEFT = 8, 3
+MOVED, LEFT = 6, 3
 """Families whose bounds are moved, and plans that are left after that."""
-CLIMBED_TASKS = 400_000
+CLIMBED_TASKS = 250_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150
 """Moves from one order in a round."""
@@ -32,7 +32,8 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
         candidates: to begin with; they fit.
         seed: of the climbing.
     """
-    some = _climbed(_near(candidates, NEAR), seed)
+    unlike = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
+    some = _climbed(_near(list(unlike.values()), NEAR), seed)
     families = {one.family.removesuffix(CLIMBED): one for one in sorted(some, key=_step_s, reverse=True)}
     moved = _moved(sorted(_near(list(families.values()), MOVED_NEAR), key=_step_s)[:MOVED])
     some = _best_of([*some, *moved])[:MOVED]

@@ -28,6 +28,8 @@ RIVAL_FATES_LAYERS, RIVAL_CHOICES_LAYERS = 128, 1_024
 """Of more layers, no best fates are sought for rivals' cuts; without a limit rivals that choose fates are not asked."""
 HASTY_LAYERS = 256
 """Models of more layers are planned in haste."""
+NEAR_LIMIT = 1.2
+"""How much more than the limit the surrogate's plan of no limit may take where the simulated one is asked for."""
 SIMULATED_PATHS, SIMULATED_STEPS, SIMULATED_TASKS = 6, 240, 30_000
 """The surrogate's best paths that are simulated; how many steps are simulated in all, and of how many tasks."""
 NOTICED_LINK_SHARE = 0.02
@@ -62,10 +64,14 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
 
 def _kept_best(problem: Problem, refine: bool) -> Decision | None:
     """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
-    if problem.memory_limit_bytes is None or not _may_keep_all(problem):
+    limit = problem.memory_limit_bytes
+    if limit is None or not _may_keep_all(problem):
         return None
-    best = jvpipe(replace(problem, memory_limit_bytes=None, host_limit_bytes=None), refine)
-    return best if evaluate(problem, best).limit_bytes <= problem.memory_limit_bytes else None
+    free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+    if evaluate(problem, jvpipe(free, refine=False)).limit_bytes > NEAR_LIMIT * limit:
+        return None
+    best = jvpipe(free, refine)
+    return best if evaluate(problem, best).limit_bytes <= limit else None
 
 
 def _may_keep_all(problem: Problem) -> bool:

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, with_fates
-from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
+from jvpipe.planners.joint.order_cuts import Ways, balanced, moved_bounds, with_fates
+from jvpipe.planners.joint.order_loads import Known, Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -162,9 +162,9 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     if min(best.decision.choices) < -1:
         return best
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
-    before = None
-    for moved in _refitted(own, best.decision, best.decision.bounds, whole=True):
-        for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved), best.order, best.family):
+    before, known, ways = None, Known(), Ways.of(own)
+    for moved in _refitted(own, best.decision, best.decision.bounds, ways, whole=True):
+        for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved, known), best.order, best.family):
             best = min(best, refitted, key=lambda one: one.step_s)
     while before is not best and tries > 0:
         before = best
@@ -174,15 +174,19 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
             if sum(a != b for a, b in zip(bounds, best.decision.bounds, strict=True)) > 1:
                 continue  # the best is another one by now
             tries -= 1
-            for moved in _refitted(own, best.decision, bounds):
-                for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved), best.order, best.family):
+            for moved in _refitted(own, best.decision, bounds, ways):
+                for refitted in fitting(
+                    best.problem, moved, Loads.of(best.problem, moved, known), best.order, best.family
+                ):
                     best = min(best, refitted, key=lambda one: one.step_s)
     return best
 
 
-def _refitted(own: Problem, begin: Decision, bounds: tuple[int, ...], *, whole: bool = False) -> Iterator[Decision]:
+def _refitted(
+    own: Problem, begin: Decision, bounds: tuple[int, ...], ways: Ways, *, whole: bool = False
+) -> Iterator[Decision]:
     """Yields a plan with these bounds, its fates chosen again where there is a limit."""
     if own.memory_limit_bytes is None:
         yield replace(begin, bounds=bounds)
-    elif decision := with_fates(own, bounds, begin=None if whole else begin):
+    elif decision := with_fates(own, bounds, begin=None if whole else begin, ways=ways):
         yield decision

@@ -20,6 +20,8 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, parameter_state_b
 Grid = Float[np.ndarray, "_ _"]
 OverJ = Float[np.ndarray, "J"]
 Cuts = Int[np.ndarray, "_"]
+ROWS_AT_ONCE = 256
+"""Of models of so many layers at most, a row is counted together with all others of its stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,11 @@ class Block:
             name: x[np.ix_(rows, columns)] for name, x in vars(self).items() if name not in ("s", "starts", "ends")
         }
         return Block(self.s, self.starts[rows], self.ends[columns], **grids)
+
+    def row(self, at: int) -> "Block":
+        """Picks the segments of one start, given by its place."""
+        grids = {name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")}
+        return Block(self.s, ends=self.ends, **grids)
 
 
 class Spans:
@@ -293,7 +300,9 @@ class Segments:
     def row(self, s: int, i: int) -> Block:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
         if (s, i) not in self._rows:
-            self._rows[s, i] = self.block(s, np.array([i]), np.arange(self.n + 1))
+            starts = np.arange(self.n) if self.n <= ROWS_AT_ONCE else np.array([i])
+            block = self.block(s, starts, np.arange(self.n + 1))
+            self._rows |= {(s, int(start)): block.row(at) for at, start in enumerate(starts)}
         return self._rows[s, i]
 
     @cached_property
