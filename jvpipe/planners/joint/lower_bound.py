@@ -1,6 +1,7 @@
 """What no plan is below: simulated seconds per step, from what each stage and the links before it take at least."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -22,7 +23,8 @@ def lower_bound(problem: Problem) -> float:
     A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
     is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
     and what crosses the links between them. All forwards of GPipe come before its backwards. In a stream round trips
-    (`trips.py`) count too. Where devices run several stages or halves of backwards, all work is divided among them.
+    (`trips.py`) count too. Where devices run several stages or halves of backwards, all work is divided among them,
+    from when each can begin.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -52,12 +54,19 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """All work, divided among the devices; a backward may take less in halves."""
+    """All work, divided among the devices; a backward may take less in halves.
+
+    Of devices that are alike each begins at least a layer's forward after the one before it.
+    """
     layers = problem.costs.layers
     halves_s = [x.split.input_s + x.split.weight_s if x.split else np.inf for x in layers]
-    work_s = sum(x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True))
-    rates = (1 / min(problem.slowness(d), default=1.0) for d in range(problem.devices))
-    return problem.microbatches * work_s / sum(rates)
+    work_s = problem.microbatches * sum(
+        x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True)
+    )
+    if problem.traits:
+        return work_s / sum(1 / min(problem.slowness(d), default=1.0) for d in range(problem.devices))
+    begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
+    return (work_s + sum(begins_s)) / problem.devices
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:

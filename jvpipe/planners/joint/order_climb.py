@@ -6,7 +6,7 @@ own stage and kind, so that values stay the same, and its device has room. Of th
 of which the longest path through what moved is shortest, be it longer than before; what has moved rests then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from random import Random
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int
         patience: moves that are made without a gain at most.
     """
     draw, course, bound_s = Random(seed), Course(loads, order), loads.bound_s() * (1 + SAME)
-    best, best_s, stale = order, course.step_s, 0
+    best, best_s, stale = course.copy(), course.step_s, 0
     rest = dict[int, int]()
     course.follow()
     for turn in range(tries):
@@ -56,32 +56,49 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int
         short_s = best_s * (1 - SAME)
         every = (one for one in _moves(course, draw) if one)
         free = (one for one in every if rest.get(one.moved, 0) <= turn or one.path_s < short_s)
-        move = min(islice(free, MOVES), default=None)
-        if move is None:
+        moves = _together(sorted(islice(free, MOVES)), course.step_s)
+        if not moves:
             stale += BLOCKED
             continue
         stale += 1
-        rest[move.moved] = turn + draw.randrange(REST, 2 * REST)
-        _make(course, move)
+        for move in moves:
+            rest[move.moved] = turn + draw.randrange(REST, 2 * REST)
+        _make(course, moves)
         if course.step_s < short_s:
-            best, best_s, stale = course.order, course.step_s, 0
-    return best
+            best, best_s, stale = course.copy(), course.step_s, 0
+    course.lists, course.half = best
+    return course.order
 
 
-def _make(course: Course, move: Move) -> None:
-    """Changes the course, unless steps would wait for each other then."""
-    steps = course.lists[move.device]
-    window = slice(move.first, move.first + len(move.steps) - (move.cell >= 0))
-    before = steps[window]
-    for undo in (False, True):
+def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
+    """The best move, and on other devices the best one each, if the path through it is shorter than the step."""
+    each: dict[int, Move] = {}
+    for move in moves:
+        if not each or move.path_s < step_s * (1 - SAME):
+            each.setdefault(move.device, move)
+    return list(each.values())
+
+
+def _make(course: Course, moves: Sequence[Move]) -> None:
+    """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
+    before = [list(course.lists[move.device]) for move in moves]
+    for move in moves:
         if move.cell >= 0:
-            course.cut(move.cell, half=not undo)
-        steps[window] = before if undo else move.steps
-        window = slice(move.first, move.first + len(move.steps))
+            course.cut(move.cell, half=True)
+        end = move.first + len(move.steps) - (move.cell >= 0)
+        course.lists[move.device][move.first : end] = move.steps
         course.placed(move.device)
+    course.run()
+    if course.step_s == float("inf"):
+        for move, steps in zip(moves, before, strict=True):
+            if move.cell >= 0:
+                course.cut(move.cell, half=False)
+            course.lists[move.device] = steps
+            course.placed(move.device)
+        if len(moves) > 1:
+            _make(course, moves[:1])
+            return
         course.run()
-        if course.step_s < float("inf"):
-            break
     course.follow()
 
 

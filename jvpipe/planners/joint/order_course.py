@@ -61,6 +61,10 @@ class Course:
         """The order as tasks."""
         return [[self._step(step) for step in steps] for steps in self.lists]
 
+    def copy(self) -> tuple[list[list[int]], list[bool]]:
+        """The lists, and which backwards are in halves."""
+        return [list(steps) for steps in self.lists], list(self.half)
+
     def _step(self, step: int) -> Step:
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)

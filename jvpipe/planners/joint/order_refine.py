@@ -14,9 +14,9 @@ from jvpipe.planners.joint.rule_search import MOVED_TASKS, Candidate, with_moved
 
 NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
-MOVED, LEFT = 6, 3
+MOVED, LEFT = 5, 3
 """Families whose bounds are moved, and plans that are left after that."""
-CLIMBED_TASKS = 250_000
+CLIMBED_TASKS = 200_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150
 """Moves from one order in a round."""
