@@ -14,8 +14,10 @@ from jvpipe.planners.joint.rule_search import MOVED_TASKS, Candidate, with_moved
 
 NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
-MOVED, LEFT = 5, 3
-"""Families whose bounds are moved, and plans that are left after that."""
+MOVED, RULES_MOVED, LEFT = 3, 6, 3
+"""Families whose bounds are moved after they were climbed from, rules as they are, and plans that are left then."""
+FEW_LAYERS = 64
+"""Layers of a model of which twice as many rules' orders have their bounds moved."""
 CLIMBED_TASKS = 200_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150
@@ -32,13 +34,24 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
         candidates: to begin with; they fit.
         seed: of the climbing.
     """
-    unlike = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
-    some = _climbed(_near(list(unlike.values()), NEAR), seed)
+    distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
+    some = _climbed(_near(list(distinct.values()), NEAR), seed)
     families = {one.family.removesuffix(CLIMBED): one for one in sorted(some, key=_step_s, reverse=True)}
-    moved = _moved(sorted(_near(list(families.values()), MOVED_NEAR), key=_step_s)[:MOVED])
-    some = _best_of([*some, *moved])[:MOVED]
+    best = sorted(_near(list(families.values()), MOVED_NEAR), key=_step_s)[:MOVED]
+    best += [one for one in _rules(candidates) if one not in best]
+    some = _best_of([*some, *_moved(best)])[: MOVED + LEFT]
     some = _best_of([*some, *_climbed(some, seed)])[:LEFT]
     return _best_of([*some, *_climbed(_moved(some), seed)])
+
+
+def _rules(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best of each rule's own orders; where there are few layers, of all cuts and fates."""
+    own = [one for one in candidates if one.family == one.problem.schedule.name]
+    rules = sorted(_near(own, MOVED_NEAR), key=_step_s)
+    unlike = {one.family: one for one in reversed(rules)}
+    few = all(len(one.decision.choices) <= FEW_LAYERS for one in rules)
+    others = [one for one in rules if one is not unlike[one.family]] if few else []
+    return [*sorted(unlike.values(), key=_step_s), *others][: RULES_MOVED * (1 + few)]
 
 
 def _step_s(one: Candidate) -> float:

@@ -23,7 +23,7 @@ from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, layer_s, ruled
+from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, layer_s, others_cuts, ruled
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -41,6 +41,8 @@ CAPS = (1.5, 2.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
+CROWDED = 24
+"""Candidates that are simulated too, where transfers share links: the clock does not know of that."""
 REFINED_LAYERS = 256
 """Of models of more layers, 1F1B's plan is the surrogate's."""
 EAGER = OneFOneB(eager=True)
@@ -116,7 +118,8 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
         others.setdefault(one.family, one.step_s)
     best = refined(candidates, seed)
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
-    answers = [answer for one in [*best, *(_unlike(candidates) if crowded else ())] if (answer := _simulated(one))]
+    beside = [*_unlike(candidates), *candidates[:CROWDED]] if crowded else []
+    answers = [answer for one in [*best, *beside] if (answer := _simulated(one))]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
     if not answers:
         limit = problem.memory_limit_bytes
@@ -155,10 +158,10 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
         tried: dict[Decision, None] = {}
-        even, *linked = first_cuts(placed[0], cuts)
-        for bounds, one in product((even, *linked), placed):
+        even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[0])]
+        for bounds, one in product(dict.fromkeys((even, *others)), placed):
             decision = with_fates(one, bounds)
-            if decision is not None and decision not in tried:
+            if decision is not None:
                 tried[decision] = None
                 yield from ruled(one, decision)
         shares = SHARES if problem.memory_limit_bytes is not None else ()

@@ -34,6 +34,8 @@ MOVED_TASKS, FATE_TASKS = 100_000, 3
 again."""
 MOVED = 3
 """Plans whose bounds are moved."""
+QUICK_RIVALS = ("even", "adapipe")
+"""Planners whose cuts orders begin with."""
 REFINED_LAYERS, REFINED_ROWS = 256, 600
 """Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
 surrogate's: under a limit it is asked for several budgets."""
@@ -80,6 +82,14 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
         free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
         begin.append(on_devices(partial(jvpipe, refine=False))(free).bounds)
     return list(dict.fromkeys(begin))
+
+
+def others_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yields the cuts of quick planners that look at one stage per device, if there is no limit; for several chunks."""
+    if problem.memory_limit_bytes is None and problem.schedule.chunks > 1:
+        for planner in PUBLISHED:
+            if planner.name in QUICK_RIVALS and len(problem.costs.layers) <= planner.rival_layers:
+                yield on_devices(planner.decide)(problem).bounds
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
