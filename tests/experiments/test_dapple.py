@@ -2,11 +2,13 @@
 
 import pytest
 
+from experiments.dapple import speed
 from experiments.dapple.deepest import deepened
 from experiments.dapple.run import beside_gpipe, problem_of, short
 from experiments.planners.tables import PROFILES
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.planners.joint.replicas_planner import plan_replicas
+from jvpipe.planners.model.replicas_costs import LocalCosts
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 
 
@@ -20,6 +22,14 @@ def test_plans_in_cells() -> None:
 def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
     assert plan_replicas(problem_of("vgg16", 2048, "B", overlaps=True)).best.plan.replicas == (16,)
     assert plan_replicas(problem_of("vgg16", 2048, "C")).best.plan.replicas == (15, 1)
+
+
+def test_a_row_for_each_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        speed, "costs_of", lambda _: LocalCosts((1,), (Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),)),))
+    )
+    told = list(speed.rows([16, 24], [("one", 1)]))[2:]
+    assert [line.split(" | ")[1:3] for line in told] == [["one (16)", "DP on 16"], ["one (24)", "DP on 24"]]
 
 
 def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
