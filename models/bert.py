@@ -152,16 +152,7 @@ def open_data(config: BertConfig, data_path: Path | None, run_dir: Path, seed: i
     """Text as records with masked tokens."""
     from jvpipe.models.masking import open_masked_text  # a plan needs no data, nor the libraries that read it
 
-    return open_masked_text(
-        data_path,
-        run_dir,
-        seed,
-        batch_size,
-        vocabulary=config.vocabulary,
-        tokens=config.tokens,
-        masked=config.masked,
-        mask_rate=config.mask_rate,
-    )
+    return open_masked_text(config, data_path, run_dir, seed, batch_size)
 
 
 FORMAT = bert_published.FORMAT

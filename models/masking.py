@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -70,55 +71,49 @@ def _told(record: Int32[np.ndarray, "T"], chosen: np.ndarray, masked: int) -> Ba
     }
 
 
-def open_masked_text(
-    data_path: Path | None,
-    run_dir: Path,
-    seed: int,
-    batch_size: int,
-    *,
-    vocabulary: int,
-    tokens: int,
-    masked: int,
-    mask_rate: float,
-) -> Data:
-    """Text as batches of masked records; raises what `open_text` does."""
+@runtime_checkable
+class Predicted(Protocol):
+    """How text is to be predicted: the fields of a model's configuration."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of a tokenizer that is made."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of a record."""
+        ...
+
+    @property
+    def masked(self) -> int:
+        """How many of them are predicted at most."""
+        ...
+
+    @property
+    def mask_rate(self) -> float:
+        """Which share of them is."""
+        ...
+
+
+def open_masked_text(config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Text as batches of masked records; arguments and errors are those of `open_text`."""
 
     def transform(known: int, marks: Marks) -> Transform:
         if marks.mask is None:
             raise ValueError("the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted")
-        return partial(mask_record, vocabulary=known, masked=masked, mask_rate=mask_rate, marks=marks)
+        rates = {"masked": config.masked, "mask_rate": config.mask_rate}
+        return partial(mask_record, vocabulary=known, marks=marks, **rates)
 
-    return open_text(
-        data_path,
-        run_dir,
-        seed,
-        batch_size,
-        vocabulary=vocabulary,
-        tokens=tokens,
-        first=OURS.first,
-        transform=transform,
-    )
+    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens, "first": OURS.first}
+    return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)
 
 
-def open_permuted_text(
-    data_path: Path | None,
-    run_dir: Path,
-    seed: int,
-    batch_size: int,
-    *,
-    vocabulary: int,
-    tokens: int,
-    masked: int,
-    mask_rate: float,
-) -> Data:
-    """Text as batches of records that are predicted in a random order; raises what `open_text` does."""
-    return open_text(
-        data_path,
-        run_dir,
-        seed,
-        batch_size,
-        vocabulary=vocabulary,
-        tokens=tokens,
-        first=OURS.first,
-        transform=lambda _, marks: partial(permute_record, masked=masked, mask_rate=mask_rate, marks=marks),
-    )
+def open_permuted_text(config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+    """Text as batches of records that are predicted in a random order; as `open_text` otherwise."""
+
+    def transform(known: int, marks: Marks) -> Transform:
+        return partial(permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks)
+
+    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens, "first": OURS.first}
+    return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)

@@ -179,16 +179,7 @@ def open_data(config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: 
     """Text as records of which some tokens are predicted, in a random order."""
     from jvpipe.models.masking import open_permuted_text  # a plan needs no data, nor the libraries that read it
 
-    return open_permuted_text(
-        data_path,
-        run_dir,
-        seed,
-        batch_size,
-        vocabulary=config.vocabulary,
-        tokens=config.tokens,
-        masked=config.masked,
-        mask_rate=config.mask_rate,
-    )
+    return open_permuted_text(config, data_path, run_dir, seed, batch_size)
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
