@@ -81,7 +81,8 @@ class Pipeline:
             `devices` in their order, those of the first stage, of the second, and so on. Every replica computes its
             examples as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and
             dropout its masks. Of batch norm each replica uses and remembers the statistics of its own examples, and
-            those of the first one are kept. Gradients are added up once per update.
+            those of the first one are kept. Gradients are added up once per update. Without a flush, whole
+            micro-batches take turns on the devices of a stage instead.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.

@@ -98,6 +98,8 @@ def test_a_plan_runs_as_it_is() -> None:
     _, metrics = pipe.step(pipe.init(params, batch, None), batch)
     assert isinstance(found, ReplicaForecast)
     assert found.held_bytes == [pipe.ledger.peak_bytes[device] for device in jax.devices()[:3]]
+    planned = [stage.peak_bytes for stage in found.found.best.stages]
+    assert all(most <= planned[stage] for most, stage in zip(found.held_bytes, (0, 0, 1), strict=True))
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch, None), rtol=1e-6)
 
 
