@@ -3,7 +3,8 @@
 Each family's cuts and fates are the planner's for it, under the same limit. `auto` must be no slower than any of them,
 in every row, and under 0.6 of what 1F1B takes 10% faster than 1F1B with recomputation in most: otherwise the exit code
 is 1. Seconds of planning are those of a core. `--every N` takes each N-th of the drawn models, under all limits;
-`--quick` few of them, and nothing else; `--groups` those of some kinds, such as `profiles` and `models`.
+`--quick` few of them, and nothing else; `--groups` those of some kinds, such as `profiles` and `models`; `--limits`
+those under some limits, of which 1 is none.
 """
 
 import os
@@ -53,6 +54,7 @@ class Arguments:
     every: int = 1
     quick: bool = False
     groups: tuple[str, ...] = ("uniform", "uneven", "profiles", "models")
+    limits: tuple[float, ...] = (1.0, 0.8, 0.6)
     rows: bool = False
     jobs: int = os.cpu_count() or 1
 
@@ -206,7 +208,7 @@ def main() -> int:
     every = QUICK if arguments.quick else arguments.every
     cases = [case for at, case in enumerate(drawn_cases()) if at // len(SHARES) % every == 0]
     cases += [] if arguments.quick else real_cases()
-    cases = [case for case in cases if case.group in arguments.groups]
+    cases = [case for case in cases if case.group in arguments.groups and (case.share or 1.0) in arguments.limits]
     start_s = time.perf_counter()
     rows = []
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:

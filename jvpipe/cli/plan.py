@@ -73,6 +73,7 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages, microbatches = options.stages or STAGES, options.microbatches or MICROBATCHES
+    schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
     problem = Problem(file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link)
     slowness = profile_slowness(cluster, stages, len(file.costs.layers))

@@ -48,6 +48,26 @@ def test_a_graph_file_is_planned(graph: str, tmp_path: Path, capsys: pytest.Capt
     assert "no plan is under" in shown
 
 
+def test_few_microbatches_of_a_graph_file_are_warned_of(graph: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["--graph", graph, "--stages", "3", "--microbatches", "2", "--planner", "even"]) == 0
+    assert "2 micro-batches leave 3 devices idle for about 50% of a step under 1f1b" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "mistake"),
+    [
+        (("--schedule", "interleaved", "--stages", "3"), "interleaved needs 2 x 3 = 6 stages, the model has 4 layers"),
+        (("--schedule", "zb-v", "--stages", "3"), "a vee has two chunks per device: use fewer devices"),
+    ],
+)
+def test_more_chunks_than_layers_are_a_mistake_of_one_line(
+    graph: str, options: tuple[str, ...], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--graph", graph, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert mistake in line
+
+
 def test_planners_are_compared_and_the_best_is_shown(
     graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Block, Segments
+from jvpipe.schedules.schedule import Schedule
 
 Stages = list[tuple[Matrix, Block]]
 """For each stage the fewest seconds of its segments, fates included, and what they take besides."""
@@ -36,7 +37,8 @@ def lower_bound(problem: Problem) -> float:
         return _of_any_order(problem)
     # Fates are chosen as if transfers were hidden; what these take at least is counted after.
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
-    stream = replace(problem.schedule, synchronous=False) if problem.schedule.synchronous else problem.schedule
+    own = problem.schedule
+    stream = Schedule(name=own.name, lists=own.lists, synchronous=False) if own.synchronous else own
     solution = solve(replace(alone, schedule=stream), pricing_of(alone))
     if not solution.feasible:
         return np.inf

@@ -8,6 +8,7 @@ from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.planners import find_planner
+from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -31,6 +32,7 @@ def checked(problem: Problem, found: OrderedPlan) -> None:
     evaluation = evaluate(planned, found.decision)
     assert simulated_step_s(planned, evaluation.stages) == found.step_s
     assert found.bound_s <= found.step_s + 1e-9
+    assert lower_bound(replace(problem, costs=costs, schedule=find_schedule("zb-h1"))) <= found.step_s + 1e-9
     limit = problem.memory_limit_bytes
     assert limit is None or evaluation.peak_bytes <= limit
 
