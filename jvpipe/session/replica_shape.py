@@ -82,6 +82,8 @@ class ShapeSearch:
             except Infeasible:
                 break
             best, why = answer.best, (summary(problem, answer), *reasons(problem, answer))
+            if (name := self.settings.schedule.name) != "1f1b":
+                why = (f"how stages share devices is planned for 1f1b, and runs under {name}", *why)
             if max(best.plan.replicas) == 1:
                 return Shape(best.plan.stages, why)
             plan = replace(as_plan(self.traced.graph, best), schedule=self.settings.schedule.name)

@@ -102,7 +102,6 @@ class _Search:
         self.problem, self.tables = problem, Tables(problem)
         self.simulated: dict[ReplicaPlan, Simulated] = {}
         self.seen: dict[ReplicaPlan, tuple[tuple[ReplicaStage, ...], float]] = {}
-        self.smallest_bytes: int | None = None
         self._slowest_s: dict[int, float] = {}
 
     def run(self) -> None:
@@ -117,7 +116,7 @@ class _Search:
             self.simulate(self.of_each_shape(size))
         for size in self.straight_sizes()[:2]:
             self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))
-        self.simulate(self.of_each_shape())
+        self.simulate(self.of_each_shape() or self.of_least_size()[:1])
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         for begin in [*every[:2], *self.shapes(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
@@ -205,8 +204,6 @@ class _Search:
             return False
         if plan not in self.seen:
             stages = self.tables.stages(plan)
-            most = max(stage.peak_bytes for stage in stages)
-            self.smallest_bytes = min(most, self.smallest_bytes or most)
             self.seen[plan] = stages, surrogate_s(stages, self.problem.batch // plan.size)
         return self.tables.fits(self.seen[plan][0])
 
@@ -267,10 +264,9 @@ class _Search:
 
     def nothing_fits(self) -> Infeasible:
         """The error when no plan fits."""
-        limit, smallest = self.problem.memory_limit_bytes, self.smallest_bytes
+        limit = self.problem.memory_limit_bytes
         assert limit is not None
-        if smallest is None or smallest <= limit:
-            smallest = self._least_bytes(limit)
+        smallest = self._least_bytes(limit)
         return Infeasible(
             f"no plan found fits into {limit} bytes per device, even with every layer run again: {smallest} bytes "
             f"would do, {smallest - limit} more. Use more devices, or a smaller model",
@@ -280,20 +276,24 @@ class _Search:
         )
 
     def _least_bytes(self, limit: int) -> int:
-        """The least limit that is known to do, and more than `limit`, which does not: between halves, a few times."""
-        least, low = min(self._needed_bytes(None, recomputes=True)), limit
+        """The least limit known to do; between it and `limit`, which does not, a half is tried a few times."""
+        roomy = _Search(replace(self.problem, memory_limit_bytes=None, recomputes=True))
+        least, low = min(max(x.peak_bytes for x in roomy.seen[plan][0]) for plan in roomy.of_least_size()), limit
+        while not self._finds(least):
+            low, least = least, least + least // 8 + 1
         for _ in range(HALVINGS):
             middle = (low + least) // 2
-            needed = min(self._needed_bytes(middle), default=None)
-            low, least = (middle, least) if needed is None else (low, needed)
+            low, least = (low, middle) if self._finds(middle) else (middle, least)
         return least
 
-    def _needed_bytes(self, limit: int | None, *, recomputes: bool = False) -> list[int]:
-        """The bytes of the fullest device of plans for the smallest micro-batches that a search under a limit finds."""
-        search = _Search(replace(self.problem, memory_limit_bytes=limit, recomputes=recomputes))
-        size, every = self.problem.sizes[-1], np.arange(len(self.tables.coarse))
-        found = search.ranked(search.searched(size, every, STAGES, (1e9,)))
-        return [max(stage.peak_bytes for stage in search.seen[plan][0]) for plan in found]
+    def _finds(self, limit: int) -> bool:
+        """Whether a search under a limit finds a plan."""
+        return bool(_Search(replace(self.problem, memory_limit_bytes=limit)).of_least_size())
+
+    def of_least_size(self) -> list[ReplicaPlan]:
+        """Paths for the smallest micro-batches that fit, whatever they take: these hold least."""
+        every = np.arange(len(self.tables.coarse))
+        return self.ranked(self.searched(self.problem.sizes[-1], every, STAGES, (1e9,)))
 
 
 def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
