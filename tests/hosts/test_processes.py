@@ -82,14 +82,13 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, "it has not left its first plan behind"
 
 
-def test_replicas_of_a_stage_may_lie_in_two_processes(tmp_path: Path) -> None:
-    cases = [[f"replicas,{order},{tmp_path / f'{order}{who}'}" for order in ("1f1b", "pipedream")] for who in "12"]
-    (one,), two = runs(1, *cases[0]), runs(2, *cases[1])
+def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
+    cases = "replicas,1f1b", "replicas,pipedream"
+    (one,), two = runs(1, *cases), runs(2, *cases)
     for whole, first, second in zip(one, *two, strict=True):
         assert first["losses"] == second["losses"] == whole["losses"]
-        assert first["looked at"] == whole["looked at"]
+        assert first["parameters"] == whole["parameters"]
         assert first["live"] | second["live"] == whole["live"]
-        assert (first["peaks"] | second["peaks"]).keys() == whole["peaks"].keys()
 
 
 def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> None:
