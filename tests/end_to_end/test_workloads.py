@@ -44,7 +44,8 @@ def case(name: str) -> Case:
 def stepped(m: Case, plan: int | jvpipe.Plan, schedule: str) -> tuple[list[Any], float, jvpipe.Pipeline]:
     """Parameters, model state and loss after a step of plain descent; but for plans all stages are on one device."""
     devices = jax.devices()[:1] * plan if isinstance(plan, int) else jax.devices()[:2]
-    options: dict[str, Any] = {"schedule": schedule, "planner": "even", "devices": devices, **m.options}
+    planner = "jvpipe" if schedule == "auto" else "even"
+    options: dict[str, Any] = {"schedule": schedule, "planner": planner, "devices": devices, **m.options}
     pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(1.0), plan, MICRO, **options)
     state, metrics = pipe.step(pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO))
     return (
@@ -79,6 +80,13 @@ def test_every_schedule_gives_the_bits_of_one_stage(name: str, schedule: str, th
     turn = MODELS.index(name) + SYNCHRONOUS.index(schedule)
     for stages in (2, 3) if thorough else (2 + turn % 2,):
         assert_same(stepped(case(name), stages, schedule), alone(name))
+
+
+def test_an_order_that_is_searched_for_gives_the_bits_of_one_stage(thorough: bool) -> None:
+    for name in MODELS if thorough else MODELS[-1:]:
+        ours = stepped(case(name), 2, "auto")
+        assert ours[2].plan.tasks, "it is part of the plan"
+        assert_same(ours, alone(name))
 
 
 @pytest.mark.parametrize("name", MODELS)
