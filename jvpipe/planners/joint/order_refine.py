@@ -10,14 +10,12 @@ from dataclasses import replace
 
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.rule_search import MOVED_TASKS, Candidate, with_moved_bounds
+from jvpipe.planners.joint.rule_search import FEW_LAYERS, MOVED_TASKS, Candidate, with_moved_bounds
 
 NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
 MOVED, RULES_MOVED, LEFT = 3, 6, 3
 """Families whose bounds are moved after they were climbed from, rules as they are, and plans that are left then."""
-FEW_LAYERS = 64
-"""Layers of a model of which twice as many rules' orders have their bounds moved."""
 CLIMBED_TASKS = 200_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150

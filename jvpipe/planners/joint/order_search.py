@@ -158,7 +158,7 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
             continue
         placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
         tried: dict[Decision, None] = {}
-        even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[0])]
+        even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[1])]
         for bounds, one in product(dict.fromkeys((even, *others)), placed):
             decision = with_fates(one, bounds)
             if decision is not None:

@@ -34,8 +34,10 @@ MOVED_TASKS, FATE_TASKS = 100_000, 3
 again."""
 MOVED = 3
 """Plans whose bounds are moved."""
-QUICK_RIVALS = ("even", "adapipe")
-"""Planners whose cuts orders begin with."""
+QUICK_RIVALS, LIMITED_RIVALS = ("even", "adapipe"), ("vpipe",)
+"""Planners whose cuts orders begin with, without a limit and, of few layers, under one."""
+FEW_LAYERS = 64
+"""Layers of a model of which more is tried."""
 REFINED_LAYERS, REFINED_ROWS = 256, 600
 """Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
 surrogate's: under a limit it is asked for several budgets."""
@@ -85,11 +87,13 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def others_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yields the cuts of quick planners that look at one stage per device, if there is no limit; for several chunks."""
-    if problem.memory_limit_bytes is None and problem.schedule.chunks > 1:
-        for planner in PUBLISHED:
-            if planner.name in QUICK_RIVALS and len(problem.costs.layers) <= planner.rival_layers:
-                yield on_devices(planner.decide)(problem).bounds
+    """Yields the cuts of quick planners that look at one stage per device, for several chunks."""
+    few = len(problem.costs.layers) <= FEW_LAYERS
+    quick = QUICK_RIVALS if problem.memory_limit_bytes is None else LIMITED_RIVALS if few else ()
+    for planner in PUBLISHED if problem.schedule.chunks > 1 else ():
+        if planner.name in quick and len(problem.costs.layers) <= planner.rival_layers:
+            with suppress(Infeasible):
+                yield on_devices(_at_once(planner))(problem).bounds
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
