@@ -22,8 +22,8 @@ def train(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def as_users_have_it(cache: Path) -> Iterator[None]:
-    """Inside, JAX is as users have it; what a command would keep for later ones is in a folder of its own."""
+def as_users_have_it() -> Iterator[None]:
+    """Inside, JAX is as users have it; a command keeps nothing for later ones."""
     names = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
     before, update = {name: jax.config.values[name] for name in names}, jax.config.update
 
@@ -35,7 +35,7 @@ def as_users_have_it(cache: Path) -> Iterator[None]:
         with ExitStack() as held:
             held.enter_context(jax.numpy_dtype_promotion("standard"))
             held.enter_context(jax.numpy_rank_promotion("allow"))
-            held.enter_context(mock.patch.dict(os.environ, JAX_COMPILATION_CACHE_DIR=str(cache)))
+            held.enter_context(mock.patch.dict(os.environ, JAX_COMPILATION_CACHE_DIR=""))
             held.enter_context(mock.patch.object(jax.config, "update", updated))
             yield
     finally:
@@ -53,7 +53,7 @@ def here(main: Main, *arguments: str, stands: Path | None = None) -> CompletedPr
     """
     out, err = io.StringIO(), io.StringIO()
     with ExitStack() as held:
-        held.enter_context(as_users_have_it(Path("nothing")))
+        held.enter_context(as_users_have_it())
         held.enter_context(chdir(stands or Path.cwd()))
         held.enter_context(redirect_stdout(out))
         held.enter_context(redirect_stderr(err))

@@ -1,6 +1,5 @@
 """What the planner of replicated stages answers, in words and as JSON; `tables.py` has the table."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +8,7 @@ from jvpipe.planners.joint.replicas_planner import ReplicaAnswer, Simulated
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
-from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 
 def idle_fraction(problem: ReplicaProblem, found: Simulated) -> float:
@@ -32,8 +30,7 @@ def reduce_s(found: Simulated) -> float:
 
 def in_flight(problem: ReplicaProblem, found: Simulated) -> tuple[int, ...]:
     """The most micro-batches between their forward and their backward, on each stage."""
-    schedule = Schedule(name="1f1b", lists=one_f_one_b)
-    return schedule.in_flight(found.plan.stages, problem.batch // found.plan.size)
+    return ONE_F_ONE_B.in_flight(found.plan.stages, problem.batch // found.plan.size)
 
 
 def stages_json(problem: ReplicaProblem, found: Simulated, plan: Plan) -> list[dict[str, Any]]:
@@ -99,21 +96,6 @@ def as_json(problem: ReplicaProblem, answer: ReplicaAnswer, plan: Plan) -> dict[
         "tasks": [],
         "shapes": shapes,
     }
-
-
-def places_in_short(places: Sequence[int]) -> str:
-    """Numbers of devices, runs of them by their ends.
-
-    >>> places_in_short([0, 1, 2, 5]), places_in_short([4])
-    ('0-2, 5', '4')
-    """
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def summary(problem: ReplicaProblem, answer: ReplicaAnswer) -> str:

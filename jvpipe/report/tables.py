@@ -1,8 +1,9 @@
 """What planners answer, as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from rich.console import Console
 from rich.table import Table
 
 from jvpipe.ir.sizes import format_bytes
@@ -12,7 +13,8 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.report.answers import Answer
-from jvpipe.report.replica_answers import in_flight, places_in_short
+from jvpipe.report.console import in_runs
+from jvpipe.report.replica_answers import in_flight
 
 
 def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
@@ -49,7 +51,7 @@ def replica_table(problem: ReplicaProblem, found: Simulated) -> Table:
     every = zip(pairwise(found.plan.bounds), found.plan.places, found.stages, in_flight(problem, found), strict=True)
     for s, ((i, j), places, cost, flying) in enumerate(every):
         seconds = cost.forward_s, cost.backward_s - cost.recompute_s, cost.recompute_s, cost.comm_s, cost.reduce_s
-        row = (f"{len(places)}: {places_in_short(places)}", f"{i} to {j - 1} ({j - i})")
+        row = (f"{len(places)}: {in_runs(places)}", f"{i} to {j - 1} ({j - i})")
         told = (*(f"{1e3 * x:.2f}" for x in seconds), str(flying), format_bytes(cost.peak_bytes))
         table.add_row(str(s), *row, *told)
     return table
@@ -73,3 +75,11 @@ def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
             f"{answer.planning_s:.2f}",
         )
     return table
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    """What `show` prints, as text without colours."""
+    console = Console(width=160, color_system=None)
+    with console.capture() as captured:
+        show(console)
+    return captured.get()

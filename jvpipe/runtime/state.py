@@ -58,6 +58,7 @@ Key = Spot | Slot
 """Names an array while a state is made: where it lies, or, of a small value, the slot that it is for."""
 Name = tuple[str, int]
 FEW = 64
+"""Integers that are worth no program of their own: so many at most."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 

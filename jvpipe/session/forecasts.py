@@ -161,11 +161,8 @@ class Forecast:
 
     def __str__(self) -> str:
         with extra("cli"):
-            from rich.console import Console
-        console = Console(width=160, color_system=None)
-        with console.capture() as captured:
-            self.show(console)
-        return captured.get() + ("" if self.fits else f"no plan: {self.why_not()}\n")
+            from jvpipe.report.tables import printed
+        return printed(self.show) + ("" if self.fits else f"no plan: {self.why_not()}\n")
 
     @property
     def _decision(self) -> Decision:

@@ -123,11 +123,8 @@ class ReplicaForecast:
 
     def __str__(self) -> str:
         with extra("cli"):
-            from rich.console import Console
-        console = Console(width=160, color_system=None)
-        with console.capture() as captured:
-            self.show(console)
-        return captured.get() + ("" if self.fits else f"no plan: {self.why_not()}\n")
+            from jvpipe.report.tables import printed
+        return printed(self.show) + ("" if self.fits else f"no plan: {self.why_not()}\n")
 
 
 def forecast_replicas(question: ReplicaQuestion, title: str = "") -> ReplicaForecast:

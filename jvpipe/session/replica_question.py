@@ -12,7 +12,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import limits_of_each
 from jvpipe.planners.joint.replicas_planner import Simulated
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.replicas_costs import LocalCosts
+from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.user_fates import layers_again
 from jvpipe.schedules import Schedule
@@ -59,7 +59,7 @@ class ReplicaQuestion:
             traced = self.question.trace(b, whole.traced.cuts).traced
             if _operations(traced) == _operations(whole.traced):  # else replicas cannot have so few examples
                 costs[b] = estimate(traced, self.cluster, optimizer, fates=False)
-        local = LocalCosts(tuple(sorted(costs)), tuple(costs[b] for b in sorted(costs)))
+        local = local_costs(costs.__getitem__, sorted(costs))
         pins = replace(self.pins, least_slice=1 if 1 in costs else 2)
         problem = ReplicaProblem(local, self.cluster, self.devices, self.batch, self.limit_bytes, pins=pins)
         return problem, whole.traced.graph

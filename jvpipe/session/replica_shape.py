@@ -17,7 +17,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.replicas_costs import LocalCosts
+from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
@@ -135,7 +135,7 @@ class ShapeSearch:
         cluster = Cluster("here", accelerator_of(first), len(settings.devices), peer=peer)
         stages = None if settings.stages is None else _number(settings.stages)
         return ReplicaProblem(
-            LocalCosts(tuple(sorted(costs)), tuple(costs[b] for b in sorted(costs))),
+            local_costs(costs.__getitem__, sorted(costs)),
             cluster,
             len(settings.devices),
             settings.microbatches * examples,

@@ -26,12 +26,10 @@ from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
 from jvpipe.planners.model.segments import Cuts, Grid, between, sums
 from jvpipe.planners.model.shared_state import spared_bytes, surely_spared_bytes
-from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 MOST_CUTS = 40
 """Of more cuts so many are in grids: of each share of the work that where least crosses."""
-_SCHEDULE = Schedule(name="1f1b", lists=one_f_one_b)
 Places = tuple[int, ...]
 
 
@@ -77,7 +75,7 @@ class Local:
             cuts: where stages begin and end.
             most_stages: that there can be.
         """
-        alone = Problem(costs, 1, _SCHEDULE, 1, peer=Link(1.0))  # a second per byte
+        alone = Problem(costs, 1, ONE_F_ONE_B, 1, peer=Link(1.0))  # a second per byte
         return Local(KeepAll(alone, cuts=cuts), most_stages)
 
     def at(self, cuts: Cuts) -> "Local":
