@@ -129,6 +129,8 @@ def _outlined() -> Any:
 
 # `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
 # micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks them, `device_put` serves.
+# Between CPU devices even those wake a thread for each copy (36 microseconds); for a few bytes that are there it pays
+# to copy them at once.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -157,6 +159,20 @@ def exact(platform: str) -> dict[str, str | bool]:
     return options
 
 
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+@cache
+def is_plain(dtype: Any) -> bool:
+    """Whether the host holds elements of a type as a device does: not keys, nor what is smaller than a byte."""
+    return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
+
+
+@cache
+def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
+    return ShapedArray(shape, dtype)
+
+
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
     """A function that copies an array from another device to this one."""
     if _copy_array is None:
@@ -169,6 +185,22 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
             return copy([x], devices, shardings, always)[0]
         except TypeError:  # an array of typed keys only wraps one that can be copied
             return jax.device_put(x, device)
+
+    return run
+
+
+def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
+    """A function that copies an array of a few bytes from `source` to `device`: at once, where it is there already."""
+    copy = copier(device)
+    if _put_host is None or not source.platform == device.platform == "cpu":
+        return copy
+    put, sharding, devices = _put_host, SingleDeviceSharding(device), [device]
+
+    def run(x: jax.Array) -> jax.Array:
+        if is_plain(x.dtype) and cast(Any, x).is_ready():
+            words = np.array(x)  # a copy: jaxlib keeps what it is handed for a moment longer, and x may have to go
+            return put(x.aval, sharding, [words], devices, force_copy=True)
+        return copy(x)
 
     return run
 
@@ -190,7 +222,7 @@ def feeder(device: Device) -> Callable[[np.ndarray | jax.Array], jax.Array]:
 
     def run(x: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(x, np.ndarray):
-            return put(ShapedArray(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
+            return put(_shaped(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
         return copy(x)
 
     return run

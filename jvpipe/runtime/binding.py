@@ -11,9 +11,12 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
+
+_PROMPT_BYTES = 1 << 16
+"""Up to here a copy takes less than waking the thread that would make it."""
 
 
 class Instruction(NamedTuple):
@@ -55,6 +58,11 @@ class Bound:
     def targets(self) -> list[int]:
         """The place of what each row makes."""
         return [it.target for it in self.instructions]
+
+    @cached_property
+    def waits(self) -> bool:
+        """Tells whether a row may have to be put off, because a copy is late."""
+        return any(KINDS[it.row.kind].runs is Runs.WAIT for it in self.instructions)
 
     @cached_property
     def leaves_host(self) -> frozenset[int]:
@@ -132,7 +140,9 @@ def _copy(row: Row, buffers: Sequence[Buffer], devices: Sequence[Device], target
     """Makes what runs a row that only copies, waits or drops; None for one that runs a program."""
     match row.kind:
         case Kind.SEND | Kind.RETURN | Kind.MOVE:
-            return _in_list(_jax.copier(devices[target]))
+            size, source = buffers[row.reads[0]].bytes, devices[row.place]
+            prompt = size <= _PROMPT_BYTES
+            return _in_list(_jax.prompt_copier(source, devices[target]) if prompt else _jax.copier(devices[target]))
         case Kind.OUT:
             return _in_list(_jax.swapper(devices[row.place], "pinned_host"))
         case Kind.IN:

@@ -5,7 +5,7 @@ names arrays, so its own time per row is what limits small models.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -109,10 +109,9 @@ class Controller:
         self._begin(lowered, instructions, at)
         arriving: Arriving = {}
         before, marked = list(live), len(self.marks)
-        leaves_host = bound.leaves_host if self.host_limited else ()
-        row = None
+        persistent, row = lowered.persistent, None
         try:
-            ready = dispatch_ready(lowered.rows, bound.targets, table, leaves_host)
+            ready = self._order(bound, table)
             for index in ready if monitor is None else monitor.noting(ready):
                 it = instructions[index]
                 run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
@@ -135,7 +134,7 @@ class Controller:
                             arriving[writes[0]] = index, row, mark
                     x = out = None  # what nobody reads is gone
                 for b in frees:
-                    if b < lowered.persistent:  # the state that is consumed still knows it
+                    if b < persistent:  # the state that is consumed still knows it
                         table[b].delete()
                     table[b] = None
                 live[source] -= freed
@@ -150,6 +149,13 @@ class Controller:
         for b in lowered.metrics:  # these are the caller's from here on
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
+
+    def _order(self, bound: Bound, table: Sequence[Any]) -> Iterable[int]:
+        """The numbers of the rows in the order of dispatch: that of the lists where no copy can be late."""
+        if not bound.waits:
+            return range(len(bound.instructions))
+        leaves_host = bound.leaves_host if self.host_limited else ()
+        return dispatch_ready(bound.lowered.rows, bound.targets, table, leaves_host)
 
     def _begin(self, lowered: Lowered, instructions: Sequence[Instruction], at: Moment) -> None:
         self._step = at.step

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe.trace.keys import is_key
+from jvpipe._jax import is_plain
 from jvpipe.trace.leaves import abstract, canonical, path_name
 
 Tree = Any
-_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 
 def shapes_of(tree: Tree) -> Any:
@@ -92,7 +91,7 @@ def _feedable(leaf: Any) -> Any:
 
     The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
     """
-    if is_key(leaf) or leaf.dtype.name in _PACKED:
+    if not is_plain(leaf.dtype):
         return jax.numpy.asarray(leaf)
     return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)
 

@@ -56,6 +56,8 @@ def test_what_leaves_the_host_is_known_and_a_swap_goes_there_and_back() -> None:
     )
     assert step.targets == [HOST, 0, 0]
     assert step.leaves_host == {2}
+    assert step.waits
+    assert not bound(Executable()).waits
     out, free, back = step.instructions
     here = jax.device_put(np.ones(2, np.float32), jax.devices()[0])
     (away,) = out.run(here)
