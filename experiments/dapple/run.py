@@ -17,9 +17,10 @@ from experiments.planners.tables import PROFILES
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.planners import find_planner
-from jvpipe.planners.joint.replicas_planner import ReplicaAnswer, plan_replicas
+from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.joint.replicas_rivals import rivals
 from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.replicas_answer import ReplicaAnswer
 from jvpipe.planners.model.replicas_costs import LocalCosts, local_costs
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem

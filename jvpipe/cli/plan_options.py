@@ -53,7 +53,7 @@ class Options:
     schedule: str = "1f1b"
     """In which order the micro-batches run."""
     planner: str = "jvpipe"
-    """Which planner."""
+    """Which planner; with --devices or --replicas jvpipe, pipedream or dapple."""
     compare: str | None = None
     """Several planners side by side: `all`, or names with commas between."""
     microbatches: int | None = None

@@ -4,44 +4,44 @@ from dataclasses import replace
 from typing import Any
 
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.replicas_planner import ReplicaAnswer, Simulated
+from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 
-def idle_fraction(problem: ReplicaProblem, found: Simulated) -> float:
+def idle_fraction(problem: ReplicaProblem, simulated: Simulated) -> float:
     """The idle share of all devices there are in a simulated step, those that are left out among them.
 
     Args:
         problem: that was asked.
-        found: a plan.
+        simulated: a plan.
     """
-    worked = (r * (x.forward_s + x.backward_s) for r, x in zip(found.plan.replicas, found.stages, strict=True))
-    busy_s = problem.batch // found.plan.size * sum(worked)
-    return 1.0 - busy_s / (problem.devices * found.step_s) if found.step_s else 0.0
+    worked = (r * (x.forward_s + x.backward_s) for r, x in zip(simulated.plan.replicas, simulated.stages, strict=True))
+    busy_s = problem.batch // simulated.plan.size * sum(worked)
+    return 1.0 - busy_s / (problem.devices * simulated.step_s) if simulated.step_s else 0.0
 
 
-def reduce_s(found: Simulated) -> float:
+def reduce_s(simulated: Simulated) -> float:
     """The seconds of the longest all-reduce of a step that no backward hides."""
-    return max(stage.reduce_s for stage in found.stages)
+    return max(stage.reduce_s for stage in simulated.stages)
 
 
-def in_flight(problem: ReplicaProblem, found: Simulated) -> tuple[int, ...]:
+def in_flight(problem: ReplicaProblem, simulated: Simulated) -> tuple[int, ...]:
     """The most micro-batches between their forward and their backward, on each stage."""
-    return ONE_F_ONE_B.in_flight(found.plan.stages, problem.batch // found.plan.size)
+    return ONE_F_ONE_B.in_flight(simulated.plan.stages, problem.batch // simulated.plan.size)
 
 
-def stages_json(problem: ReplicaProblem, found: Simulated, plan: Plan) -> list[dict[str, Any]]:
+def stages_json(problem: ReplicaProblem, simulated: Simulated, plan: Plan) -> list[dict[str, Any]]:
     """Writes the stages in the form of `--json`.
 
     Args:
         problem: that was asked.
-        found: the answer.
+        simulated: the answer.
         plan: the same, with names.
     """
-    every = zip(plan.stages, found.stages, in_flight(problem, found), strict=True)
+    every = zip(plan.stages, simulated.stages, in_flight(problem, simulated), strict=True)
     return [
         {
             "layers": list(stage.layers),
@@ -73,12 +73,12 @@ def as_json(problem: ReplicaProblem, answer: ReplicaAnswer, plan: Plan) -> dict[
     shapes = [
         {
             "shape": shape,
-            "replicas": list(found.plan.replicas),
-            "layers_per_stage": list(found.plan.layers),
-            "microbatches": problem.batch // found.plan.size,
-            "step_s": found.step_s,
+            "replicas": list(simulated.plan.replicas),
+            "layers_per_stage": list(simulated.plan.layers),
+            "microbatches": problem.batch // simulated.plan.size,
+            "step_s": simulated.step_s,
         }
-        for shape, found in sorted(answer.shapes.items(), key=lambda item: item[1].step_s)
+        for shape, simulated in sorted(answer.shapes.items(), key=lambda item: item[1].step_s)
     ]
     return {
         "planner": plan.planner,
@@ -107,7 +107,7 @@ def summary(problem: ReplicaProblem, answer: ReplicaAnswer) -> str:
     """
     best, count = answer.best, problem.batch // answer.best.plan.size
     return (
-        f"planner jvpipe, schedule 1f1b, on {problem.devices} devices {shape_words(best)}, {count} "
+        f"planner {answer.planner}, schedule 1f1b, on {problem.devices} devices {shape_words(best)}, {count} "
         f"micro-batch{'es' * (count > 1)} of {best.plan.size}: step {1e3 * best.step_s:.2f} ms simulated (no plan is "
         f"under {1e3 * answer.bound_s:.2f}: at most {answer.gap:.1%} above the best), {_parts(problem, best)}, "
         f"planned in {answer.planning_s:.2f} s"
@@ -123,9 +123,9 @@ def reasons(problem: ReplicaProblem, answer: ReplicaAnswer) -> list[str]:
     """
     others = sorted((x for x in answer.shapes.values() if x is not answer.best), key=lambda x: x.step_s)
     lines = [
-        f"{shape_words(found)}, micro-batches of {found.plan.size}: {1e3 * found.step_s:.2f} ms, "
-        f"{found.step_s / answer.best.step_s:.2f} times as long: {_parts(problem, found)}"
-        for found in others
+        f"{shape_words(simulated)}, micro-batches of {simulated.plan.size}: {1e3 * simulated.step_s:.2f} ms, "
+        f"{simulated.step_s / answer.best.step_s:.2f} times as long: {_parts(problem, simulated)}"
+        for simulated in others
     ]
     return [*_replica_reasons(problem, answer.best), *lines]
 
@@ -144,18 +144,18 @@ def _replica_reasons(problem: ReplicaProblem, best: Simulated) -> list[str]:
     return told
 
 
-def shape_words(found: Simulated) -> str:
+def shape_words(simulated: Simulated) -> str:
     """Says how many devices the stages of a plan have."""
-    match found.plan.shape:
+    match simulated.plan.shape:
         case "straight":
-            return f"straight, {found.plan.stages} stages of one device"
+            return f"straight, {simulated.plan.stages} stages of one device"
         case "data parallel":
-            return f"data parallel, {found.plan.replicas[0]} devices for all layers"
+            return f"data parallel, {simulated.plan.replicas[0]} devices for all layers"
         case shape:
-            return f"{shape}, {':'.join(map(str, found.plan.replicas))} devices"
+            return f"{shape}, {':'.join(map(str, simulated.plan.replicas))} devices"
 
 
-def _parts(problem: ReplicaProblem, found: Simulated) -> str:
+def _parts(problem: ReplicaProblem, simulated: Simulated) -> str:
     """What of a step is not work."""
-    reduced = f"all-reduces of up to {1e3 * reduce_s(found):.2f} ms, " if reduce_s(found) else ""
-    return f"{reduced}{idle_fraction(problem, found):.1%} idle"
+    reduced = f"all-reduces of up to {1e3 * reduce_s(simulated):.2f} ms, " if reduce_s(simulated) else ""
+    return f"{reduced}{idle_fraction(problem, simulated):.1%} idle"

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.planners.joint.replicas_planner import Simulated
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.replicas_answer import Simulated
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.report.answers import Answer
@@ -40,15 +40,15 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
     return table
 
 
-def replica_table(problem: ReplicaProblem, found: Simulated) -> Table:
+def replica_table(problem: ReplicaProblem, best: Simulated) -> Table:
     """Makes a row for each stage of a plan whose stages may be replicated.
 
     Args:
         problem: that was asked.
-        found: the plan.
+        best: the plan.
     """
     table = Table("stage", "devices", "layers", "F ms", "B ms", "again ms", "comm ms", "reduce ms", "in flight", "peak")
-    every = zip(pairwise(found.plan.bounds), found.plan.places, found.stages, in_flight(problem, found), strict=True)
+    every = zip(pairwise(best.plan.bounds), best.plan.places, best.stages, in_flight(problem, best), strict=True)
     for s, ((i, j), places, cost, flying) in enumerate(every):
         seconds = cost.forward_s, cost.backward_s - cost.recompute_s, cost.recompute_s, cost.comm_s, cost.reduce_s
         row = (f"{len(places)}: {in_runs(places)}", f"{i} to {j - 1} ({j - i})")

@@ -11,6 +11,7 @@ import numpy as np
 
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.plan import Plan
+from jvpipe.planners.replicas import REPLICA_PLANNERS
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
@@ -178,10 +179,14 @@ def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speed
         raise ValueError(
             f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
         )
-    if planner != "jvpipe":
+    if planner not in REPLICA_PLANNERS:
         raise ValueError(
-            f"replicas='auto' is decided by planner 'jvpipe', not by '{planner}': leave planner out, or give the "
-            "devices of each stage, such as replicas=(2, 1)"
+            f"replicas='auto' is decided by planners {', '.join(REPLICA_PLANNERS)}, not by '{planner}': name one of "
+            "these, or give the devices of each stage, such as replicas=(2, 1)"
+        )
+    if planner != "jvpipe" and stages is not None:
+        raise ValueError(
+            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
         )
     if speeds is not None:
         raise ValueError(

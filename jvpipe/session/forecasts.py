@@ -208,7 +208,8 @@ def plan_for(
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
         microbatches: how many a batch is split into; 8 unless given or decided.
         schedule: by name, or one with options; replicas are planned for 1f1b.
-        planner: by name; several are compared, "all" of them if that is said.
+        planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
+            "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.

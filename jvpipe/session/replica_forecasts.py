@@ -9,10 +9,11 @@ from typing import Any
 from jvpipe.ir.extras import extra
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.replicas_planner import ReplicaAnswer, plan_replicas
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.replicas_answer import ReplicaAnswer
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_step import simulation
+from jvpipe.planners.replicas import ask_replicas
 from jvpipe.report import timeline
 from jvpipe.report.replica_answers import as_json, reasons, summary
 from jvpipe.runtime.tensors import MemoryLimitExceeded
@@ -26,15 +27,16 @@ class ReplicaForecast:
     """The best plan of replicated stages, or why there is none; `str` of it is what the command prints."""
 
     problem: ReplicaProblem
-    answer: ReplicaAnswer | Infeasible
+    outcome: ReplicaAnswer | Infeasible
     graph: LayerGraph
     question: Question
+    planner: str = "jvpipe"
     title: str = ""
 
     @property
     def fits(self) -> bool:
         """Whether there is a plan that keeps the limit."""
-        return isinstance(self.answer, ReplicaAnswer)
+        return isinstance(self.outcome, ReplicaAnswer)
 
     @property
     def simulated(self) -> bool:
@@ -42,45 +44,45 @@ class ReplicaForecast:
         return self.fits
 
     @property
-    def found(self) -> ReplicaAnswer:
+    def answer(self) -> ReplicaAnswer:
         """The answer.
 
         Raises:
             MemoryLimitExceeded: no plan keeps the limit; its `smallest_limit_bytes` is one that would do.
         """
-        if isinstance(self.answer, Infeasible):
-            raise MemoryLimitExceeded(str(self.answer), self.answer.smallest_limit_bytes)
-        return self.answer
+        if isinstance(self.outcome, Infeasible):
+            raise MemoryLimitExceeded(str(self.outcome), self.outcome.smallest_limit_bytes)
+        return self.outcome
 
     @property
     def plan(self) -> Plan:
-        """The best plan, for a pipeline of so many `microbatches`; raises as `found` does."""
-        return as_plan(self.graph, self.found.best)
+        """The best plan, for a pipeline of so many `microbatches`; raises as `answer` does."""
+        return as_plan(self.graph, self.answer.best, self.answer.planner)
 
     @property
     def microbatches(self) -> int:
-        """How many the best plan splits a batch into; raises as `found` does."""
-        return self.problem.batch // self.found.best.plan.size
+        """How many the best plan splits a batch into; raises as `answer` does."""
+        return self.problem.batch // self.answer.best.plan.size
 
     @property
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
-        return self.found.best.step_s if self.fits else math.inf
+        return self.answer.best.step_s if self.fits else math.inf
 
     @property
     def lower_bound_s(self) -> float:
         """Seconds of a step that no plan under the limit is below."""
-        return self.found.bound_s if self.fits else math.inf
+        return self.answer.bound_s if self.fits else math.inf
 
     @cached_property
     def reasons(self) -> list[str]:
         """Why stages have as many devices as they have, and what plans of other shapes take."""
-        return reasons(self.problem, self.found)
+        return reasons(self.problem, self.answer)
 
     @cached_property
     def simulation(self) -> Timeline:
         """What each device of the best plan does when."""
-        best = self.found.best
+        best = self.answer.best
         return simulation(self.problem, best.plan, best.stages)
 
     @cached_property
@@ -90,14 +92,15 @@ class ReplicaForecast:
 
     def why_not(self) -> str:
         """Why no plan keeps the limit, and what would."""
-        return str(self.answer)
+        return str(self.outcome)
 
     def figure(self, path: str | Path) -> None:
         """Draws the simulation (png, svg or pdf)."""
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
-        timeline_figure(self.simulation, Path(path), (), ", ".join(filter(None, (self.title, "1f1b, jvpipe"))))
+        title = ", ".join(filter(None, (self.title, "1f1b", self.planner)))
+        timeline_figure(self.simulation, Path(path), (), title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""
@@ -105,19 +108,19 @@ class ReplicaForecast:
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it."""
-        if isinstance(self.answer, Infeasible):
-            smallest = self.answer.smallest_limit_bytes
-            why = {"reason": str(self.answer), "smallest_limit_bytes": smallest}
-            return {"planner": "jvpipe", "schedule": "1f1b", "feasible": False, **why, "stages": []}
-        return as_json(self.problem, self.answer, self.plan)
+        if isinstance(self.outcome, Infeasible):
+            smallest = self.outcome.smallest_limit_bytes
+            why = {"reason": str(self.outcome), "smallest_limit_bytes": smallest}
+            return {"planner": self.planner, "schedule": "1f1b", "feasible": False, **why, "stages": []}
+        return as_json(self.problem, self.outcome, self.plan)
 
     def show(self, console: Any) -> None:
         """Prints the answer to a `rich.console.Console`."""
         with extra("cli"):
             from jvpipe.report.tables import replica_table
-        if isinstance(self.answer, ReplicaAnswer):
-            console.print(replica_table(self.problem, self.answer.best))
-            console.print(summary(self.problem, self.answer), highlight=False)
+        if isinstance(self.outcome, ReplicaAnswer):
+            console.print(replica_table(self.problem, self.outcome.best))
+            console.print(summary(self.problem, self.outcome), highlight=False)
             for reason in self.reasons:
                 console.print(reason, highlight=False)
 
@@ -128,7 +131,7 @@ class ReplicaForecast:
 
 
 def forecast_replicas(question: ReplicaQuestion, title: str = "") -> ReplicaForecast:
-    """Asks the planner of replicated stages.
+    """Asks a planner of replicated stages.
 
     Args:
         question: about a model and a cluster.
@@ -136,7 +139,7 @@ def forecast_replicas(question: ReplicaQuestion, title: str = "") -> ReplicaFore
     """
     problem, graph = question.problem()
     try:
-        answer = plan_replicas(problem)
+        outcome = ask_replicas(question.planner, problem)
     except Infeasible as infeasible:
-        answer = infeasible
-    return ReplicaForecast(problem, answer, graph, question.question, title)
+        outcome = infeasible
+    return ReplicaForecast(problem, outcome, graph, question.question, question.planner, title)

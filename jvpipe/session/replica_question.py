@@ -10,10 +10,11 @@ from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import limits_of_each
-from jvpipe.planners.joint.replicas_planner import Simulated
 from jvpipe.planners.model.pins import Pins
+from jvpipe.planners.model.replicas_answer import Simulated
 from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.replicas import REPLICA_PLANNERS
 from jvpipe.planners.user_fates import layers_again
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import whole_number, whole_numbers
@@ -31,6 +32,7 @@ class ReplicaQuestion:
     devices: int
     pins: Pins
     memory_limit: int | tuple[int, ...] | None = None
+    planner: str = "jvpipe"
 
     @property
     def batch(self) -> int:
@@ -81,7 +83,7 @@ def replica_question(
 
     Args:
         question: has the model and a whole batch.
-        planners: their names.
+        planners: the name of one.
         cluster: has the devices.
         memory_limit: what each may hold; what they have unless given.
         devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
@@ -115,16 +117,18 @@ def replica_question(
         shapes = micro_batch_shapes(question.batch, whole_number("microbatches", microbatches))
         size = jax.tree.leaves(shapes)[0].shape[0]
     pins = Pins(stages, counts, None if cuts is None else whole_numbers("cuts", cuts), size)
-    return ReplicaQuestion(question, cluster, there, pins, memory_limit)
+    return ReplicaQuestion(question, cluster, there, pins, memory_limit, planners[0])
 
 
 def check_replica_planner(planners: Sequence[str], schedule: Schedule) -> None:
     """Raises ValueError for planners that give each stage one device, and schedules that have no replicas planned."""
-    if others := [name for name in planners if name != "jvpipe"]:
+    if others := [name for name in planners if name not in REPLICA_PLANNERS]:
         raise ValueError(
-            f"planner '{others[0]}' gives each stage one device: replicas are planned by 'jvpipe', leave the other "
-            "out, or devices and replicas"
+            f"planner '{others[0]}' gives each stage one device: replicas are planned by "
+            f"{', '.join(REPLICA_PLANNERS)}; name one of these, or leave out devices and replicas"
         )
+    if len(planners) > 1:
+        raise ValueError(f"planners {', '.join(planners)}: replicas are planned by one at a time, name one")
     if schedule.name != "1f1b":
         raise ValueError(
             f"replicas are planned for schedule '1f1b', not for '{schedule.name}': use '1f1b', or leave out devices "
@@ -147,15 +151,16 @@ def smaller(examples: int, devices: int) -> tuple[int, ...]:
     return tuple(b for b in sizes if b < examples)
 
 
-def as_plan(graph: LayerGraph, found: Simulated) -> Plan:
+def as_plan(graph: LayerGraph, best: Simulated, planner: str) -> Plan:
     """A plan of replicated stages as one that runs; stages that do not fit otherwise run their layers again.
 
     Args:
         graph: the model's layers.
-        found: the planner's.
+        best: the planner's.
+        planner: its name.
     """
-    plan = Plan.from_cuts(found.plan.layers, found.plan.places, schedule="1f1b", planner="jvpipe")
-    every = zip(plan.stages, found.stages, strict=True)
+    plan = Plan.from_cuts(best.plan.layers, best.plan.places, schedule="1f1b", planner=planner)
+    every = zip(plan.stages, best.stages, strict=True)
     fated = (replace(x, fates=layers_again(graph, x.layers)) if cost.recompute_s else x for x, cost in every)
     return replace(plan, stages=tuple(fated))
 

@@ -14,11 +14,11 @@ from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.planners.replicas import ask_replicas
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.report.replica_answers import reasons, summary
@@ -78,7 +78,7 @@ class ShapeSearch:
         limit = problem.memory_limit_bytes
         for _ in range(_ATTEMPTS):
             try:
-                answer = plan_replicas(problem)
+                answer = ask_replicas(self.settings.planner, problem)
             except Infeasible:
                 break
             best, why = answer.best, (summary(problem, answer), *reasons(problem, answer))
@@ -86,7 +86,7 @@ class ShapeSearch:
                 why = (f"how stages share devices is planned for 1f1b, and runs under {name}", *why)
             if max(best.plan.replicas) == 1:
                 return Shape(best.plan.stages, why)
-            plan = replace(as_plan(self.traced.graph, best), schedule=self.settings.schedule.name)
+            plan = replace(as_plan(self.traced.graph, best, answer.planner), schedule=self.settings.schedule.name)
             try:
                 held = max(held_bytes_of(plan))
             except ValueError as unlike:  # a layer leaves other things on slices than on the whole

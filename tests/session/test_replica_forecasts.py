@@ -98,9 +98,21 @@ def test_a_plan_runs_as_it_is() -> None:
     _, metrics = pipe.step(pipe.init(params, batch, None), batch)
     assert isinstance(found, ReplicaForecast)
     assert found.held_bytes == [pipe.ledger.peak_bytes[device] for device in jax.devices()[:3]]
-    planned = [stage.peak_bytes for stage in found.found.best.stages]
+    planned = [stage.peak_bytes for stage in found.answer.best.stages]
     assert all(most <= planned[stage] for most, stage in zip(found.held_bytes, (0, 0, 1), strict=True))
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch, None), rtol=1e-6)
+
+
+@pytest.mark.parametrize("planner", ["dapple", "pipedream"])
+def test_planners_of_the_papers_are_asked_by_name(planner: str) -> None:
+    found = planned(devices=4, planner=planner)
+    assert found.plan.planner == planner
+    assert f"planner {planner}, schedule 1f1b, on 4 devices" in str(found)
+    assert found.step_s >= planned(devices=4).step_s
+    tight = planned(devices=4, planner=planner, memory_limit="20kB")
+    with pytest.raises(jvpipe.MemoryLimitExceeded, match=planner) as no:
+        tight.answer  # noqa: B018
+    assert planned(devices=4, planner=planner, memory_limit=no.value.smallest_limit_bytes).fits
 
 
 def test_a_cluster_too_small_says_by_how_much() -> None:
@@ -126,7 +138,9 @@ def test_a_cluster_too_small_says_by_how_much() -> None:
         ({"replicas": (2, 1), "cuts": (9, 1)}, r"cuts \(9, 1\) are of 10 layers, the model has 6"),
         ({"devices": 4, "microbatches": 7}, "7 micro-batches do not divide the 64 examples"),
         ({"devices": 4, "schedule": "gpipe"}, "replicas are planned for schedule '1f1b', not for 'gpipe'"),
-        ({"devices": 4, "planner": "dapple"}, "planner 'dapple' gives each stage one device"),
+        ({"devices": 4, "planner": "vpipe"}, "planner 'vpipe' gives each stage one device"),
+        ({"devices": 4, "planner": "jvpipe,dapple"}, "jvpipe, dapple: replicas are planned by one at a time"),
+        ({"replicas": (2, 1), "planner": "dapple"}, "planner 'dapple' decides stages, replicas and cuts itself"),
         ({"devices": 2, "memory_limit": ["1GiB", "2GiB"]}, "replicas are planned for devices that are alike"),
         ({"devices": 2, "hardware": Cluster("mixed", GPU, 2, unlike=(GPU, GPU))}, "mixed has devices that are not"),
     ],

@@ -64,6 +64,11 @@ def test_alike_layers_on_fast_links_are_data_parallel_and_train_as_one_device() 
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_planners_of_the_papers_decide_too() -> None:
+    pipe, _ = begun(planner="dapple")
+    assert (pipe.plan.replicas, pipe.plan.planner) == ((4,), "dapple")
+
+
 def test_given_stages_are_kept() -> None:
     pipe, _ = begun(stages=3)
     assert len(pipe.plan.stages) == 3
@@ -119,7 +124,8 @@ def test_a_changed_model_has_the_stages_of_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"planner": "dapple"}, "replicas='auto' is decided by planner 'jvpipe', not by 'dapple'"),
+        ({"planner": "vpipe"}, "replicas='auto' is decided by planners jvpipe, pipedream, dapple, not by 'vpipe'"),
+        ({"planner": "dapple", "stages": 2}, "planner 'dapple', which decides the number of stages itself"),
         ({"stages": jvpipe.Plan.from_cuts([4])}, r"given with a plan, whose stages have \(1,\) devices: leave it out"),
         ({"speeds": [1.0] * 4}, "speeds cannot be told of replicas yet"),
         ({"stages": 5}, "5 stages need 5 devices, there are 4: use at most 4"),

@@ -8,7 +8,7 @@ simulated ones climb: a layer, a replica or the size of micro-batches at a time.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import gcd
 
@@ -19,6 +19,7 @@ from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound
 from jvpipe.planners.joint.replicas_rivals import rivals
 from jvpipe.planners.joint.replicas_search import Ground, paths
 from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated, of_each_shape
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import ReplicaStage, Tables, few_cuts, least_s, surrogate_s
@@ -36,37 +37,6 @@ CLIMBS, NEIGHBOURS = 12, 6
 """How many steps a plan climbs at most, and how many of its neighbours are simulated for each."""
 HALVINGS = 6
 """How often the way to a limit that would do is halved, where nothing keeps the limit."""
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A plan that keeps the limit, what its stages take, and its simulated seconds per step."""
-
-    plan: ReplicaPlan
-    stages: tuple[ReplicaStage, ...]
-    step_s: float
-
-
-@dataclass(frozen=True)
-class ReplicaAnswer:
-    """The best plan, the best ones of each shape, and a bound that no plan is below."""
-
-    best: Simulated
-    shapes: dict[str, Simulated]
-    bound_s: float
-    planning_s: float
-
-    @property
-    def gap(self) -> float:
-        """By which part the best plan is above the bound at most."""
-        return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
-
-    def __str__(self) -> str:
-        """Says what was found, and the second best of other shapes: one line each."""
-        head = f"{self.best.plan}: {self.best.step_s:.4g} s a step, at most {self.gap:.0%} above the best there is"
-        others = sorted((x for x in self.shapes.values() if x is not self.best), key=lambda x: x.step_s)
-        lines = (f"{x.plan.shape}: {x.plan}: {x.step_s:.4g} s ({x.step_s / self.best.step_s:.2f} x)" for x in others)
-        return "\n".join([head, *lines])
 
 
 def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
@@ -92,7 +62,7 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
         raise search.nothing_fits()
     every = sorted(search.simulated.values(), key=lambda x: x.step_s)
     bound_s = lower_bound_s(search.tables)
-    return ReplicaAnswer(every[0], search.shapes(every), bound_s, time.perf_counter() - start_s)
+    return ReplicaAnswer(every[0], of_each_shape(every), bound_s, time.perf_counter() - start_s)
 
 
 class _Search:
@@ -118,16 +88,9 @@ class _Search:
             self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))
         self.simulate(self.of_each_shape() or self.of_least_size()[:1])
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
-        for begin in [*every[:2], *self.shapes(every[2:]).values()]:
+        for begin in [*every[:2], *of_each_shape(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
                 self.climb(begin)
-
-    def shapes(self, every: Iterable[Simulated]) -> dict[str, Simulated]:
-        """The first of each shape."""
-        shapes: dict[str, Simulated] = {}
-        for each in every:
-            shapes.setdefault(each.plan.shape, each)
-        return shapes
 
     def glance(self, size: int) -> float:
         """The surrogate's seconds of the best plan for a size, looked for in haste."""

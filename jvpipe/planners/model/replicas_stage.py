@@ -261,15 +261,15 @@ class Tables:
             self._parts[key] = self._part(*key)
         part, comm_s = self._parts[key], 0.0
         if s and part.crossing_bytes:
-            latency_s, byte_s = self._way(plan.places[s - 1], devices)
+            latency_s, byte_s = self.way(plan.places[s - 1], devices)
             comm_s = 2 * latency_s + part.crossing_bytes * byte_s
         if not comm_s and len(devices) == 1:
             return part.stage
         shown = self.exposed_s(part.local, *self.reduce_rate(devices))[part.at] if len(devices) > 1 else 0.0
         return replace(part.stage, comm_s=comm_s, reduce_s=float(shown))
 
-    def _way(self, senders: Places, readers: Places) -> tuple[float, float]:
-        """The seconds of a transfer: of its latency, and of each byte."""
+    def way(self, senders: Places, readers: Places) -> tuple[float, float]:
+        """The seconds of a transfer from stage to stage: of its latency, and of each byte."""
         key = senders, readers
         if key not in self._ways:
             self._ways[key] = _line(lambda size: self.problem.cluster.transfer_s(senders, readers, size))

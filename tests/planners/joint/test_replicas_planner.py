@@ -85,10 +85,3 @@ def test_layers_run_again_where_nothing_fits_otherwise_and_else_the_bytes_are_na
     enough = caught.value.smallest_limit_bytes
     plan_replicas(ReplicaProblem(costs, flat(2, 100.0), 2, 4, enough))
     assert enough > 20
-
-
-def test_other_shapes_are_named_with_their_seconds() -> None:
-    answer = plan_replicas(ReplicaProblem(chain([layer(1.0, 10)] * 4, [1] * 3), flat(4, 100.0), 4, 8))
-    said = str(answer).splitlines()
-    assert "above the best there is" in said[0]
-    assert {line.split(":")[0] for line in said[1:]} <= set(answer.shapes)

@@ -10,50 +10,69 @@ from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import check, evaluate, received_bytes
-from jvpipe.planners.published.dapple import dapple, latency_s
+from jvpipe.planners.published.dapple import Phases, dapple, in_flight, latency_s
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.one_f_one_b import OneFOneB
 from tests.planners.small import cuts, limited, problems
 
 
-def latency(forward_s: list[float], backward_s: list[float], m: int) -> float:
-    """Equations 1 to 3, letter by letter; with nothing to reduce the ending is longest for the first stage."""
-    steady = [(m - 1) * (f + b) for f, b in zip(forward_s, backward_s, strict=True)]
+def latency(stages: list[tuple[float, float, float]], m: int) -> float:
+    """Equations 1 to 3, letter by letter, of stages with F, B and AR; but for B_Q, which counts for Q itself."""
+    steady = [(m - 1) * (f + b) for f, b, _ in stages]
     q = len(steady) - 1
     for s in reversed(range(len(steady))):
-        if steady[s] > steady[q] + sum(forward_s[s + 1 : q]) + sum(backward_s[s + 1 : q]):
+        if steady[s] > steady[q] + sum(f + b for f, b, _ in stages[s + 1 : q]):
             q = s
-    return sum(forward_s[: q + 1]) + steady[q] + sum(backward_s[: q + 1])
+    ending = []
+    for s, (_, _, reduce_s) in enumerate(stages):
+        later = -sum(b for _, b, _ in stages[q : s + 1])
+        ending.append(reduce_s + (later if s > q else sum(b for _, b, _ in stages[s : q + 1])))
+    return sum(f for f, _, _ in stages[: q + 1]) + steady[q] + max(ending)
 
 
 def plan_latency(problem: Problem, bounds: tuple[int, ...]) -> float:
     """The latency of cuts, transfers as stages between stages."""
-    forward_s, backward_s = [], []
+    stages = []
     for i, j in pairwise(bounds):
         if i:
             there, back = received_bytes(problem, i, j)
-            forward_s.append(problem.peer.seconds(there))
-            backward_s.append(problem.peer.seconds(back))
-        forward_s.append(sum(layer.forward_s for layer in problem.costs.layers[i:j]))
-        backward_s.append(sum(layer.backward_s for layer in problem.costs.layers[i:j]))
-    return latency(forward_s, backward_s, problem.microbatches)
+            stages.append((problem.peer.seconds(there), problem.peer.seconds(back), 0.0))
+        layers = problem.costs.layers[i:j]
+        stages.append((sum(x.forward_s for x in layers), sum(x.backward_s for x in layers), 0.0))
+    return latency(stages, problem.microbatches)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=9), st.integers(1, 8))
-def test_the_latency_is_the_papers(stages: list[tuple[int, int]], m: int) -> None:
-    forward_s, backward_s = [float(f) for f, _ in stages], [float(b) for _, b in stages]
-    both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    assert latency_s(both, m) == pytest.approx(latency(forward_s, backward_s, m))
+@given(st.lists(st.tuples(*[st.integers(0, 20)] * 3), min_size=1, max_size=9), st.integers(1, 8))
+def test_the_latency_is_the_papers(stages: list[tuple[int, int, int]], m: int) -> None:
+    every = [(float(f), float(b), float(r)) for f, b, r in stages]
+    assert latency_s([Phases(*each) for each in every], m) == pytest.approx(latency(every, m))
+
+
+def of(*work_s: float) -> float:
+    """L of stages and transfers of these seconds, 4 micro-batches."""
+    both = latency_s([Phases(s / 3, 2 * s / 3) for s in work_s], 4)
+    assert isinstance(both, float)
+    return both
 
 
 def test_equal_stages_take_the_time_of_the_drawing() -> None:
-    assert latency_s([3.0, 0.0, 3.0, 0.0, 3.0], 4) == (4 + 3 - 1) * 3.0
+    assert of(3.0, 0.0, 3.0, 0.0, 3.0) == pytest.approx((4 + 3 - 1) * 3.0)
 
 
 def test_the_pivot_moves_to_the_stage_with_the_fewest_bubbles() -> None:
-    assert latency_s([9.0, 1.0, 2.0], 4) == 9.0 + 3 * 9.0  # the first
-    assert latency_s([2.0, 1.0, 9.0, 1.0, 2.0], 4) == (2.0 + 1.0 + 9.0) + 3 * 9.0  # the middle
-    assert latency_s([2.0, 9.0, 2.0], 4) == (2.0 + 9.0) + 3 * 9.0  # a transfer
+    assert of(9.0, 1.0, 2.0) == pytest.approx(9.0 + 3 * 9.0)  # the first
+    assert of(2.0, 1.0, 9.0, 1.0, 2.0) == pytest.approx((2.0 + 1.0 + 9.0) + 3 * 9.0)  # the middle
+    assert of(2.0, 9.0, 2.0) == pytest.approx((2.0 + 9.0) + 3 * 9.0)  # a transfer
+
+
+def test_the_policies_put_as_many_in_flight_as_the_paper_says() -> None:
+    for stages, most in ((1, 9), (3, 9), (5, 4)):
+        a = tuple(min(stages - i, most) for i in range(stages))
+        b = tuple(min(2 * (stages - i) - 1, most) for i in range(stages))
+        assert (in_flight(stages, most), in_flight(stages, most, eager=True)) == (a, b)
+        for policy in (a, b):
+            assert OneFOneB(most=policy).in_flight(stages, 16) == policy
 
 
 @settings(max_examples=50, deadline=None)
