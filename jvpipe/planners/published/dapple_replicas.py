@@ -169,7 +169,8 @@ class _Search:
         for end in np.flatnonzero(least_s < known.latency_s):
             at = int(j[end]), int(end)
             known.latency_s[end], known.before[end], known.places[end] = least_s[end], (before, at[0]), places
-            moved = (Phases(*(float(np.asarray(x)[at]) for x in phases)) for phases in ((into, stage) if at[0] else (stage,)))
+            added = (into, stage) if at[0] else (stage,)
+            moved = (Phases(*(float(np.asarray(x)[at]) for x in phases)) for phases in added)
             known.phases[end] = (*before.phases[at[0]], *moved)
 
     def places(self, free: Free, taken: Free) -> Places:
