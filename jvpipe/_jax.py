@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -13,27 +14,111 @@ from jax.experimental import multihost_utils, transfer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Several devices that do together what one does, in a mesh of named axes along which arrays may be cut.
+
+    What is asked of a device it answers as its first one does, for they are alike.
+    """
+
+    mesh: Mesh
+
+    @property
+    def first(self) -> "Device":
+        """The first device."""
+        return self.mesh.devices.flat[0]
+
+    @property
+    def id(self) -> int:
+        """The number of the first device."""
+        return self.first.id
+
+    @property
+    def platform(self) -> str:
+        """What all run on, such as `cpu`."""
+        return self.first.platform
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of all."""
+        return self.first.device_kind
+
+    @property
+    def process_index(self) -> int:
+        """The process that has all of them."""
+        return self.first.process_index
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """What the first device tells of its memory."""
+        return self.first.memory_stats()
+
+    def addressable_memories(self) -> list[Any]:
+        """The memories of the first device."""
+        return self.first.addressable_memories()
+
+    def default_memory(self) -> Any:
+        """The memory of the first device where arrays lie unless that is said."""
+        return self.first.default_memory()
+
+    def __str__(self) -> str:
+        return "+".join(str(device) for device in self.mesh.devices.flat)
+
 
 if TYPE_CHECKING:
 
     class Device(Protocol):
         """What type checkers need to know of `jax.Device`, which is a variable to them."""
 
-        id: int
-        platform: str
-        device_kind: str
-        process_index: int
-
+        @property
+        def id(self) -> int: ...
+        @property
+        def platform(self) -> str: ...
+        @property
+        def device_kind(self) -> str: ...
+        @property
+        def process_index(self) -> int: ...
         def memory_stats(self) -> dict[str, int] | None: ...
         def addressable_memories(self) -> list[Any]: ...
         def default_memory(self) -> Any: ...
 
     TreeDef = Any
 else:
-    Device = jax.Device
+    Device = jax.Device | DeviceGroup
     TreeDef = jax.tree_util.PyTreeDef
+
+
+def devices_in(device: Device) -> tuple[Device, ...]:
+    """The devices of a group; one that is alone."""
+    return tuple(device.mesh.devices.flat) if isinstance(device, DeviceGroup) else (device,)
+
+
+def first_of(device: Device) -> Device:
+    """The first device of a group; one that is alone."""
+    return devices_in(device)[0]
+
+
+@cache
+def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | None = None) -> Any:
+    """How an array lies on a device, or over those of a group.
+
+    Args:
+        device: or a group.
+        spec: the axes of the group that each dimension is cut along; without one each device has the whole.
+        memory_kind: the memory; where arrays lie usually unless given.
+    """
+    if isinstance(device, DeviceGroup):
+        return NamedSharding(device.mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def spec_of(array: jax.Array) -> tuple[Any, ...]:
+    """The axes of a group that each dimension of an array is cut along."""
+    return tuple(array.sharding.spec) if isinstance(array.sharding, NamedSharding) else ()
+
 
 ClosedJaxpr = _core.ClosedJaxpr
 Jaxpr = _core.Jaxpr
@@ -176,15 +261,17 @@ def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
     """A function that copies an array from another device to this one."""
     if _copy_array is None:
-        return lambda x: jax.device_put(x, device)
+        return lambda x: jax.device_put(x, sharding_on(device, spec_of(x)))
     copy, always = _copy_array, [_jaxlib.ArrayCopySemantics.ALWAYS_COPY]
-    devices, shardings = [_jaxlib.DeviceList((device,))], [SingleDeviceSharding(device)]
+    devices, whole = [_jaxlib.DeviceList(devices_in(device))], [sharding_on(device)]
+    grouped = isinstance(device, DeviceGroup)
 
     def run(x: jax.Array) -> jax.Array:
+        shardings = [sharding_on(device, spec_of(x))] if grouped else whole
         try:
             return copy([x], devices, shardings, always)[0]
         except TypeError:  # an array of typed keys only wraps one that can be copied
-            return jax.device_put(x, device)
+            return jax.device_put(x, shardings[0])
 
     return run
 
@@ -209,21 +296,20 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     """A function that copies an array of this device to one of its memory spaces: "pinned_host" or "device"."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
-    sharding = SingleDeviceSharding(device, memory_kind=kind)
-    return lambda x: jax.device_put(x, sharding, may_alias=False)
+    return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
 
 
 def feeder(device: Device) -> Callable[[np.ndarray | jax.Array], jax.Array]:
     """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once."""
+    sharding, devices = sharding_on(device), list(devices_in(device))
     if _put_host is None:
-        return lambda x: jax.device_put(x, device, may_alias=False)
-    put, sharding, devices = _put_host, SingleDeviceSharding(device), [device]
-    copy = copier(device)
+        return lambda x: jax.device_put(x, sharding, may_alias=False)
+    put, copy = _put_host, copier(device)
 
     def run(x: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(x, np.ndarray):
-            return put(_shaped(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
-        return copy(x)
+            return put(_shaped(x.shape, x.dtype), sharding, [x] * len(devices), devices, force_copy=True)
+        return copy(x) if len(devices) == 1 else jax.device_put(x, sharding, may_alias=False)
 
     return run
 
@@ -253,7 +339,7 @@ def own_address() -> str:
 
 def placed(like: jax.ShapeDtypeStruct, device: Device) -> jax.ShapeDtypeStruct:
     """A shape and type on a device."""
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=SingleDeviceSharding(device))
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device))
 
 
 def coordination() -> Any:

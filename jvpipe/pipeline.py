@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
@@ -40,6 +41,7 @@ from jvpipe.session.arguments import (
 )
 from jvpipe.session.background import beside_training
 from jvpipe.session.evaluation import evaluate
+from jvpipe.session.inner_axes import inner_axes
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings
@@ -83,6 +85,10 @@ class Pipeline:
             dropout its masks. Of batch norm each replica uses and remembers the statistics of its own examples, and
             those of the first one are kept. Gradients are added up once per update. Without a flush, whole
             micro-batches take turns on the devices of a stage instead.
+        sharding: how parameters lie over the axes of meshes, where `devices` are such: a regular expression for whole
+            paths, and what lies so, as in `{".*/kernel": PartitionSpec(None, "model")}`. What is not named is whole on
+            each device of its mesh, as is all that goes between layers. Gradients and the optimizer's state lie as
+            their parameter does. All meshes have the same axes; limits and the ledger are of one device of each.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -119,9 +125,10 @@ class Pipeline:
         host_memory_limit: int | str | None = None,
         fates: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
-        devices: Sequence[Device] | None = None,
+        devices: Sequence[Device | Mesh] | None = None,
         speeds: Sequence[float] | None = None,
         replicas: Sequence[int] | str | None = None,
+        sharding: Mapping[str, PartitionSpec] | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -131,16 +138,15 @@ class Pipeline:
         checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm)
         check_loss(loss_fn, has_state=has_state)
         check_optimizer(optimizer)
-        schedule = checked_schedule(schedule)
         find_planner(checked_name("planner", planner, "jvpipe"))
-        microbatches = whole_number("microbatches", microbatches)
+        schedule, microbatches = checked_schedule(schedule), whole_number("microbatches", microbatches)
         shares = shares_devices(replicas, stages, planner, speeds)
         stages = checked_stages(stages, schedule, microbatches, shares=shares)
         if not isinstance(stages, Plan):
             check_chooser(schedule, planner)
         counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule, speeds)
-        used, places = place(stages, devices, schedule, counts, shares=shares)
-        hosts = present_hosts()
+        (given, laid), hosts = inner_axes(devices, sharding, replicas), present_hosts()
+        used, places = place(stages, given, schedule, counts, shares=shares)
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
         self.session = Session(
             Settings(
@@ -164,6 +170,7 @@ class Pipeline:
                 speeds=checked_speeds(speeds, planned),
                 replicas=() if counts is None else replicas_at(counts),
                 shares=shares,
+                sharding=laid,
             )
         )
 

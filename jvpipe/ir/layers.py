@@ -15,14 +15,22 @@ class Ref:
     index: int
 
 
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""The axes of a place that each dimension of an array is cut along; () where each device of the place has it whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
-    """The shape and type of an array, and the name a reader knows it by."""
+    """The shape and type of an array, and the name a reader knows it by.
+
+    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of one of them.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    spec: Spec = ()
 
 
 Source = tuple[Literal["input", "output", "residual"], int]

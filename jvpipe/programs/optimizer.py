@@ -14,8 +14,9 @@ import jax
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
-from jvpipe.ir.layers import Array
+from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import Path, TracedOptimizer, evaluate, scope, trace_optimizer, transformation
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
@@ -119,6 +120,24 @@ def cut_optimizer(
         traced.state_tree,
         _cross_layer(flow),
     )
+
+
+def laid_state(cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sharding) -> OptimizerCut:
+    """The same optimizer, where state of the path and the shape of a parameter lies over devices as this does.
+
+    Args:
+        cut: the optimizer.
+        parameters: as they lie.
+        sharding: their rules.
+    """
+    arrays = [parameter.array for parameter in parameters]
+    named = [[tuple(array.name.split("/")) for array in known] for known in ((x.array for x in cut.state), arrays)]
+    of = [None if p is None else arrays[p] for p in match_paths(*named)]
+    state = (
+        replace(leaf, array=sharding.laid(leaf.array, own.spec)) if own and own.shape == leaf.array.shape else leaf
+        for leaf, own in zip(cut.state, of, strict=True)
+    )
+    return replace(cut, state=tuple(state))
 
 
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:

@@ -3,15 +3,16 @@
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, islice, repeat
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, Device
+from jvpipe._jax import ClosedJaxpr, Device, DeviceGroup
+from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
@@ -22,7 +23,8 @@ from jvpipe.trace.primitives import calls_host
 class Program:
     """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes.
 
-    One that `calls_host` can fail after its dispatch.
+    One that `calls_host` can fail after its dispatch. On a group of devices what it takes and gives lies over them as
+    `takes` and `gives` say, as far as they go: what comes after these is whole on each.
     """
 
     key: Hashable
@@ -30,6 +32,19 @@ class Program:
     inputs: tuple[Any, ...]
     donated: tuple[int, ...] = ()
     calls_host: bool = False
+    takes: tuple[Spec, ...] = ()
+    gives: tuple[Spec, ...] = ()
+
+    def laid(self, takes: Sequence[Spec], gives: Sequence[Spec]) -> "Program":
+        """The same where some of what it takes or gives is cut along the axes of a group of devices.
+
+        Args:
+            takes: of each input.
+            gives: of each result, or of the first ones.
+        """
+        if not (any(takes) or any(gives)):
+            return self
+        return replace(self, key=(self.key, *takes, "gives", *gives), takes=tuple(takes), gives=tuple(gives))
 
     @staticmethod
     def of(
@@ -92,12 +107,23 @@ class ProgramStore:
             return self._lower(program, device).compile(compiler_options=_jax.exact(device.platform))
 
     def _lower(self, program: Program, device: Device) -> Any:
+        takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_jax.sharding_on(device, s)) for a, s in takes]
+        if isinstance(device, DeviceGroup):
+            return _spread(program, device).lower(*inputs)
         jitted = self._jitted.setdefault(
             program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
         )
-        place = SingleDeviceSharding(device)
         with jax.default_device(device):  # for programs without inputs
-            return jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.inputs))
+            return jitted.lower(*inputs)
+
+
+def _spread(program: Program, group: DeviceGroup) -> Any:
+    """A program over the devices of a group: what is cut is computed where its parts are, as the compiler sees fit."""
+    closed = jax.make_jaxpr(program.fn)(*program.inputs)
+    gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
+    results = [_jax.sharding_on(group, spec) for spec in gives]
+    return jax.jit(_jax.jaxpr_as_fun(closed), donate_argnums=program.donated, keep_unused=True, out_shardings=results)
 
 
 @cache

@@ -12,7 +12,7 @@ from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.examples import Batching
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import SplitSignature
+from jvpipe.ir.layers import Spec, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
@@ -44,8 +44,8 @@ from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.replicas import Replicas, check_replicas
-from jvpipe.runtime.state import piece_program
-from jvpipe.runtime.value_shapes import shape, value_shape
+from jvpipe.runtime.state import Placing, piece_program
+from jvpipe.runtime.value_shapes import shape, value_shape, value_spec
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
@@ -132,6 +132,11 @@ class CompiledPlan:
     def step(self) -> Bound:
         """A synchronous step."""
         return self.bound(lower_step(self.traced.graph, self.layouts(), self.lists, self.optimizer, self.batching))
+
+    @cached_property
+    def placing(self) -> Placing:
+        """Where the arrays lie between steps."""
+        return Placing(self.traced.graph, self.optimizer, self.persistent, self.devices)
 
     @property
     def lowered(self) -> Lowered:
@@ -234,7 +239,7 @@ class CompiledPlan:
                 lowered = projected(whole, processes, self.hosts.process)
                 crossing_of = partial(self._crossing, whole, known)
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
-        wanted = [(self._program(lowered, row, known), devices[row.place]) for row in tasks.values()]
+        wanted = [(self._laid(lowered, row, known), devices[row.place]) for row in tasks.values()]
         with phase("compiling, or loading what was compiled"):
             executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
@@ -276,8 +281,16 @@ class CompiledPlan:
         if not VALUES[moved.value.kind].alone and moved.value.kind is not ValueKind.PARAMETER:
             return None
         array = self._shape(moved.value)
-        program = _arrival([array])
+        program = _arrival([array]).laid([self._spec(moved.value)], ())
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
+
+    def _laid(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
+        """The program of a row, told how what it reads and writes lies over the devices of a place."""
+        takes, gives = ([self._spec(lowered.buffers[b].value) for b in ids] for ids in (row.reads, row.writes))
+        return self._program(lowered, row, programs).laid(takes, gives)
+
+    def _spec(self, value: Value) -> Spec:
+        return value_spec(self.traced.graph, self.optimizer, value)
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
         graph, layer = self.traced.graph, row.layer

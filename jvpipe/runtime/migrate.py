@@ -216,8 +216,9 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
+    placing = old.placing
     arrays = tuple(
-        jax.device_put(values[name_of(buffer)], old.devices[buffer.memory], may_alias=False) if x.is_deleted() else x
+        placing.put(values[name_of(buffer)], buffer, may_alias=False) if x.is_deleted() else x
         for buffer, x in zip(old.persistent, state.arrays, strict=True)
     )
     return replace(state, arrays=arrays)

@@ -23,7 +23,7 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.hosts import ALONE, Carried, Hosts
-from jvpipe.runtime.state import Placing, name_of
+from jvpipe.runtime.state import name_of
 from jvpipe.runtime.tensors import Away, Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 
 _CLOSING_S = 1.0
@@ -209,7 +209,7 @@ class ModelSwitch:
                 arriving[on_its_way] += buffer.bytes
             if source.how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 held.add(buffer.spot)
-        spare = _placing(self.new).spare_bytes(held)
+        spare = self.new.placing.spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
         holders = [(("the model before", before[d] - gone[d]), ("what arrives", arriving[d])) for d in devices]
         waiting = sum(self.old.persistent[i].bytes for i in self._copied) if self.by_host else 0
@@ -283,7 +283,7 @@ class ModelSwitch:
             made |= {spot: array for (spot, *_), array in zip(crossing, arrived, strict=True) if array is not None}
 
         def initialise() -> None:
-            _placing(self.new).initialise_optimizer(made, self.new.store)
+            self.new.placing.initialise_optimizer(made, self.new.store)
             jax.block_until_ready(list(made.values()))
 
         hosts.together("optimizer's state of the new model", initialise)
@@ -322,7 +322,7 @@ class ModelSwitch:
             elif own and source.how == "stay":
                 made[buffer.spot] = value
             elif own and value is not None:
-                made[buffer.spot] = jax.device_put(value, device, may_alias=False)
+                made[buffer.spot] = self.new.placing.put(value, buffer, may_alias=False)
         return crossing
 
     def _value(self, identity: Identity, buffer: Buffer, source: Source, before: Mapping[int, Any]) -> tuple[int, Any]:
@@ -358,7 +358,7 @@ class ModelSwitch:
             if x.is_deleted():
                 kind, index = name_of(buffer)
                 value = constants[index] if kind == "constant" else values[identity]
-                x = jax.device_put(value, self.old.devices[buffer.memory], may_alias=False)
+                x = self.old.placing.put(value, buffer, may_alias=False)
             restored.append(x)
         return tuple(restored)
 
@@ -367,10 +367,6 @@ class ModelSwitch:
             buffer = self.old.persistent[i]
             arrays[i].delete()
             ledger.drop(buffer.memory, buffer.bytes)
-
-
-def _placing(compiled: CompiledPlan) -> Placing:
-    return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, compiled.devices)
 
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvpipe._jax import first_of
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref
@@ -116,8 +117,8 @@ class Replay:
         return self._compiled.programs[0][layer.id]
 
     def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
-        (executable,) = self._compiled.store.compile([(program, self._compiled.devices[0])])
-        device = self._compiled.devices[0]
+        device = first_of(self._compiled.devices[0])
+        (executable,) = self._compiled.store.compile([(program, device)])
         given = [jax.device_put(x, device) for x in arguments]
         given = [jnp.copy(x) if i in program.donated else x for i, x in enumerate(given)]
         return list(executable(*given))

@@ -11,13 +11,14 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Peak, Spot
-from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.value_shapes import value_spec
 from jvpipe.trace import jaxprs
 from jvpipe.trace.keys import is_key
 
@@ -62,24 +63,27 @@ FEW = 64
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
-def _nothing(device: Device) -> int:
+def _nothing(device: Device, spec: Spec) -> int:
     return 0
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Puts or makes one array on a device, by a program; `needs` are bytes that it takes there beside, meanwhile."""
+    """Puts or makes one array on a device, by a program; `needs` are bytes that it takes there beside, meanwhile.
 
-    make: Callable[[Device], jax.Array]
-    needs: Callable[[Device], int] = _nothing
+    Over a group of devices it lies as a spec says.
+    """
+
+    make: Callable[[Device, Spec], jax.Array]
+    needs: Callable[[Device, Spec], int] = _nothing
     program: Program | None = None
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     """Leaves from arrays; the caller's own are never taken."""
 
-    def put(value: Any, device: Device) -> jax.Array:
-        return jax.device_put(value, device, may_alias=False)
+    def put(value: Any, device: Device, spec: Spec) -> jax.Array:
+        return jax.device_put(value, _jax.sharding_on(device, spec), may_alias=False)
 
     return [Leaf(partial(put, value)) for value in values]
 
@@ -117,12 +121,12 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             ("init", jaxprs.structure(needed, inputs, [out], rules=False)), run, tuple(map(_jax.aval, inputs))
         )
 
-        def make(device: Device) -> jax.Array:
-            (compiled,) = store.compile([(program, device)])
-            return compiled(*(jax.device_put(known[v], device) for v in inputs))[0]
+        def make(device: Device, spec: Spec) -> jax.Array:
+            (compiled,) = store.compile([(program.laid((), [spec]), device)])
+            return compiled(*(jax.device_put(known[v], _jax.sharding_on(device)) for v in inputs))[0]
 
-        def needs(device: Device) -> int:
-            needed = store.compile([(program, device)])[0].memory_analysis()
+        def needs(device: Device, spec: Spec) -> int:
+            needed = store.compile([(program.laid((), [spec]), device)])[0].memory_analysis()
             return needed.temp_size_in_bytes + needed.argument_size_in_bytes
 
         return Leaf(make, needs, program)
@@ -155,8 +159,12 @@ class Placing:
 
     def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
         """Compiles what makes arrays, side by side; else each would be when it is asked for."""
-        made = ((leaves.get(name_of(b)), self.devices[b.memory]) for b in self.buffers if self._is_own(b))
-        if wanted := [(leaf.program, device) for leaf, device in made if leaf and leaf.program]:
+        made = ((leaves.get(name_of(b)), b) for b in self.buffers if self._is_own(b))
+        if wanted := [
+            (leaf.program.laid((), [self._spec(b.value)]), self.devices[b.memory])
+            for leaf, b in made
+            if leaf and leaf.program
+        ]:
             with phase("compiling, or loading what was compiled"):
                 store.compile(wanted)
 
@@ -166,7 +174,7 @@ class Placing:
         for buffer in self.buffers:
             d, leaf = buffer.memory, leaves.get(name_of(buffer))
             live[d] += buffer.bytes
-            making = leaf.needs(self.devices[d]) if leaf and self._is_own(buffer) else 0
+            making = leaf.needs(self.devices[d], self._spec(buffer.value)) if leaf and self._is_own(buffer) else 0
             most[d] = max(most[d], live[d] + making)
         holders = [
             tuple(
@@ -190,10 +198,12 @@ class Placing:
         for buffer in own:
             name = name_of(buffer)
             if name in leaves:
-                device = self.devices[buffer.memory]
-                ledger.hold(buffer.memory, buffer.bytes, leaves[name].needs(device))
-                copied = buffer.owner is Owner.PARAMETER and name in first
-                table[buffer.spot] = jax.device_put(table[first[name]], device) if copied else leaves[name].make(device)
+                device, spec = self.devices[buffer.memory], self._spec(buffer.value)
+                ledger.hold(buffer.memory, buffer.bytes, leaves[name].needs(device, spec))
+                if buffer.owner is Owner.PARAMETER and name in first:
+                    table[buffer.spot] = self.put(table[first[name]], buffer)
+                else:
+                    table[buffer.spot] = leaves[name].make(device, spec)
                 first.setdefault(name, buffer.spot)
         fresh = [buffer for buffer in own if buffer.spot not in table]
         for buffer in fresh:
@@ -201,6 +211,20 @@ class Placing:
         if fresh:
             self.initialise_optimizer(table, store)
         return tuple(table.get(buffer.spot) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
+
+    def put(self, value: Any, buffer: Buffer, *, may_alias: bool | None = None) -> jax.Array:
+        """Puts an array where a buffer lies.
+
+        Args:
+            value: the array.
+            buffer: of the table.
+            may_alias: whether the two may share memory; as JAX has it unless given.
+        """
+        sharding = _jax.sharding_on(self.devices[buffer.place], self._spec(buffer.value))
+        return jax.device_put(value, sharding, may_alias=may_alias)
+
+    def _spec(self, value: Value) -> Spec:
+        return value_spec(self.graph, self.optimizer, value)
 
     def _is_own(self, buffer: Buffer) -> bool:
         return _jax.is_own(self.devices[buffer.memory])
@@ -218,11 +242,21 @@ class Placing:
         pieces, lacking = self._initialising(table)
         keys = [self._piece_keys(piece) for piece in pieces]
         executables = store.compile(
-            [(piece_program(x), self.devices[d]) for x, (d, *_) in zip(pieces, keys, strict=True)]
+            [(self.initial_program(x), self.devices[d]) for x, (d, *_) in zip(pieces, keys, strict=True)]
         )
         for (d, reads, writes), executable in zip(keys, executables, strict=True):
-            out = executable(*(jax.device_put(table[key], self.devices[d]) for key in reads))
+            places = (_jax.sharding_on(self.devices[d], self._key_spec(key)) for key in reads)
+            out = executable(*(jax.device_put(table[key], place) for key, place in zip(reads, places, strict=True)))
             table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
+
+    def initial_program(self, piece: Piece) -> Program:
+        """A piece of what makes the optimizer's state, as something to compile."""
+        _, *both = self._piece_keys(piece)
+        takes, gives = ([self._key_spec(key) for key in keys] for keys in both)
+        return piece_program(piece).laid(takes, gives)
+
+    def _key_spec(self, key: Key) -> Spec:
+        return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
         """The most bytes at once, by device, that `initialise_optimizer` makes of what the table has already."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jvpipe._jax import Device
+from jvpipe._jax import Device, devices_in
 from jvpipe.ir.buffers import HOST, Peak
 from jvpipe.ir.layers import Array
 from jvpipe.runtime.versions import VersionLedger
@@ -79,7 +79,8 @@ class Ledger:
 
 
 def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
-    return dict(zip(devices, values, strict=False))
+    """By each device that there is: what a group holds, each of its devices does."""
+    return {device: size for place, size in zip(devices, values, strict=False) for device in devices_in(place)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from typing import assert_never
 
 import jax
 
-from jvpipe.ir.layers import Array
+from jvpipe.ir.layers import Array, LayerGraph, Spec
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs import weights
 from jvpipe.programs.optimizer import OptimizerCut
@@ -15,6 +15,30 @@ from jvpipe.trace.keys import dtype_of
 def shape(array: Array) -> jax.ShapeDtypeStruct:
     """An array's shape and type, for JAX."""
     return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
+
+
+def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
+    """How a value lies over the devices of its place: as its parameter does; all others are whole on each.
+
+    Args:
+        graph: the model's.
+        optimizer: its update, in pieces.
+        value: of one of its runs.
+    """
+    match value.kind:
+        case ValueKind.OPTIMIZER:
+            return optimizer.state[value.index].array.spec
+        case (
+            ValueKind.PARAMETER
+            | ValueKind.GRADIENT
+            | ValueKind.PREDICTED
+            | ValueKind.CORRECTED
+            | ValueKind.DELTA
+            | ValueKind.APPLIED
+        ):
+            return graph.parameters[value.index].array.spec
+        case _:
+            return ()
 
 
 def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.ShapeDtypeStruct | None:

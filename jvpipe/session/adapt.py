@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
@@ -67,7 +68,7 @@ class Adapter:
     def offer(self, step: int) -> None:
         """Lets what is ready be done before `step`, unless something else is under way."""
         if self._thread and self._link is None:
-            first, *others = self._compiled_plans.current.devices
+            first, *others = map(first_of, self._compiled_plans.current.devices)
             self._link = links_between(first, others[0]).send if others else INFINITE
         ready = self._ready
         if ready and not self._queue:

@@ -18,7 +18,7 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.host_link import link_between
 from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import Leaf, Name, piece_program
+from jvpipe.runtime.state import Leaf, Name
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
@@ -164,7 +164,7 @@ class CompiledPlans:
         params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
         base = self.current if self._by_shapes else None
         cuts, splits = (base.traced.cuts, base.traced.splits) if base else (None, ())
-        options = {"has_aux": settings.has_aux, "has_state": settings.has_state}
+        options = {"has_aux": settings.has_aux, "has_state": settings.has_state, "sharding": settings.sharding}
         with phase("tracing and cutting the loss"):
             model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
         traced = model.traced
@@ -175,7 +175,9 @@ class CompiledPlans:
             if before and (same := before._split_alike(traced, params)):
                 base, traced = before.current, same
                 self.planned, self.shape, self.model_id = before.planned, before.shape, before.model_id
-        cutter = OptimizerCutter(settings.optimizer, model.params, settings.microbatches, settings.grad_norm)
+        cutter = OptimizerCutter(
+            settings.optimizer, model.params, settings.microbatches, settings.grad_norm, settings.sharding
+        )
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
@@ -250,6 +252,6 @@ class CompiledPlans:
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
         own = [device for device in self.settings.devices if _jax.is_own(device)]
-        programs = [piece_program(piece) for piece in self.current.optimizer.init]
+        programs = [self.current.placing.initial_program(piece) for piece in self.current.optimizer.init]
         programs += [program for compiled in every for program in compiled.executables.values()]
         self._store.compile([(program, device) for program in programs for device in own])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jvpipe._jax import is_own
+from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.measure import Runs
@@ -18,7 +18,7 @@ from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import Leaf, Name, Placing
+from jvpipe.runtime.state import Leaf, Name
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO
 from jvpipe.session.arguments import dealt
@@ -133,7 +133,7 @@ class ModelPlanner:
         every = asked, limits, tasks, traced.graph, list(kinds), [numbers[x.structure] for x in traced.bodies]
         update = self.cutter.text(traced.graph, settings.schedule)
         texts = (re.sub(" at 0x[0-9a-f]+", "", text) for text in (*map(repr, every), update))  # of functions
-        return "splits", surroundings(settings.devices[0]), *texts
+        return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
         """The plan for layers cut in two as an earlier process found best: then nothing else need be looked at."""
@@ -162,7 +162,8 @@ class ModelPlanner:
         )
         known = self.runs, self.room_bytes, self.archive, self.between_hosts
         with phase("measuring layers and links"):
-            problem = measure(request, traced, optimizer, self.store, settings.devices, *known)
+            devices = list(map(first_of, settings.devices))  # of a group one is timed, on whole arrays
+            problem = measure(request, traced, optimizer, self.store, devices, *known)
         with phase("planning"):
             decided = decide(request, problem, lambda plan: self._held_bytes(traced, optimizer, plan))
             return CutCandidate(traced, optimizer, decided)
@@ -171,7 +172,7 @@ class ModelPlanner:
         """What the fullest device of each stage of a plan holds at most, while arrays are made or in a step."""
         compiled, devices = self._check(traced, plan, optimizer), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        placing = Placing(traced.graph, optimizer, compiled.persistent, devices)
+        placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         most = [max(step.bytes, making.bytes) for step, making in both]
         return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]
@@ -192,7 +193,7 @@ class ModelPlanner:
         return compile_plan(self.settings, self.store, traced, plan, optimizer)
 
     def _splitter(self) -> Splitter:
-        device = self.settings.devices[0]
+        device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
             updates = self.cut(whole), layer, self.cut(halves)

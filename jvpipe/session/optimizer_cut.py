@@ -5,7 +5,8 @@ from typing import Any
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.ir.sharding import Sharding
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
@@ -24,12 +25,14 @@ class OptimizerCutter:
         params: the parameters' tree, split into layers.
         microbatches: of a step.
         grad_norm: also compute the gradient's norm.
+        sharding: how parameters lie over the devices of a place; what an optimizer has of one lies as that does.
     """
 
     optimizer: Optimizer
     params: Any
     microbatches: int
     grad_norm: bool
+    sharding: Sharding | None = None
     _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(default_factory=dict, repr=False)
     _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(default_factory=dict, repr=False)
 
@@ -48,7 +51,8 @@ class OptimizerCutter:
         key = owners, readers, microbatches
         if key not in self._cuts:
             with phase("tracing and cutting the optimizer"):
-                self._cuts[key] = self._cut(owners, readers, microbatches)
+                cut = self._cut(owners, readers, microbatches)
+                self._cuts[key] = cut if self.sharding is None else laid_state(cut, graph.parameters, self.sharding)
         cut = self._cuts[key]
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"

@@ -27,7 +27,7 @@ from jvpipe.runtime.model_change import ModelChange
 from jvpipe.runtime.monitor import Measured, Monitor
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.picture import picture
-from jvpipe.runtime.state import Leaf, Name, Placing, State, given_leaves
+from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
@@ -167,7 +167,7 @@ class Session:
 
     def own_params(self, state: State) -> dict[str, Any]:
         """The newest parameters of this process by their names, as numpy arrays."""
-        arrays = self.placing(self.compiled).values(self.plain_arrays(self.compiled, state))
+        arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
         parameters = self.graph.parameters
         own = ((i, arrays.get((ValueKind.PARAMETER, i))) for i in range(len(parameters)))
         return {parameters[i].array.name: to_host(array) for i, array in own if array is not None}
@@ -249,7 +249,7 @@ class Session:
         """
         constants = given_leaves(compiled.traced.loss.constants)
         leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
-        placing = self.placing(compiled)
+        placing = compiled.placing
         placing.compile(leaves, self.store)
         self.reset(compiled, placing.peaks(leaves))
         self.follow(compiled_plans)
@@ -283,10 +283,6 @@ class Session:
         self.loss_watch.begin()
         self.controller.marks.clear()
         self.ledger.begin()
-
-    def placing(self, compiled: CompiledPlan) -> Placing:
-        """Says where the arrays of a plan lie between steps."""
-        return Placing(compiled.traced.graph, compiled.optimizer, compiled.persistent, self.settings.devices)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""

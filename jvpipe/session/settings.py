@@ -7,6 +7,7 @@ from typing import Any
 from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.sharding import Sharding
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule
 
@@ -31,6 +32,7 @@ class Settings:
         places: the device of each stage, as an index; empty if a plan was given.
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
+        sharding: how parameters lie over the devices of a place, if there are several.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
@@ -59,3 +61,4 @@ class Settings:
     speeds: tuple[float, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     shares: bool = False
+    sharding: Sharding | None = None

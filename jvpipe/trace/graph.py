@@ -220,13 +220,17 @@ class _Assembly:
             names = self.loss.names.get(kind) or [f"{kind}{i}" for i in sorted(inputs)]
             return [(v, array_of(v, names[i])) for i, v in sorted(inputs.items())]
 
+        laid = [array for _, array in arrays(ValueKind.PARAMETER)]
+        if self.loss.sharding is not None:
+            laid = [self.loss.sharding.laid(*both) for both in zip(laid, self.loss.specs, strict=True)]
+        owned = zip(laid, arrays(ValueKind.PARAMETER), strict=True)
         aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
         return LayerGraph(
             layers,
             tensors,
-            tuple(Parameter(array, tuple(readers[v])) for v, array in arrays(ValueKind.PARAMETER)),
+            tuple(Parameter(array, tuple(readers[v])) for array, (v, _) in owned),
             tuple(array for _, array in arrays(ValueKind.BATCH)),
             tuple(array for _, array in arrays(ValueKind.STATE)),
             tuple(array for _, array in arrays(ValueKind.CONSTANT)),

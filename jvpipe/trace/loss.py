@@ -12,7 +12,8 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, TreeDef, Var
-from jvpipe.ir.layers import Ref
+from jvpipe.ir.layers import Ref, Spec
+from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
@@ -27,7 +28,8 @@ class LossJaxpr:
     """The loss of one micro-batch: its equations, what their inputs are, and what their outputs are.
 
     `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured. `of_size` traces
-    the same loss on another number of examples.
+    the same loss on another number of examples. Parameters lie over the devices of a place by the `specs` of a
+    `sharding`, if there is one.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -40,6 +42,8 @@ class LossJaxpr:
     aux_weighted: tuple[bool, ...]
     seed_words: int
     of_size: Callable[[int], "LossJaxpr"] | None = field(default=None, compare=False, repr=False)
+    sharding: Sharding | None = None
+    specs: tuple[Spec, ...] = ()
 
     @property
     def jaxpr(self) -> Jaxpr:

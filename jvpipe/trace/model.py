@@ -1,12 +1,16 @@
 """A model made ready for planning and running: its loss traced, layers stacked for a scan taken apart, cut."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
 
+from jvpipe.ir.layers import Spec
+from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.graph import Traced, build_graph
+from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.stacks import Stacks, find_stacks
 
@@ -33,6 +37,7 @@ def trace_model(
     *,
     has_aux: bool = False,
     has_state: bool = False,
+    sharding: Sharding | None = None,
 ) -> Model:
     """Traces at the shapes of a micro-batch; `params` may be shapes alone.
 
@@ -48,10 +53,37 @@ def trace_model(
         splits: of an earlier trace.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
+        sharding: how parameters lie over the devices of a place, if there are several.
+
+    Raises:
+        ValueError: the parameters cannot lie so.
     """
+    specs = {} if sharding is None else _specs(sharding, params)
     loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
     stacks = find_stacks(loss, params)
     if stacks:  # layers stacked for a scan become layers of their own
         params, sliced = stacks.split(params), stacks.of_slices(loss_fn)
         loss = trace_loss(sliced, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
+    if sharding is not None:
+        slices = (_of_slices(path, spec, n) for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True))
+        loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
     return Model(build_graph(loss, cuts, splits), stacks, params)
+
+
+def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
+    """How the parameters lie, by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = path_names([path for path, _ in leaves])
+    return sharding.specs({path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, leaves, strict=True)})
+
+
+def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
+    """How each slice of a parameter lies, if that is stacked for a scan over layers, else the parameter."""
+    if length is None:
+        return (spec,)
+    if spec and spec[0] is not None:
+        raise ValueError(
+            f"sharding {words(spec)} cuts parameter '{path}' along its first dimension, which a scan over layers takes "
+            "apart: begin with None"
+        )
+    return (spec[1:],) * length

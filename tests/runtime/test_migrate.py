@@ -136,7 +136,7 @@ def test_a_move_is_counted_to_the_byte() -> None:
     assert pipe.session.history[0].moved_bytes == sum(
         bound.lowered.buffers[b].bytes for row in bound.lowered.rows if row.kind == "MOVE" for b in row.writes
     )
-    idle = [pipe.session.placing(compiled).peaks({}) for compiled in (migration.old, pipe.session.compiled)]
+    idle = [compiled.placing.peaks({}) for compiled in (migration.old, pipe.session.compiled)]
     most = zip(pipe.session.compiled.peaks_of(bound), *idle, strict=True)
     assert pipe.ledger.peak == [max(peak.bytes for peak in place) for place in most]
 

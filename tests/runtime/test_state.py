@@ -69,7 +69,7 @@ def test_leaves_alike_are_made_by_one_program_however_their_keys_were_derived() 
 
     store, key, device = ProgramStore(), jax.random.key(3), jax.devices()[1]
     leaves = made_leaves(store, init, key)
-    made = [leaf.make(device) for leaf in leaves]
+    made = [leaf.make(device, ()) for leaf in leaves]
     assert len({leaf.program.key for leaf in leaves if leaf.program}) == 1
     for ours, plain in zip(made, jax.jit(init)(key), strict=True):
         assert ours.devices() == {device}

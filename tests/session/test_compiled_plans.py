@@ -60,7 +60,7 @@ def test_the_parameters_of_a_run_are_given_once(pipe: jvpipe.Pipeline) -> None:
     leaves = plans.take_leaves()
     assert sorted(leaves) == [("parameter", 0), ("parameter", 1), ("parameter", 2)]
     device = jax.devices()[0]
-    np.testing.assert_array_equal(leaves["parameter", 1].make(device), PARAMS[1])
+    np.testing.assert_array_equal(leaves["parameter", 1].make(device, ()), PARAMS[1])
     assert plans.take_leaves() == {}
 
 

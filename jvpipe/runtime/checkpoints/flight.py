@@ -46,8 +46,8 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     plain = []
     for buffer, at in zip(compiled.persistent, _nearest(compiled, state.stream_steps), strict=True):
         array, device = state.arrays[at], compiled.devices[buffer.place]
-        here = array is None or not _jax.is_own(device) or array.devices() == {device}
-        plain.append(array if here else jax.device_put(array, device))
+        here = array is None or not _jax.is_own(device) or array.devices() == {*_jax.devices_in(device)}
+        plain.append(array if here else compiled.placing.put(array, buffer))
     return tuple(plain)
 
 
@@ -155,6 +155,6 @@ def restore_in_flight(
             arrays.append(None)
             continue
         ledger.hold(buffer.memory, buffer.bytes)
-        array = jax.device_put(value, device, may_alias=False)
+        array = compiled.placing.put(value, buffer, may_alias=False)
         arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
     return tuple(arrays)

@@ -1,0 +1,106 @@
+"""Places of several devices, and the rules by which parameters lie over their axes, as a user gives them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from jvpipe._jax import Device, DeviceGroup, devices_in, process_of
+from jvpipe.ir.layers import Spec
+from jvpipe.ir.sharding import Sharding, named_axes, words
+
+_USUAL = "sharding={'.*/kernel': P(None, 'model')}"
+
+
+def inner_axes(devices: Any, sharding: Any, replicas: Any) -> tuple[Sequence[Device] | None, Sharding | None]:
+    """The devices, with a group for each mesh, and how parameters lie over such a group; None without meshes.
+
+    Args:
+        devices: as the user gave them.
+        sharding: likewise.
+        replicas: likewise.
+
+    Raises:
+        ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
+    """
+    given = list(devices) if isinstance(devices, Sequence) else []
+    meshes = [each for each in given if isinstance(each, Mesh)]
+    if not meshes and sharding is None:
+        return devices, None
+    if not meshes:
+        raise ValueError(
+            "sharding says how parameters lie over the axes of meshes, and devices has none: give a "
+            "jax.sharding.Mesh for each stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
+        )
+    if len(meshes) < len(given):
+        raise ValueError(
+            f"devices has {len(meshes)} meshes and {len(given) - len(meshes)} others: give a mesh for each stage"
+        )
+    if replicas == "auto":
+        raise ValueError("replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)")
+    axes = _common_axes(meshes)
+    groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]  # whose axes the compiler handles
+    _check_apart(groups)
+    return groups, Sharding(_checked_rules(sharding, axes), axes)
+
+
+def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
+    """The axes of all meshes, with their sizes."""
+    axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
+    if other := next((i for i, each in enumerate(axes) if list(each.items()) != list(axes[0].items())), None):
+        raise ValueError(
+            f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
+        )
+    return axes[0]
+
+
+def _check_apart(groups: Sequence[DeviceGroup]) -> None:
+    """Raises ValueError if a device is in two meshes, or a mesh in several processes."""
+    holder: dict[Device, DeviceGroup] = {}
+    for group in groups:
+        members = devices_in(group)
+        processes = sorted({device.process_index for device in members})
+        if len(processes) > 1 or process_of()[1] > 1:
+            raise ValueError(
+                f"the mesh of {group} is of processes {processes}, in a run of {process_of()[1]}: the inner axes of a "
+                "place cannot go over processes, and a run of several takes plain devices, yet"
+            )
+        if shared := [device for device in members if holder.setdefault(device, group) != group]:
+            raise ValueError(
+                f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of {group}: give each a device "
+                "of its own, or name the same mesh twice for stages that share it"
+            )
+
+
+def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
+    """The rules, whose axes are those of the meshes."""
+    if not isinstance(sharding, Mapping) or not sharding:
+        raise ValueError(
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not {sharding!r}"
+        )
+    return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
+
+
+def _checked_rule(rule: Any) -> str:
+    try:
+        re.compile(rule)
+    except (TypeError, re.error) as error:
+        raise ValueError(f"sharding rule {rule!r} is no regular expression ({error}): write {_USUAL}") from error
+    return rule
+
+
+def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(f"sharding rule '{rule}' needs a jax.sharding.PartitionSpec, not {spec!r}: write {_USUAL}")
+    entries = tuple(spec)
+    plain = all(axis is None or isinstance(axis, str | tuple) for axis in entries)
+    named = named_axes(entries) if plain else ()
+    if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
+        raise ValueError(
+            f"sharding rule '{rule}' says {words(entries)}: each entry is None or an axis of the meshes, each axis "
+            f"once; they have {', '.join(f'{axis!r}' for axis in axes)}"
+        )
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return entries

@@ -1,0 +1,106 @@
+"""Places of several devices compute what one device does, and hold of each parameter a part."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe._jax import Device
+from tests.sharded import FULLY, MICRO, ROWS, TENSOR_PARALLEL, loss_fn, meshes, parameters
+
+Tree = Any
+KEY, STEPS = jax.random.key(3), 2
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+
+
+@cache
+def expected() -> tuple[Tree, float]:
+    """Parameters after two steps of plain JAX on one device, and the loss of the last."""
+    params = jax.tree.map(jax.numpy.asarray, parameters())
+    state, loss = OPTIMIZER.init(params), 0.0
+    for step in range(STEPS):
+        keys = [jax.random.fold_in(jax.random.fold_in(KEY, step), m) for m in range(MICRO)]
+        parts = np.split(ROWS, MICRO)
+        total = lambda p: sum(loss_fn(p, x, k) for x, k in zip(parts, keys, strict=True)) / MICRO  # noqa: B023, E731
+        loss, grads = jax.value_and_grad(total)(params)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, float(loss)
+
+
+def begun(**options: Any) -> jvpipe.Pipeline:
+    return jvpipe.Pipeline(loss_fn, OPTIMIZER, **{"stages": 2, "microbatches": MICRO, "planner": "even", **options})
+
+
+def same(a: Tree, b: Tree) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), a, b)
+
+
+def held(state: Any) -> dict[Device, int]:
+    """Bytes of a state on each device, by the shards that JAX has there."""
+    bytes_on: dict[Device, int] = {}
+    for array in state.arrays:
+        for shard in array.addressable_shards:
+            bytes_on[shard.device] = bytes_on.get(shard.device, 0) + shard.data.nbytes
+    return bytes_on
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rules", "options"),
+    [
+        ((2,), TENSOR_PARALLEL, {}),
+        ((2, 2), FULLY, {"checkpoint": "except_last"}),
+        ((2,), TENSOR_PARALLEL, {"fates": {"*": "swap"}}),
+        ((2,), TENSOR_PARALLEL, {"replicas": (2, 1)}),
+    ],
+    ids=["tensor parallel", "fully sharded, recomputed", "swapped", "replicated"],
+)
+def test_meshes_compute_what_one_device_does(sizes: tuple[int, ...], rules: Any, options: Any) -> None:
+    pipe = begun(devices=meshes(*sizes), sharding=rules, **options)
+    state = pipe.init(parameters(), ROWS, KEY)
+    *_, (state, metrics) = pipe.run(state, [ROWS] * STEPS)
+    params, loss = expected()
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    same(pipe.params(state), params)
+    used = {device: size for device, size in pipe.ledger.live_bytes.items() if size}
+    assert used == held(state)
+
+
+def test_a_place_holds_a_part_of_each_parameter_and_its_optimizer_state() -> None:
+    """By hand: two blocks of 32 + 8 + 32 numbers, and as many of momentum, in quarters; a scalar of the loss."""
+    pipe = begun(devices=meshes(2, 2), sharding=FULLY)
+    state = pipe.init(parameters(), ROWS, KEY)
+    live = [pipe.ledger.live_bytes[device] for device in jax.devices()]
+    assert live == [4 * (2 * (32 + 8 + 32) // 4 + 1)] * 8
+    assert {x.sharding.shard_shape(x.shape) for x in state.arrays} == {(2, 4), (2,), (4, 2), ()}
+
+
+def test_layers_move_between_meshes_inside_a_step() -> None:
+    pipe = begun(devices=meshes(), sharding=TENSOR_PARALLEL, stages=3)
+    state = pipe.init(parameters(), ROWS, KEY)
+    layers = len(pipe.session.graph.layers)
+    state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, layers - 2, 1]), at=(1, 2))
+    for _ in range(STEPS):
+        state, _ = pipe.step(state, ROWS)
+    assert [change.how for change in pipe.session.history] == ["inside"]
+    same(pipe.params(state), expected()[0])
+    assert {device: size for device, size in pipe.ledger.live_bytes.items() if size} == held(state)
+
+
+def test_checkpoints_know_of_no_mesh(tmp_path: Path) -> None:
+    pipe = begun(devices=meshes(), sharding=TENSOR_PARALLEL)
+    state, _ = pipe.step(pipe.init(parameters(), ROWS, KEY), ROWS)
+    pipe.save(tmp_path, state)
+    others = begun(stages=3), begun(devices=meshes(2, 2), sharding=FULLY)
+    states = [other.restore(tmp_path) for other in others]
+    losses = [float(p.evaluate(s, ROWS)["loss"]) for p, s in [(pipe, state), *zip(others, states, strict=True)]]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+    for other, at in [(pipe, state), *zip(others, states, strict=True)]:
+        at, metrics = other.step(at, ROWS)
+        assert float(metrics["loss"]) == pytest.approx(expected()[1], rel=1e-5)
+        same(other.params(at), expected()[0])

@@ -1,0 +1,79 @@
+"""Meshes as places: what a user gives is checked, with the values and the cure."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jvpipe
+from jvpipe._jax import devices_in
+from jvpipe.session.inner_axes import inner_axes
+from tests.sharded import ROWS, loss_fn, meshes, shapes
+
+UP = PartitionSpec(None, "model")
+DEVICES = jax.devices()
+
+
+def overlapping() -> list[Mesh]:
+    return [Mesh(np.array(DEVICES[i : i + 2]), ("model",)) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "sharding", "message"),
+    [
+        (DEVICES[:2], {".*/up": UP}, r"devices has none: give a jax.sharding.Mesh for each stage"),
+        (None, {".*/up": UP}, r"devices has none"),
+        (meshes(), None, r"devices has meshes, so sharding must say .* not None"),
+        ([meshes()[0], DEVICES[5]], {".*/up": UP}, r"devices has 1 meshes and 1 others"),
+        (
+            [meshes()[0], meshes(2, 2)[1]],
+            {".*/up": UP},
+            r"stage 0 has axes \{'model': 2\}, that of stage 1 \{'fsdp': 2",
+        ),
+        (overlapping(), {".*/up": UP}, r"device \S+:1 is in the mesh of \S+ and in that of \S+: give each"),
+        (meshes(), {"(": UP}, r"sharding rule '\(' is no regular expression"),
+        (meshes(), {".*/up": "model"}, r"needs a jax.sharding.PartitionSpec, not 'model'"),
+        (meshes(), {".*/up": PartitionSpec("tensor")}, r"says P\('tensor'\): .* they have 'model'"),
+        (meshes(), {".*/up": PartitionSpec("model", "model")}, r"each axis once"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_cure(devices: Any, sharding: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), devices=devices, sharding=sharding)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        ({"up": UP}, r"'up' matches no parameter: it has to match a whole path, and there are '0/bias', '0/down'"),
+        (
+            {".*/up": UP, "0/(down|up)": PartitionSpec("model")},
+            r"both match parameter '0/up', and say P\(None, 'model'\) and",
+        ),
+        ({".*/bias": UP}, r"has 2 dimensions, parameter '0/bias' has 1"),
+        ({".*/odd": PartitionSpec("model")}, r"cuts 3 of parameter '0/odd', whose shape is \[3\], in 2 parts"),
+    ],
+)
+def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(sharding: Any, message: str) -> None:
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), planner="even", devices=meshes(), sharding=sharding)
+    params = [layer | {"odd": jax.ShapeDtypeStruct((3,), np.float32)} for layer in shapes()]
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params)
+    with pytest.raises(ValueError, match=message):
+        pipe.init(params, ROWS, None)
+
+
+def test_how_many_devices_is_not_decided_over_meshes() -> None:
+    with pytest.raises(ValueError, match=r"counts devices, not meshes"):
+        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), devices=meshes(), sharding={".*/up": UP}, replicas="auto")
+
+
+def test_a_mesh_becomes_a_place_whose_axes_the_compiler_handles() -> None:
+    explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES[:2])
+    places, laid = inner_axes([explicit], {".*": UP}, None)
+    assert places is not None
+    assert laid is not None
+    assert devices_in(places[0]) == tuple(DEVICES[:2])
+    assert (laid.rules, laid.axes) == ({".*": (None, "model")}, {"model": 2})
