@@ -279,7 +279,8 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
     """A function that copies an array of a few bytes from `source` to `device`: at once, where it is there already."""
     copy = copier(device)
-    if _put_host is None or not source.platform == device.platform == "cpu":
+    grouped = isinstance(device, DeviceGroup)
+    if _put_host is None or grouped or not source.platform == device.platform == "cpu":
         return copy
     put, sharding, devices = _put_host, SingleDeviceSharding(device), [device]
 
