@@ -300,17 +300,22 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
 
 
-def feeder(device: Device) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once."""
-    sharding, devices = sharding_on(device), list(devices_in(device))
-    if _put_host is None:
+def feeder(device: Device, spec: tuple[Any, ...] = ()) -> Callable[[np.ndarray | jax.Array], jax.Array]:
+    """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once.
+
+    Args:
+        device: or a group.
+        spec: how the array lies over a group.
+    """
+    sharding, devices = sharding_on(device, spec), [device]
+    if _put_host is None or isinstance(device, DeviceGroup):
         return lambda x: jax.device_put(x, sharding, may_alias=False)
     put, copy = _put_host, copier(device)
 
     def run(x: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(x, np.ndarray):
-            return put(_shaped(x.shape, x.dtype), sharding, [x] * len(devices), devices, force_copy=True)
-        return copy(x) if len(devices) == 1 else jax.device_put(x, sharding, may_alias=False)
+            return put(_shaped(x.shape, x.dtype), sharding, [x], devices, force_copy=True)
+        return copy(x)
 
     return run
 

@@ -25,9 +25,9 @@ from jvpipe.session import checkpoints
 from jvpipe.session.arguments import (
     check_arrays,
     check_chooser,
+    check_functions,
     check_key,
     check_loss,
-    check_optimizer,
     checked_fates,
     checked_flags,
     checked_name,
@@ -87,8 +87,10 @@ class Pipeline:
             micro-batches take turns on the devices of a stage instead.
         sharding: how parameters lie over the axes of meshes, where `devices` are such: a regular expression for whole
             paths, and what lies so, as in `{".*/kernel": PartitionSpec(None, "model")}`. What is not named is whole on
-            each device of its mesh, as is all that goes between layers. Gradients and the optimizer's state lie as
-            their parameter does. All meshes have the same axes; limits and the ledger are of one device of each.
+            each device of its mesh. Gradients and the optimizer's state lie as their parameter does, what layers make
+            as the compiler finds best. All meshes have the same axes; limits and the ledger are of one device of each.
+        batch_axis: the axis of the meshes along which the examples of each micro-batch are cut. What couples examples,
+            such as batch norm, sees all of them.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         grad_norm: also report the global norm of the gradient.
@@ -129,6 +131,7 @@ class Pipeline:
         speeds: Sequence[float] | None = None,
         replicas: Sequence[int] | str | None = None,
         sharding: Mapping[str, PartitionSpec] | None = None,
+        batch_axis: str | None = None,
         *,
         has_aux: bool = False,
         has_state: bool = False,
@@ -136,8 +139,7 @@ class Pipeline:
         remeasure: bool = False,
     ) -> None:
         checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm)
-        check_loss(loss_fn, has_state=has_state)
-        check_optimizer(optimizer)
+        check_functions(loss_fn, optimizer, has_state=has_state)
         find_planner(checked_name("planner", planner, "jvpipe"))
         schedule, microbatches = checked_schedule(schedule), whole_number("microbatches", microbatches)
         shares = shares_devices(replicas, stages, planner, speeds)
@@ -145,7 +147,7 @@ class Pipeline:
         if not isinstance(stages, Plan):
             check_chooser(schedule, planner)
         counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule, speeds)
-        (given, laid), hosts = inner_axes(devices, sharding, replicas), present_hosts()
+        (given, laid), hosts = inner_axes(devices, sharding, batch_axis, replicas), present_hosts()
         used, places = place(stages, given, schedule, counts, shares=shares)
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
         self.session = Session(

@@ -12,7 +12,8 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules from paths of parameters to axes, and the sizes of these axes.
 
-    A path that no rule matches has its parameter whole on each device of a place.
+    A path that no rule matches has its parameter whole on each device of a place. Batches are cut along `batch_axis`,
+    example by example, if there is one.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -23,6 +24,7 @@ class Sharding:
 
     rules: Mapping[str, Spec]
     axes: Mapping[str, int]
+    batch_axis: str | None = None
 
     def specs(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spec]:
         """The axes that each parameter is cut along, by its path.
@@ -60,6 +62,30 @@ class Sharding:
             spec: the axes along which it is cut.
         """
         return replace(array, spec=spec, bytes=array.bytes // math.prod(map(self._parts, spec)))
+
+    def divides(self, shape: tuple[int, ...], spec: Spec) -> bool:
+        """Tells whether an array can be cut so, in parts that are alike.
+
+        Args:
+            shape: of the array.
+            spec: the axes along which it is to be cut.
+        """
+        return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
+
+    def batch(self, array: Array) -> Array:
+        """A leaf of a micro-batch as it lies.
+
+        Raises:
+            ValueError: the devices of a place cannot share its examples evenly.
+        """
+        if self.batch_axis is None:
+            return array
+        if array.shape[0] % self.axes[self.batch_axis]:
+            raise ValueError(
+                f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a micro-batch in "
+                f"{self.axes[self.batch_axis]} parts: use other micro-batches, or a mesh that divides them"
+            )
+        return self.laid(array, (self.batch_axis,))
 
     def _parts(self, axes: str | tuple[str, ...] | None) -> int:
         return math.prod(self.axes[axis] for axis in _several(axes))

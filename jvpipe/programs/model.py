@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.trace.graph import Traced
+from jvpipe.trace.graph import Body, Traced
 
 Share = Literal["all", "half", "nothing"]
 
@@ -58,6 +58,12 @@ def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Prog
     if recompute and programs.recompute is not programs.forward:
         return Program.of(programs.recompute, marked=True, key=("F again", programs.key))
     return Program.of(programs.forward, marked=True, key=("F", programs.key))
+
+
+def evaluation_program(body: Body) -> Program:
+    """A layer's forward that leaves nothing for a backward."""
+    closed = inference(body)
+    return Program.of(closed, marked=True, key=("E", program_key(closed)))
 
 
 def backward_program(programs: LayerPrograms) -> Program:

@@ -24,7 +24,8 @@ class Program:
     """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes.
 
     One that `calls_host` can fail after its dispatch. On a group of devices what it takes and gives lies over them as
-    `takes` and `gives` say, as far as they go: what comes after these is whole on each.
+    `takes` and `gives` say, as far as they go: what comes after these is whole on each. A result of which they say None
+    lies as the compiler finds best.
     """
 
     key: Hashable
@@ -33,16 +34,16 @@ class Program:
     donated: tuple[int, ...] = ()
     calls_host: bool = False
     takes: tuple[Spec, ...] = ()
-    gives: tuple[Spec, ...] = ()
+    gives: tuple[Spec | None, ...] = ()
 
-    def laid(self, takes: Sequence[Spec], gives: Sequence[Spec]) -> "Program":
+    def laid(self, takes: Sequence[Spec], gives: Sequence[Spec | None]) -> "Program":
         """The same where some of what it takes or gives is cut along the axes of a group of devices.
 
         Args:
             takes: of each input.
             gives: of each result, or of the first ones.
         """
-        if not (any(takes) or any(gives)):
+        if all(spec == () for spec in (*takes, *gives)):
             return self
         return replace(self, key=(self.key, *takes, "gives", *gives), takes=tuple(takes), gives=tuple(gives))
 
@@ -122,7 +123,7 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
     """A program over the devices of a group: what is cut is computed where its parts are, as the compiler sees fit."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
-    results = [_jax.sharding_on(group, spec) for spec in gives]
+    results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
     return jax.jit(_jax.jaxpr_as_fun(closed), donate_argnums=program.donated, keep_unused=True, out_shardings=results)
 
 

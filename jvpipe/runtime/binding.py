@@ -12,6 +12,7 @@ from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
+from jvpipe.ir.layers import Spec
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
 
@@ -93,6 +94,7 @@ def bind(
     calls_host: Callable[[Row], bool],
     mark_of: Callable[[Buffer], Callable[[], Any] | None],
     crossing_of: Callable[[Row], Callable[..., Any] | None] = lambda row: None,
+    spec_of: Callable[[Value], Spec] = lambda value: (),
 ) -> Bound:
     """Binds each row to the program or the copy that runs it.
 
@@ -103,13 +105,14 @@ def bind(
         calls_host: tells of such a row if it calls the host: those can fail and are watched.
         mark_of: gives what compiles the program that says when a moved buffer has arrived.
         crossing_of: gives what runs this process's half of a copy between processes; None for other rows.
+        spec_of: tells how a leaf of the batch lies over a group of devices.
     """
     buffers = lowered.buffers
     temporary_bytes: dict[int, int] = {}  # by executable
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target, source = (_place(buffers, ids) if ids else row.place for ids in (born, dead))
-        run, temporary = crossing_of(row) or _copy(row, buffers, devices, target), 0
+        run, temporary = crossing_of(row) or _copy(row, buffers, devices, target, spec_of), 0
         if run is None:
             run = executable_of(row)
             if id(run) not in temporary_bytes:
@@ -136,7 +139,13 @@ def bind(
     return Bound(lowered, tuple(instructions))
 
 
-def _copy(row: Row, buffers: Sequence[Buffer], devices: Sequence[Device], target: int) -> Callable[..., Any] | None:
+def _copy(
+    row: Row,
+    buffers: Sequence[Buffer],
+    devices: Sequence[Device],
+    target: int,
+    spec_of: Callable[[Value], Spec],
+) -> Callable[..., Any] | None:
     """Makes what runs a row that only copies, waits or drops; None for one that runs a program."""
     match row.kind:
         case Kind.SEND | Kind.RETURN | Kind.MOVE:
@@ -154,7 +163,8 @@ def _copy(row: Row, buffers: Sequence[Buffer], devices: Sequence[Device], target
         case Kind.DROP:
             return _nothing
         case Kind.FEED:
-            return _fed(_jax.feeder(devices[target]), buffers[row.writes[0]].value)
+            leaf = buffers[row.writes[0]].value
+            return _fed(_jax.feeder(devices[target], spec_of(leaf)), leaf)
         case (
             Kind.F
             | Kind.B

@@ -12,7 +12,7 @@ from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.examples import Batching
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import Spec, SplitSignature
+from jvpipe.ir.layers import LayerGraph, Spec, SplitSignature
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import AddRun, AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.task import TaskLists
@@ -26,11 +26,12 @@ from jvpipe.lowering.stream.lower import StreamLowering
 from jvpipe.lowering.stream.period import Step, dropping
 from jvpipe.lowering.stream.timeline import PlanSpan
 from jvpipe.programs import weights
-from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.model import (
     Share,
     backward_program,
+    evaluation_program,
     forward_program,
     input_program,
     layer_programs,
@@ -42,6 +43,7 @@ from jvpipe.programs.slices import reduce_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.inner_layout import laid_graph, laid_programs
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.replicas import Replicas, check_replicas
 from jvpipe.runtime.state import Placing, piece_program
@@ -81,13 +83,28 @@ class CompiledPlan:
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
         kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
-        self.programs = [layer_programs(self.store, self.traced, share) for share in kept]
+        self.programs = [self._layer_programs(share) for share in kept]
         self.replicas: Replicas | None = None
         if self.plan.replicated:
             check_replicas(self.plan, self.schedule, graph, self.microbatches)
         if self.plan.replicated and self.schedule.synchronous:  # else they take turns
             whole = list(zip(kept, self.programs, strict=True))
             self.replicas = Replicas(self.traced, self.plan, self.store, whole)
+
+    @cached_property
+    def graph(self) -> LayerGraph:
+        """The layers, with what goes between them as it lies; replicas have it whole on each device of a group."""
+        group = self._group
+        return laid_graph(self.store, self.traced, group) if group else self.traced.graph
+
+    @property
+    def _group(self) -> Device | None:
+        """A group of devices that what layers make is laid over."""
+        return self.devices[0] if self.traced.loss.sharding and not self.plan.replicated else None
+
+    def _layer_programs(self, share: Share | Fates) -> tuple[LayerPrograms, ...]:
+        made, sharding, group = layer_programs(self.store, self.traced, share), self.traced.loss.sharding, self._group
+        return laid_programs(self.store, self.graph, made, group, sharding) if group and sharding else made
 
     @cached_property
     def lists(self) -> TaskLists:
@@ -106,7 +123,7 @@ class CompiledPlan:
 
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """The layout of each micro-batch of a step; `first` numbers its programs."""
-        graph = self.traced.graph
+        graph = self.graph
         usual, *last = [
             MicrobatchLayout(
                 number,
@@ -131,12 +148,12 @@ class CompiledPlan:
     @cached_property
     def step(self) -> Bound:
         """A synchronous step."""
-        return self.bound(lower_step(self.traced.graph, self.layouts(), self.lists, self.optimizer, self.batching))
+        return self.bound(lower_step(self.graph, self.layouts(), self.lists, self.optimizer, self.batching))
 
     @cached_property
     def placing(self) -> Placing:
         """Where the arrays lie between steps."""
-        return Placing(self.traced.graph, self.optimizer, self.persistent, self.devices)
+        return Placing(self.graph, self.optimizer, self.persistent, self.devices)
 
     @property
     def lowered(self) -> Lowered:
@@ -158,7 +175,7 @@ class CompiledPlan:
     @cached_property
     def stream(self) -> StreamLowering:
         """The steps of an asynchronous stream, lowered."""
-        graph, M = self.traced.graph, self.microbatches
+        graph, M = self.graph, self.microbatches
         return StreamLowering(graph, self.spans, self.schedule, M, self.optimizer, self._in_flight_at_switch)
 
     @property
@@ -223,7 +240,7 @@ class CompiledPlan:
     @cached_property
     def evaluation(self) -> Bound:
         """The forward alone."""
-        lowered = lower_evaluation(self.traced.graph, self.plan, self.optimizer, self.microbatches, self.batching)
+        lowered = lower_evaluation(self.graph, self.plan, self.optimizer, self.microbatches, self.batching)
         return self.bound(lowered)
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
@@ -251,6 +268,7 @@ class CompiledPlan:
             lambda row: _task(row) in watched,
             self._mark,
             crossing_of,
+            self.spec,
         )
 
     def _crossing(
@@ -281,16 +299,25 @@ class CompiledPlan:
         if not VALUES[moved.value.kind].alone and moved.value.kind is not ValueKind.PARAMETER:
             return None
         array = self._shape(moved.value)
-        program = _arrival([array]).laid([self._spec(moved.value)], ())
+        program = _arrival([array]).laid([self.spec(moved.value)], ())
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
     def _laid(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
         """The program of a row, told how what it reads and writes lies over the devices of a place."""
-        takes, gives = ([self._spec(lowered.buffers[b].value) for b in ids] for ids in (row.reads, row.writes))
+        known = self._layer(row, programs) if isinstance(row.run, LayerRun) and row.kind is not Kind.E else None
+        takes, gives = ([self.spec(lowered.buffers[b].value, known) for b in ids] for ids in (row.reads, row.writes))
         return self._program(lowered, row, programs).laid(takes, gives)
 
-    def _spec(self, value: Value) -> Spec:
-        return value_spec(self.traced.graph, self.optimizer, value)
+    def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
+        """How a value lies over the devices of a group.
+
+        Args:
+            value: of a step.
+            programs: of its layer, if they are not those of this plan.
+        """
+        if value.kind is ValueKind.RESIDUAL:
+            return (programs or self.programs[0][value.layer]).signature.residuals[value.index].spec
+        return value_spec(self.graph, self.optimizer, value)
 
     def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
         graph, layer = self.traced.graph, row.layer
@@ -305,8 +332,7 @@ class CompiledPlan:
             case Kind.W:
                 return weight_program(self._layer(row, programs))
             case Kind.E:
-                closed = inference(self._traced(row).bodies[layer])
-                return Program.of(closed, marked=True, key=("E", program_key(closed)))
+                return evaluation_program(self._traced(row).bodies[layer])
             case Kind.ZERO:
                 return zeros_program([self._shape(v) for v in written])
             case Kind.SHIFT:

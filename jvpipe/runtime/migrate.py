@@ -244,7 +244,7 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
     """A step whose micro-batches run under the old plan, then under the new one."""
     layouts = [*old.layouts()[:microbatch], *new.layouts(len(old.programs))[microbatch:]]
     lists = spliced(_plain(old), _plain(new), microbatch)
-    lowered = lower_step(new.traced.graph, layouts, lists, new.optimizer)
+    lowered = lower_step(new.graph, layouts, lists, new.optimizer)
     return lowered, new.bound(lowered, [*old.programs, *new.programs])
 
 

@@ -18,7 +18,9 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """How a value lies over the devices of its place: as its parameter does; all others are whole on each.
+    """How a value lies over the devices of its place; what nobody has laid is whole on each.
+
+    What forwards leave for backwards only their programs know.
 
     Args:
         graph: the model's.
@@ -37,6 +39,10 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
             | ValueKind.APPLIED
         ):
             return graph.parameters[value.index].array.spec
+        case ValueKind.TENSOR | ValueKind.COTANGENT:
+            return graph.tensors[value.index].array.spec
+        case ValueKind.BATCH:
+            return graph.batch[value.index].spec
         case _:
             return ()
 

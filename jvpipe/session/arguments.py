@@ -111,6 +111,12 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
         ) from error
 
 
+def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
+    """Raises ValueError if a loss cannot be called as it will be, or an optimizer is none of optax."""
+    check_loss(loss_fn, has_state=has_state)
+    check_optimizer(optimizer)
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError for what is no optax transformation."""
     if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):

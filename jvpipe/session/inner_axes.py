@@ -13,12 +13,13 @@ from jvpipe.ir.sharding import Sharding, named_axes, words
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 
 
-def inner_axes(devices: Any, sharding: Any, replicas: Any) -> tuple[Sequence[Device] | None, Sharding | None]:
-    """The devices, with a group for each mesh, and how parameters lie over such a group; None without meshes.
+def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> tuple[Any, Sharding | None]:
+    """The devices, with a group for each mesh, and how parameters and batches lie over such a group; None without.
 
     Args:
         devices: as the user gave them.
         sharding: likewise.
+        batch_axis: likewise.
         replicas: likewise.
 
     Raises:
@@ -26,12 +27,12 @@ def inner_axes(devices: Any, sharding: Any, replicas: Any) -> tuple[Sequence[Dev
     """
     given = list(devices) if isinstance(devices, Sequence) else []
     meshes = [each for each in given if isinstance(each, Mesh)]
-    if not meshes and sharding is None:
+    if not meshes and sharding is None and batch_axis is None:
         return devices, None
     if not meshes:
         raise ValueError(
-            "sharding says how parameters lie over the axes of meshes, and devices has none: give a "
-            "jax.sharding.Mesh for each stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
+            "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
+            "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
         )
     if len(meshes) < len(given):
         raise ValueError(
@@ -39,10 +40,23 @@ def inner_axes(devices: Any, sharding: Any, replicas: Any) -> tuple[Sequence[Dev
         )
     if replicas == "auto":
         raise ValueError("replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)")
+    if replicas is not None and batch_axis is not None:
+        raise ValueError(
+            f"batch_axis={batch_axis!r} and replicas={replicas} both share out the examples of a micro-batch: leave "
+            "one of them out"
+        )
     axes = _common_axes(meshes)
+    if batch_axis is not None and batch_axis not in axes:
+        raise ValueError(f"batch_axis={batch_axis!r} is no axis of the meshes: they have {_listed(axes)}")
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]  # whose axes the compiler handles
     _check_apart(groups)
-    return groups, Sharding(_checked_rules(sharding, axes), axes)
+    if not sharding and batch_axis is not None:
+        return groups, Sharding({}, axes, batch_axis)
+    return groups, Sharding(_checked_rules(sharding, axes), axes, batch_axis)
+
+
+def _listed(axes: Mapping[str, int]) -> str:
+    return ", ".join(map(repr, axes))
 
 
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
@@ -77,7 +91,8 @@ def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
     """The rules, whose axes are those of the meshes."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
-            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not {sharding!r}"
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not {sharding!r}; "
+            "or batch_axis, which of them has the examples"
         )
     return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
 
@@ -99,7 +114,7 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
     if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
         raise ValueError(
             f"sharding rule '{rule}' says {words(entries)}: each entry is None or an axis of the meshes, each axis "
-            f"once; they have {', '.join(f'{axis!r}' for axis in axes)}"
+            f"once; they have {_listed(axes)}"
         )
     while entries and entries[-1] is None:
         entries = entries[:-1]

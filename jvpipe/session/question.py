@@ -18,7 +18,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import check_loss, check_optimizer, checked_flags
+from jvpipe.session.arguments import check_functions, checked_flags
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -51,8 +51,7 @@ class Question:
 
     def __post_init__(self) -> None:
         checked_flags(has_aux=self.has_aux, has_state=self.has_state)
-        check_loss(self.loss_fn, has_state=self.has_state)
-        check_optimizer(self.optimizer)
+        check_functions(self.loss_fn, self.optimizer, has_state=self.has_state)
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 

@@ -220,9 +220,9 @@ class _Assembly:
             names = self.loss.names.get(kind) or [f"{kind}{i}" for i in sorted(inputs)]
             return [(v, array_of(v, names[i])) for i, v in sorted(inputs.items())]
 
-        laid = [array for _, array in arrays(ValueKind.PARAMETER)]
-        if self.loss.sharding is not None:
-            laid = [self.loss.sharding.laid(*both) for both in zip(laid, self.loss.specs, strict=True)]
+        laid, sharding = [array for _, array in arrays(ValueKind.PARAMETER)], self.loss.sharding
+        if sharding is not None:
+            laid = [sharding.laid(*both) for both in zip(laid, self.loss.specs, strict=True)]
         owned = zip(laid, arrays(ValueKind.PARAMETER), strict=True)
         aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
@@ -231,7 +231,7 @@ class _Assembly:
             layers,
             tensors,
             tuple(Parameter(array, tuple(readers[v])) for array, (v, _) in owned),
-            tuple(array for _, array in arrays(ValueKind.BATCH)),
+            tuple(sharding.batch(array) if sharding else array for _, array in arrays(ValueKind.BATCH)),
             tuple(array for _, array in arrays(ValueKind.STATE)),
             tuple(array for _, array in arrays(ValueKind.CONSTANT)),
             tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),

@@ -176,7 +176,8 @@ class Spreading:
             f"{self.place_of(eqn)} cannot be replicated: '{eqn.primitive.name}'{f' in {scope}' if scope else ''} "
             f"{why}. "
             "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
-            "model state, may use those of its replica): use one device for each stage, or let examples be apart"
+            "model state, may use those of its replica): use one device for each stage, let examples be apart, or make "
+            "each stage a mesh with a batch_axis"
         )
 
     # Inside of loops and calls

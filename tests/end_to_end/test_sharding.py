@@ -11,7 +11,18 @@ import pytest
 
 import jvpipe
 from jvpipe._jax import Device
-from tests.sharded import FULLY, MICRO, ROWS, TENSOR_PARALLEL, loss_fn, meshes, parameters
+from tests.sharded import (
+    FULLY,
+    HIDDEN,
+    LAYERS,
+    MICRO,
+    ROWS,
+    TENSOR_PARALLEL,
+    coupled_loss,
+    loss_fn,
+    meshes,
+    parameters,
+)
 
 Tree = Any
 KEY, STEPS = jax.random.key(3), 2
@@ -33,8 +44,8 @@ def expected() -> tuple[Tree, float]:
     return params, float(loss)
 
 
-def begun(**options: Any) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss_fn, OPTIMIZER, **{"stages": 2, "microbatches": MICRO, "planner": "even", **options})
+def begun(loss: Any = loss_fn, optimizer: Any = OPTIMIZER, **options: Any) -> jvpipe.Pipeline:
+    return jvpipe.Pipeline(loss, optimizer, **{"stages": 2, "microbatches": MICRO, "planner": "even", **options})
 
 
 def same(a: Tree, b: Tree) -> None:
@@ -78,6 +89,8 @@ def test_a_place_holds_a_part_of_each_parameter_and_its_optimizer_state() -> Non
     live = [pipe.ledger.live_bytes[device] for device in jax.devices()]
     assert live == [4 * (2 * (32 + 8 + 32) // 4 + 1)] * 8
     assert {x.sharding.shard_shape(x.shape) for x in state.arrays} == {(2, 4), (2,), (4, 2), ()}
+    hidden = [t.array for t in pipe.session.compiled.graph.tensors if t.array.shape == (4, HIDDEN)]
+    assert {(array.spec, array.bytes) for array in hidden} == {((None, "model"), 4 * 4 * HIDDEN // 2)}
 
 
 def test_layers_move_between_meshes_inside_a_step() -> None:
@@ -104,3 +117,22 @@ def test_checkpoints_know_of_no_mesh(tmp_path: Path) -> None:
         at, metrics = other.step(at, ROWS)
         assert float(metrics["loss"]) == pytest.approx(expected()[1], rel=1e-5)
         same(other.params(at), expected()[0])
+
+
+def test_examples_cut_along_an_axis_are_coupled_as_on_one_device() -> None:
+    """Replicas would have statistics of their own, and refuse the loss."""
+    pipe = begun(optimizer=optax.sgd(0.3), loss=coupled_loss, devices=meshes(), batch_axis="model", has_state=True)
+    params, means = parameters(), [np.zeros(HIDDEN, np.float32)] * LAYERS
+    state, metrics = pipe.step(pipe.init(params, ROWS, None, means), ROWS)
+    total, grads = 0.0, []
+    for x in np.split(ROWS, MICRO):
+        (loss, means), grad = jax.value_and_grad(coupled_loss, has_aux=True)(params, means, x, None)
+        total, grads = total + float(loss) / MICRO, [*grads, grad]
+    wanted = jax.tree.map(lambda p, *gs: p - 0.3 * sum(gs) / MICRO, params, *grads)
+    assert float(metrics["loss"]) == pytest.approx(total, rel=1e-5)
+    same(pipe.params(state), wanted)
+    same(pipe.model_state(state), means)
+    first, *_ = pipe.session.graph.batch
+    assert first.bytes == ROWS.nbytes // MICRO // 2
+    with pytest.raises(ValueError, match="cannot be replicated"):
+        begun(loss=coupled_loss, has_state=True, replicas=(2, 1)).init(params, ROWS, None, means)

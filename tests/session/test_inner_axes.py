@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jvpipe
 from jvpipe._jax import devices_in
 from jvpipe.session.inner_axes import inner_axes
-from tests.sharded import ROWS, loss_fn, meshes, shapes
+from tests.sharded import ROWS, loss_fn, meshes, parameters, shapes
 
 UP = PartitionSpec(None, "model")
 DEVICES = jax.devices()
@@ -65,15 +65,28 @@ def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(sharding: Any, m
         pipe.init(params, ROWS, None)
 
 
-def test_how_many_devices_is_not_decided_over_meshes() -> None:
-    with pytest.raises(ValueError, match=r"counts devices, not meshes"):
-        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), devices=meshes(), sharding={".*/up": UP}, replicas="auto")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharding": {".*/up": UP}, "replicas": "auto"}, r"counts devices, not meshes"),
+        ({"batch_axis": "data"}, r"batch_axis='data' is no axis of the meshes: they have 'model'"),
+        ({"batch_axis": "model", "replicas": (2, 1)}, r"batch_axis='model' and replicas=\(2, 1\) both share out"),
+    ],
+)
+def test_what_does_not_go_with_meshes_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), devices=meshes(), **options)
+
+
+def test_examples_that_devices_cannot_share_evenly_are_refused() -> None:
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), microbatches=4, devices=meshes(), batch_axis="model")
+    with pytest.raises(ValueError, match=r"batch_axis='model' cuts the 3 examples of a micro-batch in 2 parts"):
+        pipe.init(parameters(), ROWS, None)
 
 
 def test_a_mesh_becomes_a_place_whose_axes_the_compiler_handles() -> None:
     explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES[:2])
-    places, laid = inner_axes([explicit], {".*": UP}, None)
-    assert places is not None
+    places, laid = inner_axes([explicit], {".*": UP}, None, None)
     assert laid is not None
     assert devices_in(places[0]) == tuple(DEVICES[:2])
     assert (laid.rules, laid.axes) == ({".*": (None, "model")}, {"model": 2})

@@ -155,6 +155,6 @@ def restore_in_flight(
             arrays.append(None)
             continue
         ledger.hold(buffer.memory, buffer.bytes)
-        array = compiled.placing.put(value, buffer, may_alias=False)
+        array = jax.device_put(value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False)
         arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
     return tuple(arrays)
