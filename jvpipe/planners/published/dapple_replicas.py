@@ -4,7 +4,8 @@ Legend: `free` are the devices of each machine that are left (g is the others)
     T_PL(j, g)  the least L found with the first j layers on g, and the others as one stage on all that is free
 From each (j, g) one more stage is put after layer j' on m' devices, which each of three policies chooses (figure 5);
 where it is less than what was there, this is T_PL(j', g + g') from then on (equation 5). One plan is kept for each, so
-the least L of all is not always found. F_s and B_s are those of a slice, AR_s is `Cluster.reduce_s`.
+the least L of all is not always found. F_s and B_s are those of a slice, AR_s is `Cluster.reduce_s`. What cannot lead to
+less than the best plan so far is left out: L is at least M (F_s + B_s) for every stage.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_stage import Places, ReplicaStage, Tables
-from jvpipe.planners.model.segments import Grid, between
+from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.published.dapple import Phases, latency_s
 
 MOST_COUNTS = 16
@@ -133,19 +134,36 @@ class _Search:
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = np.where(self.inside, tables.local(size, 1).crossing_bytes, 0.0)
         self.known: dict[Free, _Plans] = {}
+        self.best: ReplicaPlan | None = None
+        self.best_s = np.inf
+        self.left_s = self._left_s()
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
+
+    def _left_s(self) -> Float[np.ndarray, "n"]:
+        """What all devices together take at least for a micro-batch, from each cut on."""
+        counts = range(self.unit, self.tables.problem.devices + 1, self.unit)
+        every = np.min([r * self.tables.problem.local.compute_s(-(-self.size // r)) for r in (1, *counts)], axis=0)
+        total = sums(every)[self.cuts]
+        return total[-1] - total
 
     def plan(self) -> ReplicaPlan | None:
         """The plan of the least L, of all that were kept on the way and fit."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
+        self.extend(self.whole, self.whole)  # so that there is a plan to be better than
         for left in range(sum(self.whole), 0, -1):
             for free in [free for free in self.known if sum(free) == left]:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.tables.problem.pins.feeds(m, self.size):
                         for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
                             self.extend(free, taken)
-        return self.least()
+        # What L is there is the least: with more in flight layers may run again.
+        every = ((float(x), free, j) for free, plans in self.known.items() for j, x in enumerate(plans.latency_s) if j)
+        for least_s, free, j in sorted(every):
+            if least_s >= self.best_s:
+                break
+            self.judge(free, j)
+        return self.best
 
     def extend(self, free: Free, taken: Free) -> None:
         """Puts one more stage on some devices, after all plans that there are: equation 5."""
@@ -153,25 +171,43 @@ class _Search:
         after = tuple(a - b for a, b in zip(free, taken, strict=True))
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
-        stage, into = Phases(forward_s, backward_s, self.reduce_s(places)), self.transfer(before, places)
-        way = [*before.stacked, into, stage]
-        there = fits & np.isfinite(before.latency_s)[:, None]
+        slowest_s = np.maximum(forward_s + backward_s, self.left_s / max(1, len(rest)))
+        there = fits & np.isfinite(before.latency_s)[:, None] & (self.microbatches * slowest_s < self.best_s)
+        if not rest:
+            there[:, :-1] = False
+        rows = np.flatnonzero(there.any(1))
+        if not len(rows):
+            return
+        stage = Phases(forward_s[rows], backward_s[rows], self.reduce_s(places)[rows])
+        into = self.transfer(before, places, rows)
+        way = [*(Phases(*(x[rows] for x in phases)) for phases in before.stacked), into, stage]
         if rest:
             onward = halved(self.crossing_bytes[:, -1], np.array(self.tables.way(places, rest)))
             last_f, last_b, _ = self.work(len(rest))
             way += [onward, Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])]
-        else:
-            there[:, :-1] = False
-        every_s = np.where(there, latency_s(way, self.microbatches), np.inf)
-        j = every_s.argmin(0)
-        least_s = every_s[j, np.arange(len(j))]
+        every_s = np.where(there[rows], latency_s(way, self.microbatches), np.inf)
+        at = every_s.argmin(0), np.arange(len(self.cuts))
         known = self.known.setdefault(after, _Plans.none(len(self.cuts)))
-        for end in np.flatnonzero(least_s < known.latency_s):
-            at = int(j[end]), int(end)
-            known.latency_s[end], known.before[end], known.places[end] = least_s[end], (before, at[0]), places
-            added = (into, stage) if at[0] else (stage,)
-            moved = (Phases(*(float(np.asarray(x)[at]) for x in phases)) for phases in added)
-            known.phases[end] = (*before.phases[at[0]], *moved)
+        better = np.flatnonzero(every_s[at] < known.latency_s)
+        for end in better:
+            row, j = int(at[0][end]), int(rows[at[0][end]])
+            known.latency_s[end], known.before[end], known.places[end] = every_s[row, end], (before, j), places
+            added = (Phases(*(float(x[row, end]) for x in phases)) for phases in ((into, stage) if j else (stage,)))
+            known.phases[end] = (*before.phases[j], *added)
+        if len(better):
+            self.judge(after, int(better[known.latency_s[better].argmin()]))
+
+    def judge(self, free: Free, j: int) -> None:
+        """Counts the plan behind T_PL(j, g), with as many micro-batches in flight as it has: the best, if it is."""
+        last, tables = len(self.cuts) - 1, self.tables
+        stages = self.known[free].stages(j) + ([(last, self.places(free, free))] if j < last else [])
+        bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
+        plan = ReplicaPlan(bounds, tuple(places for _, places in stages), self.size)
+        if self.known[free].latency_s[j] < self.best_s and tables.problem.pins.allow(plan):
+            counted = tables.stages(plan)
+            least_s = plan_latency_s(counted, self.microbatches)
+            if least_s < self.best_s and tables.fits(counted):
+                self.best, self.best_s = plan, least_s
 
     def places(self, free: Free, taken: Free) -> Places:
         """The devices that are taken: those of a machine in their order."""
@@ -198,30 +234,11 @@ class _Search:
         local = self.tables.local(self.size, len(places))
         return self.tables.exposed_s(local, *self.tables.reduce_rate(places))
 
-    def transfer(self, before: _Plans, places: Places) -> Phases:
-        """What comes from the last stage of each plan, and goes back there."""
-        rates = [self.tables.way(senders, places) if senders else (0.0, 0.0) for senders in before.places]
-        return halved(self.crossing_bytes, np.array(rates).T[:, :, None])
-
-    def least(self) -> ReplicaPlan | None:
-        """Looks through what was kept: what L is there is the least, for with more in flight layers may run again."""
-        every = ((float(x), free, j) for free, plans in self.known.items() for j, x in enumerate(plans.latency_s) if j)
-        best, best_s, problem = None, np.inf, self.tables.problem
-        for least_s, free, j in sorted(every):
-            if least_s >= best_s:
-                break
-            plan = self.whole_plan(free, j)
-            stages = self.tables.stages(plan) if problem.pins.allow(plan) else ()
-            if stages and self.tables.fits(stages) and plan_latency_s(stages, self.microbatches) < best_s:
-                best, best_s = plan, plan_latency_s(stages, self.microbatches)
-        return best
-
-    def whole_plan(self, free: Free, j: int) -> ReplicaPlan:
-        """The plan behind T_PL(j, g) with its last stage."""
-        last = len(self.cuts) - 1
-        stages = self.known[free].stages(j) + ([(last, self.places(free, free))] if j < last else [])
-        bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
-        return ReplicaPlan(bounds, tuple(places for _, places in stages), self.size)
+    def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
+        """What comes from the last stage of some of the plans, and goes back there."""
+        senders = (before.places[j] for j in rows)
+        rates = [self.tables.way(there, places) if there else (0.0, 0.0) for there in senders]
+        return halved(self.crossing_bytes[rows], np.array(rates).T[:, :, None])
 
 
 def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) -> Phases:
