@@ -1,14 +1,14 @@
 """Data and pipeline parallelism planned together: cuts, replicas, places and the size of micro-batches.
 
 For each order of devices and the micro-batch sizes of most promise, paths under rising caps (`replicas_search.py`);
-the best of them, with plain data parallelism, straight pipelines and PipeDream's plans, are simulated, and the best
-simulated ones climb: a layer, a replica or the size of micro-batches at a time. What is found is at most
-`gap` above a bound (`replicas_bound.py`).
+the best of them, with plain data parallelism, straight pipelines and the papers' plans, are simulated, and the best
+simulated ones climb: other cuts (`replicas_cuts.py`), a layer, a replica or the size of micro-batches at a time. The
+best plan is at most `gap` above a bound (`replicas_bound.py`).
 """
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
 
@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound_s, replica_counts
-from jvpipe.planners.joint.replicas_rivals import rivals
+from jvpipe.planners.joint.replicas_cuts import recut
+from jvpipe.planners.joint.replicas_rivals import rivals, straight_rivals
 from jvpipe.planners.joint.replicas_search import Ground, paths
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated, of_each_shape
@@ -25,16 +26,14 @@ from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import ReplicaStage, Tables, few_cuts, least_s, surrogate_s
 from jvpipe.planners.model.replicas_step import simulated_s
 
-CAPS = (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)
-"""Caps, as multiples of the least bottleneck."""
-SIZES, PATHS, PLACES, STAGES = 3, 20, 32, 16
-"""How many micro-batch sizes are searched well, paths simulated, places of an order, stages."""
-GLANCES, GLANCE_CUTS, GLANCE_STAGES, GLANCE_CAPS = 16, 14, 5, (1.25,)
-"""How many sizes are glanced at, and the same at first sight of each."""
+SIZES, PATHS, PLACES = 3, 12, 32
+"""How many micro-batch sizes are searched well, paths simulated, places of an order."""
+GLANCES, GLANCE_CUTS = 16, 14
+"""How many sizes are glanced at, between how many cuts."""
 WORTH_A_CLIMB = 1.3
 """How many times slower than the best the best of another shape may be where it climbs, too."""
-CLIMBS, NEIGHBOURS = 12, 6
-"""How many steps a plan climbs at most, and how many of its neighbours are simulated for each."""
+CLIMBS, NEIGHBOURS, RECUTS = 12, 6, 2
+"""How many steps a plan climbs at most; how many of its neighbours, and with other cuts, are simulated for each."""
 HALVINGS = 6
 """How often the way to a limit that would do is halved, where nothing keeps the limit."""
 
@@ -65,6 +64,20 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
     return ReplicaAnswer(every[0], of_each_shape(every), bound_s, time.perf_counter() - start_s)
 
 
+@dataclass(frozen=True)
+class _Effort:
+    """How well a size is searched: up to how many stages, under which multiples of the least bottleneck, and whether
+    with every count of replicas or with powers of two and those that use all devices or all but one.
+    """
+
+    stages: int
+    caps: tuple[float, ...]
+    every_count: bool = True
+
+
+_GLANCE, _WELL, _LEAST = _Effort(5, (1.25,), False), _Effort(16, (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)), _Effort(16, (1e9,))
+
+
 class _Search:
     """What is known of a problem so far."""
 
@@ -81,12 +94,15 @@ class _Search:
         glance = {size: self.glance(size) for size in (sizes if len(sizes) <= GLANCES else few)}
         for size in sorted(glance, key=lambda size: glance[size])[:SIZES]:
             every = np.arange(len(self.tables.coarse))
-            self.simulate_if_fast(self.ranked(self.searched(size, every, STAGES, CAPS))[:PATHS])
-            self.simulate_if_fast(rivals(self.tables, size))
+            self.simulate_if_fast(self.ranked(self.searched(size, every, _WELL))[:PATHS])
+            self.simulate_if_fast(straight_rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
         for size in self.straight_sizes()[:2]:
             self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))
         self.simulate(self.of_each_shape() or self.of_least_size()[:1])
+        if self.simulated:
+            best = min(self.simulated.values(), key=lambda x: x.step_s)
+            self.simulate_if_fast(rivals(self.tables, best.plan.size))
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         for begin in [*every[:2], *of_each_shape(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
@@ -95,7 +111,7 @@ class _Search:
     def glance(self, size: int) -> float:
         """The surrogate's seconds of the best plan for a size, looked for in haste."""
         at = few_cuts(self.tables.local(size, 1), GLANCE_CUTS)
-        plans = [*self.searched(size, at, GLANCE_STAGES, GLANCE_CAPS), *self.plain(size)]
+        plans = [*self.searched(size, at, _GLANCE), *self.plain(size)]
         best = self.ranked(plans)[:1]
         self.simulate([plan for plan in self.plain(size) if self.counted(plan)])
         return self.seen[best[0]][1] if best else np.inf
@@ -105,17 +121,23 @@ class _Search:
         if size >= self.problem.devices:
             yield ReplicaPlan((0, self.problem.layers), (tuple(range(self.problem.devices)),), size)
 
-    def searched(
-        self, size: int, at: Int[np.ndarray, "n"], stages: int, caps: Iterable[float]
-    ) -> Iterator[ReplicaPlan]:
-        """Yields what paths there are between some of the coarse cuts under caps, and straight ones."""
+    def searched(self, size: int, at: Int[np.ndarray, "n"], effort: _Effort) -> Iterator[ReplicaPlan]:
+        """Yields what paths there are between some of the coarse cuts under caps, and straight ones.
+
+        Args:
+            size: examples of a micro-batch.
+            at: positions in the coarse cuts.
+            effort: how many of them are looked for.
+        """
         pins, G = self.problem.pins, self.problem.devices
         unit = gcd(G, *pins.replicas) if pins.replicas else -(-G // PLACES)
         counts = pins.replicas or [r for r in replica_counts(self.problem, size) if self._worth(r, unit)]
-        most = pins.count or min(stages, G // unit, len(at) - 1)
+        if not (effort.every_count or pins.replicas):
+            counts = [r for r in counts if r & (r - 1) == 0 or r in (counts[-1], G - 1)]
+        most = pins.count or min(effort.stages, G // unit, len(at) - 1)
         for order in self.problem.orders:
             ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
-            yield from self._under_caps(ground, caps, most)
+            yield from self._under_caps(ground, effort.caps, most)
         yield from self.straight(size, at)
 
     def straight(self, size: int, at: Int[np.ndarray, "n"]) -> Iterator[ReplicaPlan]:
@@ -198,7 +220,8 @@ class _Search:
     def climb(self, at: Simulated) -> None:
         """Goes on to better neighbours while there are any."""
         for _ in range(CLIMBS):
-            near = self.ranked(self.neighbours(at.plan))[:NEIGHBOURS]
+            near = self.ranked(recut(self.tables, at.plan))[:RECUTS]
+            near += self.ranked(self.neighbours(at.plan))[:NEIGHBOURS]
             self.simulate_if_fast(near)
             best = min(
                 (self.simulated[plan] for plan in near if plan in self.simulated), key=lambda x: x.step_s, default=at
@@ -256,7 +279,7 @@ class _Search:
     def of_least_size(self) -> list[ReplicaPlan]:
         """Paths for the smallest micro-batches that fit, whatever they take: these hold least."""
         every = np.arange(len(self.tables.coarse))
-        return self.ranked(self.searched(self.problem.sizes[-1], every, STAGES, (1e9,)))
+        return self.ranked(self.searched(self.problem.sizes[-1], every, _LEAST))
 
 
 def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:

@@ -13,8 +13,8 @@ MOST_LAYERS, MOST_DEVICES = 64, 16
 """The papers' programs take seconds for more."""
 
 
-def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
-    """Yields the plans of PipeDream and DAPPLE, straight ones and with replicas; none where they find none.
+def straight_rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
+    """Yields the plans of PipeDream and DAPPLE with one device for each stage; none where they find none.
 
     Of many layers, these are cut where the tables' grids are.
 
@@ -29,6 +29,15 @@ def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
             yield as_replicas(tables, decide(asked), size)
         except Infeasible:
             continue
+
+
+def rivals(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
+    """Yields their plans with replicas.
+
+    Args:
+        tables: of the problem.
+        size: examples of a micro-batch.
+    """
     if tables.problem.devices <= MOST_DEVICES:
         for decide in RULES.values():
             try:

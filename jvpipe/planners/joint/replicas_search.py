@@ -168,7 +168,8 @@ def paths(ground: Ground, cap_s: float, most_stages: int) -> Iterator[ReplicaPla
                 continue
             if r % ground.unit == 0 and r // ground.unit < places:
                 t = ground.fitting_s(k, e)
-                _extend(ground, level, levels[-1] if levels else None, k, np.where(t <= cap_s, t, np.inf), cap_s)
+                if (t <= cap_s).any():
+                    _extend(ground, level, levels[-1] if levels else None, k, np.where(t <= cap_s, t, np.inf), cap_s)
         level.leaving_out()
         levels.append(level)
         if np.isfinite(level.total[0, -1]):

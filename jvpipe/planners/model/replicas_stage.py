@@ -28,8 +28,10 @@ from jvpipe.planners.model.segments import Cuts, Grid, between, sums
 from jvpipe.planners.model.shared_state import spared_bytes, surely_spared_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
-MOST_CUTS = 40
-"""Of more cuts so many are in grids: of each share of the work that where least crosses."""
+MOST_CUTS, MOST_FINE = 32, 256
+"""Of more cuts so many are in grids, of each share of the work that where least crosses; up to how many there are grids
+of all as well, for plans that are looked at more closely.
+"""
 Places = tuple[int, ...]
 
 
@@ -157,8 +159,8 @@ class Tables:
     `cuts` are all places where stages may begin; grids are of `coarse` ones, if there are many.
     """
 
-    def __init__(self, problem: ReplicaProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: ReplicaProblem, roughly: "Tables | None" = None) -> None:
+        self.problem, self._roughly = problem, roughly
         self._known: dict[tuple[int, bool], Local] = {}
         self._parts: dict[tuple[int, int, int, int, int], _Part] = {}
         self._fitting: dict[tuple[int, int, int], Grid] = {}
@@ -178,17 +180,28 @@ class Tables:
                 f"{problem.pins.count} stages: layers that must share a stage leave {len(self.cuts) - 1} pieces, use "
                 f"at most {self.most_stages} stages"
             )
-        b = problem.sizes[len(problem.sizes) // 2]
-        middle = Local.of(problem.costs.at(b), self.cuts, self.most_stages)
-        self.coarse = np.array(problem.pins.bounds or self.cuts[few_cuts(middle, MOST_CUTS)])
+        self.coarse = self.cuts if roughly else np.array(problem.pins.bounds or self._few())
         self._places = {int(cut): place for place, cut in enumerate(self.coarse)}
+
+    def _few(self) -> Cuts:
+        b = self.problem.sizes[len(self.problem.sizes) // 2]
+        return self.cuts[few_cuts(Local.of(self.problem.costs.at(b), self.cuts, self.most_stages), MOST_CUTS)]
+
+    @cached_property
+    def fine(self) -> "Tables":
+        """The same with grids of all cuts."""
+        return self if len(self.coarse) == len(self.cuts) else Tables(self.problem, self)
 
     def local(self, size: int, replicas: int, *, again: bool = False) -> Local:
         """The segments of a replica's slice, whose layers run `again` before their backwards or not."""
         key = -(-size // replicas), again or self.problem.recomputes
         if key not in self._known:
-            costs = (self.problem.again if key[1] else self.problem.costs).at(key[0])
-            self._known[key] = Local.of(costs, self.coarse, self.most_stages)
+            costs = self.problem.again if key[1] else self.problem.costs
+            self._known[key] = (
+                self._roughly.local(size, replicas, again=again).at(self.coarse)
+                if self._roughly
+                else Local.of(costs.at(key[0]), self.coarse, self.most_stages)
+            )
         return self._known[key]
 
     def fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
@@ -291,6 +304,8 @@ class Tables:
             i: its first layer.
             j: the layer after its last.
         """
+        if len(self.cuts) <= MOST_FINE and not {i, j} <= self._places.keys():
+            return self.fine._part(size, replicas, behind, i, j)
         limit, given = self.problem.memory_limit_bytes, (behind, self.problem.batch // size, replicas)
         spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], replicas)
         local, *at = self._segment(self.local(size, replicas), i, j)
@@ -333,7 +348,9 @@ def few_cuts(local: Local, most: int) -> Int[np.ndarray, "n"]:
     for at in range(1, last):
         if share[at] not in best or crossing[at] < crossing[best[share[at]]]:
             best[int(share[at])] = at
-    return np.array(sorted({0, last, *best.values()}))
+    chosen = {0, last, *best.values()}
+    others = sorted(set(range(last)) - chosen, key=lambda at: crossing[at])
+    return np.array(sorted({*chosen, *others[: most - len(chosen)]}))
 
 
 def least_s(stages: tuple[ReplicaStage, ...], microbatches: int) -> float:

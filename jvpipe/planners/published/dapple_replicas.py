@@ -4,13 +4,14 @@ Legend: `free` are the devices of each machine that are left (g is the others)
     T_PL(j, g)  the least L found with the first j layers on g, and the others as one stage on all that is free
 From each (j, g) one more stage is put after layer j' on m' devices, which each of three policies chooses (figure 5);
 where it is less than what was there, this is T_PL(j', g + g') from then on (equation 5). One plan is kept for each, so
-the least L of all is not always found. F_s and B_s are those of a slice, AR_s is `Cluster.reduce_s`. What cannot lead to
-less than the best plan so far is left out: L is at least M (F_s + B_s) for every stage.
+the least L of all is not always found. F_s and B_s are those of a slice, AR_s is `Cluster.reduce_s`. What cannot lead
+to less than the best plan so far is left out: L is at least M (F_s + B_s) for every stage.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -180,7 +181,7 @@ class _Search:
             return
         stage = Phases(forward_s[rows], backward_s[rows], self.reduce_s(places)[rows])
         into = self.transfer(before, places, rows)
-        way = [*(Phases(*(x[rows] for x in phases)) for phases in before.stacked), into, stage]
+        way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
         if rest:
             onward = halved(self.crossing_bytes[:, -1], np.array(self.tables.way(places, rest)))
             last_f, last_b, _ = self.work(len(rest))
@@ -192,8 +193,8 @@ class _Search:
         for end in better:
             row, j = int(at[0][end]), int(rows[at[0][end]])
             known.latency_s[end], known.before[end], known.places[end] = every_s[row, end], (before, j), places
-            added = (Phases(*(float(x[row, end]) for x in phases)) for phases in ((into, stage) if j else (stage,)))
-            known.phases[end] = (*before.phases[j], *added)
+            added = (into, stage) if j else (stage,)
+            known.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
         if len(better):
             self.judge(after, int(better[known.latency_s[better].argmin()]))
 
@@ -264,6 +265,11 @@ def plan_latency_s(stages: Sequence[ReplicaStage], microbatches: int) -> float:
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
         phases.append(Phases(stage.forward_s, stage.backward_s, stage.reduce_s))
     return float(latency_s(phases, microbatches))
+
+
+def _at(phases: Phases, which: Any) -> Phases:
+    """Some of the plans that phases are of."""
+    return Phases(*(np.asarray(x)[which] for x in phases))
 
 
 def _in_turn(free: Free, machines: Sequence[int], m: int) -> Free:

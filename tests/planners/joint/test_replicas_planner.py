@@ -6,7 +6,7 @@ import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.joint.replicas_rivals import rivals
+from jvpipe.planners.joint.replicas_rivals import rivals, straight_rivals
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
@@ -58,7 +58,7 @@ def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_th
         best, tables = plan_replicas(problem).best, Tables(problem)
         straight = (ReplicaPlan((0, *range(3, 10), 10), tuple((d,) for d in range(8)), size) for size in (1, 2, 4))
         plain = (ReplicaPlan((0, 10), (tuple(range(8)),), size) for size in (16, 8))
-        papers = (plan for size in problem.sizes for plan in rivals(tables, size))
+        papers = (plan for size in problem.sizes for ask in (straight_rivals, rivals) for plan in ask(tables, size))
         for plan in (*straight, *plain, *papers):
             assert best.step_s <= simulated_s(problem, plan, tables.stages(plan)) * (1 + 1e-9)
 
