@@ -1,5 +1,6 @@
 """Pipeline-parallel training for JAX: trace a loss, cut it, run it over several devices."""
 
+from jvpipe.ir.deferred import BatchStatistics, deferred_batch_norm
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
 from jvpipe.pipeline import Pipeline
@@ -15,6 +16,7 @@ from jvpipe.session.replica_forecasts import ReplicaForecast
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchStatistics",
     "Forecast",
     "HostLost",
     "MemoryLimitExceeded",
@@ -27,6 +29,7 @@ __all__ = [
     "__version__",
     "checkpoint_extra",
     "checkpoint_plan",
+    "deferred_batch_norm",
     "plan_for",
     "replay",
 ]
