@@ -9,6 +9,7 @@ The clock is the simulator's without swaps, where no two transfers share a link;
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
@@ -36,25 +37,32 @@ class Course:
 
     def __init__(self, loads: Loads, order: Order) -> None:
         M, cells = loads.microbatches, len(loads.places) * loads.microbatches
-        whole = (loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W))
+        first = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
+        self.M, self.cells = M, cells
+        self.to, self.source = _ways(M, cells)
+        self.lists = [[first[kind] + s * M + m for kind, s, m in steps] for steps in order]
+        self.half = [False] * cells
+        for s, m in ((s, m) for steps in order for kind, s, m in steps if kind is Kind.I):
+            self.half[s * M + m] = True
+        self.device, self.place, self.held = [-1] * (3 * cells), [-1] * (3 * cells), [[0.0]] * len(order)
+        self.take(loads)
+
+    def take(self, loads: Loads, limit_s: float = float("inf")) -> None:
+        """Clocks the order for the loads of another plan with as many stages; see `run`."""
+        M, whole = self.M, (loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W))
         bytes_of = loads.kept_bytes, [-b for b in loads.kept_bytes], [-b for b in loads.handed_bytes]
-        self.loads, self.M, self.cells = loads, M, cells
+        self.loads = loads
         self.seconds = [s for each in whole for s in each for _ in range(M)]
         self.bytes = [b for each in bytes_of for b in each for _ in range(M)]
-        self.send_s = [s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)] + [0.0] * cells
-        self.to, self.source = _ways(M, cells)
-        self.half = [False] * cells
-        self.lists = [[self._number(*step) for step in steps] for steps in order]
-        self.device, self.place, self.held = [-1] * (3 * cells), [-1] * (3 * cells), [[0.0]] * len(order)
-        for d in range(len(order)):
+        self.send_s = [s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)] + [
+            0.0
+        ] * self.cells
+        for cell, half in enumerate(self.half):
+            if half:
+                self.cut(cell, half=True)
+        for d in range(len(self.lists)):
             self.placed(d)
-        self.run()
-
-    def _number(self, kind: Kind, s: int, m: int) -> int:
-        cell = s * self.M + m
-        if kind is Kind.I:
-            self.cut(cell, half=True)
-        return cell if kind is Kind.F else cell + 2 * self.cells if kind is Kind.W else cell + self.cells
+        self.run(limit_s)
 
     @property
     def order(self) -> Order:
@@ -79,19 +87,24 @@ class Course:
 
     def placed(self, d: int) -> None:
         """Notes where the steps of a device stand, and what it holds after each."""
-        held, self.held[d] = 0.0, []
-        for at, step in enumerate(self.lists[d]):
-            held += self.bytes[step]
+        steps = self.lists[d]
+        for at, step in enumerate(steps):
             self.device[step], self.place[step] = d, at
-            self.held[d].append(held)
+        self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))
 
-    def run(self) -> None:
-        """Clocks the order: `step_s` is infinite if steps wait for each other."""
+    def run(self, limit_s: float = float("inf")) -> None:
+        """Clocks the order: `step_s` is infinite if steps wait for each other.
+
+        Args:
+            limit_s: as soon as it is known that the order takes longer, `step_s` is infinite too.
+        """
         cells, lists, seconds, to, send_s = self.cells, self.lists, self.seconds, self.to, self.send_s
+        device = self.device
         there = [-1.0] * (4 * cells)  # the last part stands for what would follow second halves
         there[: self.M] = [0.0] * self.M
         starts, ends, ran = [0.0] * (3 * cells), [0.0] * (3 * cells), list[int]()
         free, done, ready = [0.0] * len(lists), [0] * len(lists), list(range(len(lists)))
+        spare_s = [limit_s - sum(map(seconds.__getitem__, steps)) for steps in lists]
         waits, links = dict[int, int](), dict[tuple[int, int], float]()
         while ready:
             d = ready.pop()
@@ -103,6 +116,10 @@ class Course:
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
+                    spare_s[d] -= begin - now
+                    if spare_s[d] < 0.0:
+                        self.step_s = float("inf")
+                        return
                     now = begin
                 starts[step] = now
                 now += seconds[step]
@@ -113,11 +130,12 @@ class Course:
                 target = to[step]
                 if target < 0:
                     continue
-                arrives = now
                 if takes_s := send_s[step]:
-                    link = d, self.device[target]
-                    arrives = links[link] = max(now, links.get(link, 0.0)) + takes_s
-                there[target] = arrives
+                    link = d, device[target]
+                    before = links.get(link, 0.0)
+                    there[target] = links[link] = (before if before > now else now) + takes_s
+                else:
+                    there[target] = now
                 if target in waits:
                     ready.append(waits.pop(target))
             free[d] = now

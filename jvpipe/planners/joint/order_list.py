@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_loads import Loads, Order, Step
 
-Key = tuple[int, int, bool]  # a stage, a micro-batch, and whether it is a forward
+NEVER = float("inf")
 
 
 @dataclass
@@ -23,10 +23,26 @@ class _Device:
 
     stages: list[int]
     cap_bytes: float
+    unit_bytes: float
     free_s: float = 0.0
     held_bytes: float = 0.0
     steps: list[Step] = field(default_factory=list)
     late: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+@dataclass
+class _Way:
+    """The forwards of all stages, or their backwards: the next micro-batch of each, and when its input is there.
+
+    `there` has a column more, for those that are through.
+    """
+
+    there: list[list[float]]
+    next: list[int]
+
+    @staticmethod
+    def of(stages: int, microbatches: int) -> "_Way":
+        return _Way([[NEVER] * (microbatches + 1) for _ in range(stages)], [0] * stages)
 
 
 class Listing:
@@ -41,40 +57,38 @@ class Listing:
             patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
         """
         self.loads, self.patience = loads, patience
-        self.devices = [_Device(loads.stages_on(d), cap) for d, cap in enumerate(cap_bytes)]
-        self.next = {True: [0] * len(loads.places), False: [0] * len(loads.places)}
-        self.there: dict[Key, float] = {(0, m, True): 0.0 for m in range(loads.microbatches)}
+        on = [loads.stages_on(d) for d in range(len(cap_bytes))]
+        units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
+        self.devices = [_Device(*each) for each in zip(on, cap_bytes, units, strict=True)]
+        self.forward, self.backward = (_Way.of(len(loads.places), loads.microbatches) for _ in range(2))
+        self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
-        whole = all(n == loads.microbatches for n in self.next[False]) and not any(x.late for x in self.devices)
+        whole = all(n == loads.microbatches for n in self.backward.next) and not any(x.late for x in self.devices)
         self.order: Order | None = [x.steps for x in self.devices] if whole else None
 
     def _turn(self, now: float, d: int) -> None:
         device = self.devices[d]
-        backward = self._first(device, now, forward=False)
+        backward, following = self._first_backward(device, now)
         if backward is not None:
             kind = self._half_or_whole(device, backward[0])
-            if kind is Kind.W:
-                self._run(now, d, kind, *device.late.popleft())
-            else:
-                self._run(now, d, kind, *backward)
+            self._run(now, d, kind, *(device.late.popleft() if kind is Kind.W else backward))
             return
-        forward = self._first(device, now, forward=True)
+        forward, arrival = self._first_forward(device, now)
         if forward is not None:
             self._run(now, d, Kind.F, *forward)
             return
-        waits = [at for at in (self._arrival(device, forward=forward) for forward in (False, True)) if at is not None]
-        following = min(waits, default=None)
+        following = min(following, arrival)
         if device.late:
             seconds = self.loads.seconds[Kind.W][device.late[0][0]]
-            if following is None or now + (1 - self.patience) * seconds <= following:
+            if following == NEVER or now + (1 - self.patience) * seconds <= following:
                 self._run(now, d, Kind.W, *device.late.popleft())
                 return
-        if following is not None:
+        if following < NEVER:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
@@ -86,32 +100,41 @@ class Listing:
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _ready(self, device: _Device, *, forward: bool) -> list[tuple[int, int]]:
-        """The next micro-batch of each stage, if there is room for it."""
-        M, nexts = self.loads.microbatches, self.next[forward]
-        every = [(s, nexts[s]) for s in device.stages if nexts[s] < M]
-        return [one for one in every if not forward or self._room(device, *one)]
+    def _first_backward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
+        """Of the backwards that are ready the one of the first micro-batch, and its last stage; when one is else."""
+        first, following, way = None, NEVER, self.backward
+        for s in device.stages:
+            m = way.next[s]
+            arrives = way.there[s][m]
+            following = min(following, arrives)
+            if arrives <= now and (first is None or m <= first[1]):
+                first = s, m
+        return first, following
 
-    def _first(self, device: _Device, now: float, *, forward: bool) -> tuple[int, int] | None:
-        ready = [
-            (s, m) for s, m in self._ready(device, forward=forward) if self.there.get((s, m, forward), now + 1) <= now
-        ]
-        return min(ready, key=lambda one: (-one[0], one[1]) if forward else (one[1], -one[0]), default=None)
-
-    def _arrival(self, device: _Device, *, forward: bool) -> float | None:
-        known = [self.there.get((s, m, forward)) for s, m in self._ready(device, forward=forward)]
-        return min((at for at in known if at is not None), default=None)
+    def _first_forward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
+        """Of the forwards that are ready and have room the one of the last stage; when one is else."""
+        following, way = NEVER, self.forward
+        for s in reversed(device.stages):
+            m = way.next[s]
+            arrives = way.there[s][m]
+            if arrives < following and self._room(device, s, m):
+                if arrives <= now:
+                    return (s, m), arrives
+                following = arrives
+        return None, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Whether a forward leaves room for those before it: of these, what is forward everywhere ends by itself."""
-        kept, nexts, ended = self.loads.kept_bytes, self.next[True], self.next[False]
+        kept, nexts, ended = self.loads.kept_bytes, self.forward.next, self.backward.next
         if device.held_bytes + kept[s] > device.cap_bytes:
             return False
         first = min(nexts[stage] for stage in device.stages)  # of those that are not whole
         if m == first:
             return True
-        later = sum(max(0, nexts[stage] - max(first + 1, ended[stage])) * kept[stage] for stage in device.stages)
-        return later + kept[s] + sum(kept[stage] for stage in device.stages) <= device.cap_bytes
+        later = kept[s] + device.unit_bytes
+        for stage in device.stages:
+            later += max(0, nexts[stage] - max(first + 1, ended[stage])) * kept[stage]
+        return later <= device.cap_bytes
 
     def _run(self, now: float, d: int, kind: Kind, s: int, m: int) -> None:
         loads, device = self.loads, self.devices[d]
@@ -122,13 +145,12 @@ class Listing:
         if kind is Kind.W:
             device.held_bytes -= handed
             return
-        forward = kind is Kind.F
-        self.next[forward][s] += 1
+        forward, last = kind is Kind.F, len(loads.places) - 1
+        (self.forward if forward else self.backward).next[s] += 1
         device.held_bytes += kept if forward else -kept
         if kind is Kind.I:
             device.held_bytes += handed
             device.late.append((s, m))
-        last = len(loads.places) - 1
         to = s if forward and s == last else s + 1 if forward else s - 1
         if to < 0:
             return
@@ -137,5 +159,5 @@ class Listing:
         if e != d and takes:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes
             self.links[d, e] = arrives
-        self.there[to, m, forward and s != last] = arrives
+        (self.forward if forward and s != last else self.backward).there[to][m] = arrives
         heapq.heappush(self.queue, (max(arrives, self.devices[e].free_s), e))

@@ -112,7 +112,7 @@ class Loads:
 
     def fits(self, order: Order) -> bool:
         """Whether each device has room for what is in flight."""
-        return max(self.over_bytes(order)) <= 0
+        return min(self.room_bytes) == float("inf") or max(self.over_bytes(order)) <= 0
 
     def rooms_bytes(self, order: Order) -> list[float]:
         """What each device has for micro-batches in flight under an order."""

@@ -18,12 +18,21 @@ from itertools import product
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
+from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, layer_s, others_cuts, ruled
+from jvpipe.planners.joint.rule_search import (
+    REFINED_LAYERS,
+    Candidate,
+    first_cuts,
+    fitting,
+    layer_s,
+    others_cuts,
+    ruled,
+)
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -43,8 +52,6 @@ PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
 CROWDED = 24
 """Candidates that are simulated too, where transfers share links: the clock does not know of that."""
-REFINED_LAYERS = 256
-"""Of models of more layers, 1F1B's plan is the surrogate's."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -107,11 +114,9 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    rivals = [*rivals, *_one_f_one_b(problem)]
-    begin = [
-        *_candidates(problem),
-        *(one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)),
-    ]
+    begin, rivals = list(_candidates(problem)), [*rivals, *_planned(problem, ONE_F_ONE_B)]
+    rivals += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
+    begin += [one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)]
     candidates = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
     for one in candidates:
@@ -222,11 +227,20 @@ def _simulated(one: Candidate) -> OrderedPlan | None:
     return _ordered(problem, one.decision, evaluation.stages, one.family, one.loads.bound_s())
 
 
-def _one_f_one_b(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
-    """Yields the plans of 1F1B with the best cuts and fates, swaps among them; eager too where sends take time."""
-    for rule in (ONE_F_ONE_B, EAGER) if problem.peer != INFINITE else (ONE_F_ONE_B,):
-        with suppress(Infeasible):
-            yield rule, jvpipe(replace(problem, schedule=rule), refine=len(problem.costs.layers) <= REFINED_LAYERS)
+def _planned(problem: Problem, rule: Schedule) -> Iterator[tuple[Schedule, Decision]]:
+    """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
+    with suppress(Infeasible):
+        yield rule, jvpipe(replace(problem, schedule=rule), refine=len(problem.costs.layers) <= REFINED_LAYERS)
+
+
+def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
+    """Whether an eager 1F1B, which sends do not hold up, may be worth more than all candidates."""
+    if problem.peer == INFINITE:
+        return False
+    if problem.peer_uses_host:  # the clock does not know of links that are shared
+        return True
+    least_s = lower_bound(replace(problem, schedule=EAGER)) * (1 - problem.lent)
+    return least_s < min((one.step_s for one in candidates), default=float("inf"))
 
 
 def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[Candidate]:

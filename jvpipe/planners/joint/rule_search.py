@@ -4,7 +4,7 @@ begin       cuts of equal work; those of the surrogate, which knows the links; o
 then        bounds of the best of them move, as long as the clock is faster; the simulator has the last word
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +16,7 @@ from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import Ways, balanced, moved_bounds, with_fates
-from jvpipe.planners.joint.order_loads import Known, Loads, Order, lists_of, order_of
+from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -151,19 +151,20 @@ def fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, fa
         order: of the tasks.
         family: where the order comes from.
     """
-    halves = {Kind.I: Kind.B}
-    order = [
-        [
-            (kind if loads.splits[s] else halves.get(kind, kind), s, m)
-            for kind, s, m in steps
-            if kind is not Kind.W or loads.splits[s]
-        ]
-        for steps in order
-    ]
+    if not all(loads.splits):
+        order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):
         step_s = Course(loads, order).step_s
         if np.isfinite(step_s):
             yield Candidate(problem, decision, loads, order, family, step_s)
+
+
+def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> list[Step]:
+    """A device's steps with whole backwards for the stages that cannot be split."""
+    halves = {Kind.I: Kind.B}
+    return [
+        (kind if splits[s] else halves.get(kind, kind), s, m) for kind, s, m in steps if kind is not Kind.W or splits[s]
+    ]
 
 
 def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
@@ -176,10 +177,9 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     if min(best.decision.choices) < -1:
         return best
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
-    before, known, ways = None, Known(), Ways.of(own)
+    before, ways, clock = None, Ways.of(own), _Clock(best)
     for moved in _refitted(own, best.decision, best.decision.bounds, ways, whole=True):
-        for refitted in fitting(best.problem, moved, Loads.of(best.problem, moved, known), best.order, best.family):
-            best = min(best, refitted, key=lambda one: one.step_s)
+        best = clock.faster(moved) or best
     while before is not best and tries > 0:
         before = best
         for bounds in moved_bounds(best.decision.bounds, cuts):
@@ -189,11 +189,35 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
                 continue  # the best is another one by now
             tries -= 1
             for moved in _refitted(own, best.decision, bounds, ways):
-                for refitted in fitting(
-                    best.problem, moved, Loads.of(best.problem, moved, known), best.order, best.family
-                ):
-                    best = min(best, refitted, key=lambda one: one.step_s)
+                best = clock.faster(moved) or best
     return best
+
+
+class _Clock:
+    """Clocks the order of the best candidate so far for other plans."""
+
+    def __init__(self, best: Candidate) -> None:
+        self.best, self.known, self.course = best, Known(), Course(best.loads, best.order)
+
+    def faster(self, decision: Decision) -> Candidate | None:
+        """The best candidate with another plan, if that fits and is faster."""
+        best = self.best
+        loads = Loads.of(best.problem, decision, self.known)
+        if loads.bound_s() >= best.step_s:
+            return None
+        if loads.splits != best.loads.splits:
+            found = next(fitting(best.problem, decision, loads, best.order, best.family), None)
+            if found is None or found.step_s >= best.step_s:
+                return None
+            self.best, self.course = found, Course(found.loads, found.order)
+            return found
+        if not loads.fits(best.order):
+            return None
+        self.course.take(loads, best.step_s)
+        if self.course.step_s >= best.step_s:
+            return None
+        self.best = replace(best, decision=decision, loads=loads, step_s=self.course.step_s)
+        return self.best
 
 
 def _refitted(
