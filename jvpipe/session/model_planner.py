@@ -101,18 +101,20 @@ class ModelPlanner:
             if question:
                 self.archive.keep(list(map(float, best.traced.splits)), *question)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
-        return Chosen(checked if checked.stand_in is None else replace(checked, stand_in=None), best.planned)
+        return Chosen(_to_run(checked), best.planned)
 
     def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
         """Decides how many devices each stage has; where that is one, cuts and fates are planned as ever."""
         settings, optimizer = self.settings, self.cut(traced)
         known = self.runs, self.room_bytes, self.archive
         with phase("planning how stages share devices"):
-            search = ShapeSearch(settings, traced, optimizer, self.store, *known)
+            search = ShapeSearch(settings, traced, optimizer, self.store, *known, self.between_hosts)
             shape = search.find(lambda plan: self._held_bytes(traced, optimizer, plan))
         if shape.plan is not None:
-            return Chosen(self._check(traced, shape.plan, optimizer), shape=shape)
-        order, schedule, n = dealt(shape.stages, settings.devices), settings.schedule, shape.stages
+            return Chosen(_to_run(self._check(traced, shape.plan, optimizer)), shape=shape)
+        schedule, n, order = settings.schedule, shape.stages, settings.devices
+        if n >= len({device.process_index for device in order}):  # else some processes have nothing to do
+            order = dealt(n, order)
         schedule.check(n, settings.microbatches)
         places = (settings.devices.index(order[schedule.device_of(s, n)]) for s in range(schedule.stages_on(n)))
         alone = replace(settings, stages=n, places=tuple(places), shares=False)
@@ -205,6 +207,11 @@ class ModelPlanner:
         if self.settings.checkpoint is not None:
             plan = checkpointed(traced.graph, plan, self.settings.checkpoint)
         return with_fates(traced.graph, plan, self.settings.fates)
+
+
+def _to_run(checked: CompiledPlan) -> CompiledPlan:
+    """A plan that was compiled for one process alone, to be looked at, made ready for all of them."""
+    return checked if checked.stand_in is None else replace(checked, stand_in=None)
 
 
 def compile_plan(

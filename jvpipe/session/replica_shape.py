@@ -6,9 +6,10 @@ Where stages cannot have several devices, or none should, each has one and cuts 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jvpipe._jax import is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.presets import accelerator_of
@@ -53,6 +54,7 @@ class ShapeSearch:
         runs: seconds of programs that are known; what is measured is added.
         room_bytes: that a device has for a program that is timed.
         archive: where earlier processes kept what they measured.
+        between_hosts: the link from one process to another, if there are several.
     """
 
     settings: Settings
@@ -62,6 +64,7 @@ class ShapeSearch:
     runs: Runs
     room_bytes: int | None
     archive: Archive
+    between_hosts: Link | None = None
 
     def find(self, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Shape:
         """Finds the shape of the fastest simulated step under the limit.
@@ -118,8 +121,6 @@ class ShapeSearch:
             return str(cannot)
         if not settings.schedule.synchronous:
             return f"under {settings.schedule.name} they are not planned yet"
-        if settings.hosts is not None:
-            return "for several processes they are not planned yet"
         if len(settings.devices) < 2:
             return "there are no more"
         if len({device.device_kind for device in settings.devices}) > 1 or len(set(settings.limits)) > 1:
@@ -130,9 +131,7 @@ class ShapeSearch:
         """What the planner is asked; CoupledError if the loss cannot be computed on slices."""
         settings, examples = self.settings, self.traced.graph.examples
         costs, least = self._costs(examples)
-        first, second = settings.devices[:2]
-        peer = links_between(first, second, self.archive).send
-        cluster = Cluster("here", accelerator_of(first), len(settings.devices), peer=peer)
+        cluster = self._cluster()
         stages = None if settings.stages is None else _number(settings.stages)
         return ReplicaProblem(
             local_costs(costs.__getitem__, sorted(costs)),
@@ -142,6 +141,16 @@ class ShapeSearch:
             min(settings.limits, default=None),
             pins=Pins(stages, size=examples, least_slice=least),
         )
+
+    def _cluster(self) -> Cluster:
+        """The devices of each process as a machine, with what is measured of the links in this one and between them."""
+        devices, network = self.settings.devices, self.between_hosts
+        first, *others = (device for device in devices if is_own(device))
+        peer = links_between(first, others[0], self.archive).send if others else INFINITE
+        if network is None:
+            return Cluster("here", accelerator_of(first), len(devices), peer=peer)
+        each = per_machine([device.process_index for device in devices])
+        return Cluster("here", accelerator_of(first), each, -(-len(devices) // each), peer=peer, network=network)
 
     def _costs(self, examples: int) -> tuple[Mapping[int, Costs], int]:
         """What layers take on a whole micro-batch and on slices of it, and the fewest examples that a slice has."""
@@ -170,7 +179,7 @@ class ShapeSearch:
         settings = self.settings
         return measured_costs(
             traced,
-            settings.devices[0],
+            next(filter(is_own, settings.devices)),
             self.store,
             self.optimizer,
             settings.microbatches,
@@ -179,6 +188,20 @@ class ShapeSearch:
             room_bytes=self.room_bytes,
             archive=self.archive,
         )
+
+
+def per_machine(processes: Sequence[int]) -> int:
+    """The devices that each process but the last has, if they stand together; else 1, as if each were by itself.
+
+    Args:
+        processes: that of each device.
+
+    >>> per_machine([0, 0, 1, 1]), per_machine([0, 0, 1]), per_machine([0, 1, 0]), per_machine([0, 1, 1])
+    (2, 2, 1, 1)
+    """
+    known = list(dict.fromkeys(processes))
+    each = processes.count(known[0])
+    return each if [known.index(p) for p in processes] == [i // each for i in range(len(processes))] else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:

@@ -83,9 +83,13 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
 
 
 def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
-    cases = "replicas,1f1b", "replicas,pipedream"
+    cases = "replicas,1f1b", "replicas,pipedream", "shared,1e12", "shared,1"
     (one,), two = runs(1, *cases), runs(2, *cases)
-    for whole, first, second in zip(one, *two, strict=True):
+    *run, fast, slow = zip(one, *two, strict=True)
+    for decided, counts in ((fast, [3]), (slow, [1])):  # where one device is best a process has nothing to do
+        assert [seen["replicas"] for seen in decided] == [counts] * 3
+        assert decided[0]["losses"] == decided[1]["losses"] == decided[2]["losses"]
+    for whole, first, second in run:
         assert first["losses"] == second["losses"] == whole["losses"]
         assert first["parameters"] == whole["parameters"]
         assert first["live"] | second["live"] == whole["live"]

@@ -13,13 +13,16 @@ import numpy as np
 import optax
 
 import jvpipe
+from jvpipe.cost.estimate import estimate
+from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
+from jvpipe.cost.links import Links
 from jvpipe.ir.fates import Fate
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime import dispatch
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.monitor import Measured
 from jvpipe.schedules import PipeDream
-from jvpipe.session import adapt
+from jvpipe.session import adapt, compiled_plans, replica_shape
 from jvpipe.session.trigger import Seen
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models
@@ -155,6 +158,29 @@ def replicated(schedule: str) -> dict[str, Any]:
     }
 
 
+def shared(bytes_per_s: str) -> dict[str, Any]:
+    """The same where the number of devices of each stage is decided, on links of such a rate."""
+    link = Link(float(bytes_per_s))
+    links = Links(INFINITE, INFINITE, link, send_uses_host=False)
+    device = Accelerator("slow", 10**9, 1e9, {"float32": 1e6}, launch_s=0.0)
+    batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
+    with (
+        mock.patch.object(
+            replica_shape, "measured_costs", lambda traced, *_, **__: estimate(traced, Cluster("", device, 1))
+        ),
+        mock.patch.object(compiled_plans, "link_between", return_value=link),
+        mock.patch.object(replica_shape, "links_between", return_value=links),
+    ):
+        options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "replicas": "auto"}
+        pipe = jvpipe.Pipeline(tiny.loss_fn, OPTIMIZER, microbatches=4, **options)
+        state = pipe.init(tiny.PARAMS, batch, None)
+    losses = []
+    for now, metrics in pipe.run(state, [batch] * 3):
+        state = now
+        losses.append(float(metrics["loss"]).hex())
+    return {"losses": losses, "replicas": pipe.plan.replicas}
+
+
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
@@ -183,7 +209,7 @@ def begun(process: int, count: int, port: int) -> None:
         )
 
 
-KINDS = {"adapt": adapted, "models": switched, "replicas": replicated}
+KINDS = {"adapt": adapted, "models": switched, "replicas": replicated, "shared": shared}
 NEVER_LATE = SimpleNamespace(is_ready=lambda array: array.block_until_ready() is array)
 """Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is held."""
 
