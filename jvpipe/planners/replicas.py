@@ -55,7 +55,7 @@ def _simulated(rule: Callable[[Tables, int], ReplicaPlan | None], problem: Repli
     tables = Tables(problem)
     plans = [plan for size in problem.sizes if (plan := rule(tables, size)) is not None]
     counted = [(plan, tables.stages(plan)) for plan in plans]
-    return [Simulated(plan, stages, simulated_s(problem, plan, stages)) for plan, stages in counted]
+    return [Simulated(plan, stages, simulated_s(problem, plan, stages, closely=True)) for plan, stages in counted]
 
 
 def _nothing_fits(planner: str, problem: ReplicaProblem) -> Infeasible:

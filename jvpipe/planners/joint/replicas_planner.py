@@ -34,6 +34,8 @@ WORTH_A_CLIMB = 1.3
 """How many times slower than the best the best of another shape may be where it climbs, too."""
 CLIMBS, NEIGHBOURS, RECUTS = 12, 6, 2
 """How many steps a plan climbs at most; how many of its neighbours, and with other cuts, are simulated for each."""
+FINALISTS = 8
+"""How many of the fastest plans are looked at closely in the end."""
 HALVINGS = 6
 """How often the way to a limit that would do is halved, where nothing keeps the limit."""
 
@@ -59,7 +61,7 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
     search.run()
     if not search.simulated:
         raise search.nothing_fits()
-    every = sorted(search.simulated.values(), key=lambda x: x.step_s)
+    every = search.finalists()
     bound_s = lower_bound_s(search.tables)
     return ReplicaAnswer(every[0], of_each_shape(every), bound_s, time.perf_counter() - start_s)
 
@@ -67,7 +69,7 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
 @dataclass(frozen=True)
 class _Effort:
     """How well a size is searched: up to how many stages, under which multiples of the least bottleneck, and whether
-    with every count of replicas or with powers of two and those that use all devices or all but one.
+    with every count of replicas, or with powers of two and those that leave a power of two.
     """
 
     stages: int
@@ -108,12 +110,18 @@ class _Search:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:
                 self.climb(begin)
 
+    def finalists(self) -> list[Simulated]:
+        """The fastest plans, and the fastest of each shape, looked at closely: the fastest first."""
+        every = sorted(self.simulated.values(), key=lambda x: x.step_s)
+        some = {x.plan: x for x in (*every[:FINALISTS], *of_each_shape(every).values())}
+        close = (replace(x, step_s=simulated_s(self.problem, x.plan, x.stages, closely=True)) for x in some.values())
+        return sorted(close, key=lambda x: x.step_s)
+
     def glance(self, size: int) -> float:
         """The surrogate's seconds of the best plan for a size, looked for in haste."""
         at = few_cuts(self.tables.local(size, 1), GLANCE_CUTS)
-        plans = [*self.searched(size, at, _GLANCE), *self.plain(size)]
-        best = self.ranked(plans)[:1]
-        self.simulate([plan for plan in self.plain(size) if self.counted(plan)])
+        best = self.ranked([*self.searched(size, at, _GLANCE), *self.plain(size)])[:1]
+        self.simulate(self.plain(size))
         return self.seen[best[0]][1] if best else np.inf
 
     def plain(self, size: int) -> Iterator[ReplicaPlan]:
@@ -133,7 +141,7 @@ class _Search:
         unit = gcd(G, *pins.replicas) if pins.replicas else -(-G // PLACES)
         counts = pins.replicas or [r for r in replica_counts(self.problem, size) if self._worth(r, unit)]
         if not (effort.every_count or pins.replicas):
-            counts = [r for r in counts if r & (r - 1) == 0 or r in (counts[-1], G - 1)]
+            counts = [r for r in counts if unit > 1 or min(r & (r - 1), (G - r) & (G - r - 1)) == 0 or r == counts[-1]]
         most = pins.count or min(effort.stages, G // unit, len(at) - 1)
         for order in self.problem.orders:
             ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
@@ -163,11 +171,14 @@ class _Search:
             return
         every = [self.problem.local.compute_s(-(-size // r)) for r in ground.counts]
         through_s, rest = float(np.min(every, axis=0).sum()), self.problem.batch // size - 1
+        known = (self.seen[plan] for plan in self.seen if plan.size == size)
+        known_s = min((step_s for stages, step_s in known if self.tables.fits(stages)), default=np.inf)
         for cap in caps:
             if through_s + rest * last_s > best_s:
                 return
+            most_s = WORTH_A_CLIMB * min(best_s, known_s) - rest * last_s
             last_s = cap * self.slowest_s(size)
-            for plan in paths(ground, last_s, most):
+            for plan in paths(ground, last_s, most, most_s):
                 if self.counted(plan):
                     best_s = min(best_s, self.seen[plan][1])
                 yield plan
@@ -242,7 +253,7 @@ class _Search:
         for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
             if size >= max(plan.replicas):
                 yield ReplicaPlan(plan.bounds, plan.places, size)
-        for replicas in _moved(plan.replicas, self.problem.devices):
+        for replicas in (plan.replicas, *_moved(plan.replicas, self.problem.devices)):
             for order in self.problem.orders:
                 if max(replicas) <= plan.size:
                     starts = [0, *accumulate(replicas)][:-1]

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
 from jvpipe.planners.model.replicas_stage import Tables
-from jvpipe.planners.model.segments import Grid, between
+from jvpipe.planners.model.segments import Grid, between, sums
 
 OverM = Float[np.ndarray, "n m"]
 
@@ -59,6 +59,12 @@ class Ground:
             behind: stages from this one on.
         """
         return self.tables.fitting_s(self.size, self.counts[index], behind)[np.ix_(self.at, self.at)]
+
+    @cached_property
+    def least_s(self) -> Float[np.ndarray, "n"]:
+        """What a micro-batch takes at least before each cut."""
+        every = [self.tables.problem.local.compute_s(-(-self.size // r)) for r in self.counts]
+        return sums(np.min(every, axis=0))[self.cuts]
 
     @cached_property
     def where(self) -> "_Where":
@@ -134,14 +140,39 @@ class _Ways:
         whole = [np.zeros((n, places), dtype=np.int64) for _ in range(3)]
         return _Ways(np.full((n, places), np.inf), np.zeros((n, places)), np.zeros((n, places)), *whole)
 
-    def take(self, columns: np.ndarray, better: np.ndarray, **cells: np.ndarray) -> None:
-        """Puts better ways in place of those that are there."""
-        for name, values in cells.items():
-            mine = getattr(self, name)
-            mine[:, columns] = np.where(better, values, mine[:, columns])
+    def take(
+        self,
+        rows: Int[np.ndarray, "i"],
+        columns: Int[np.ndarray, "c"],
+        k: int,
+        total: OverM,
+        shown: OverM,
+        cut: Int[np.ndarray, "i c"],
+        sizes: OverM,
+    ) -> None:
+        """Puts ways that begin with a stage of count k in place of worse ones that are there.
 
-    def leaving_out(self) -> None:
-        """Lets the first devices stay idle where that is better."""
+        Args:
+            rows: their cuts i.
+            columns: their m.
+            k: of their first stage.
+            total: sums of t and c.
+            shown: what shows of all-reduces.
+            cut: where the first stage ends.
+            sizes: bytes that it receives and returns.
+        """
+        there = np.ix_(rows, columns)
+        better = total + shown < self.total[there] + self.shown[there]
+        begin = np.broadcast_to(columns, total.shape)
+        new = {"total": total, "shown": shown, "bytes": sizes, "count": k, "begin": begin, "cut": cut}
+        for name, values in new.items():
+            mine = getattr(self, name)
+            mine[there] = np.where(better, values, mine[there])
+
+    def leaving_out(self, worth_s: Float[np.ndarray, "n"]) -> None:
+        """Leaves out ways that take more than is worth it from each cut on; the first devices may stay idle."""
+        sums = self.total + self.shown
+        self.total[sums >= worth_s[:, None]] = np.inf
         sums = self.total + self.shown
         least = np.minimum.accumulate(sums, axis=1)
         new = np.concatenate([np.ones((len(sums), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
@@ -150,16 +181,18 @@ class _Ways:
             mine[:] = np.take_along_axis(mine, best, axis=1)
 
 
-def paths(ground: Ground, cap_s: float, most_stages: int) -> Iterator[ReplicaPlan]:
+def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf) -> Iterator[ReplicaPlan]:
     """Yields the best way found for each number of stages.
 
     Args:
         ground: what is searched.
         cap_s: of t and c.
         most_stages: that there may be.
+        most_s: of t, c and what shows, together; ways that take more are left out.
     """
     pins = ground.tables.problem.pins
     places = len(ground.order) // ground.unit + 1
+    worth_s = most_s - ground.least_s
     levels: list[_Ways] = []
     for e in range(1, most_stages + 1):
         level = _Ways.none(len(ground.at), places)
@@ -168,41 +201,50 @@ def paths(ground: Ground, cap_s: float, most_stages: int) -> Iterator[ReplicaPla
                 continue
             if r % ground.unit == 0 and r // ground.unit < places:
                 t = ground.fitting_s(k, e)
-                if (t <= cap_s).any():
-                    _extend(ground, level, levels[-1] if levels else None, k, np.where(t <= cap_s, t, np.inf), cap_s)
-        level.leaving_out()
+                t = np.where(t <= cap_s, t, np.inf)
+                if levels:
+                    _extend(ground, level, levels[-1], k, t, cap_s)
+                else:
+                    _end(ground, level, k, t)
+        level.leaving_out(worth_s)
         levels.append(level)
         if np.isfinite(level.total[0, -1]):
             if pins.count in (None, e):
                 yield _plan(ground, levels)
-        elif e > 1 and not np.isfinite(level.total).any():
+        elif not np.isfinite(level.total).any():
             return
 
 
-def _extend(ground: Ground, level: _Ways, after: _Ways | None, k: int, t: Grid, cap_s: float) -> None:
+def _end(ground: Ground, level: _Ways, k: int, t: Grid) -> None:
+    """Puts all layers from each cut on into a last stage of count k."""
+    m = np.arange(ground.counts[k] // ground.unit, level.total.shape[1])
+    grids, kinds = ground.reduces[k]
+    total = np.repeat(t[:, -1:], len(m), 1)
+    cut, sizes = np.full(total.shape, len(t) - 1), np.repeat(ground.crossing_bytes[:, -1:], len(m), 1)
+    level.take(np.arange(len(t)), m, k, total, grids[:, -1][:, kinds[m]], cut, sizes)
+
+
+def _extend(ground: Ground, level: _Ways, after: _Ways, k: int, t: Grid, cap_s: float) -> None:
     """Puts a stage of count k before the ways that there are."""
     units = ground.counts[k] // ground.unit
-    m = np.arange(units, level.total.shape[1])
+    there = np.isfinite(after.total[:, : after.total.shape[1] - units])
+    ends, rest = np.flatnonzero(there.any(1)), np.flatnonzero(there.any(0))
+    rows = np.flatnonzero(np.isfinite(t[:, ends]).any(1))
+    if not len(rows):
+        return
+    m, some = rest + units, np.ix_(ends, rest)
     grids, kinds = ground.reduces[k]
-    if after is None:
-        shown = grids[:, -1][:, kinds[m]]
-        total = np.repeat(t[:, -1:], len(m), 1)
-        cut, sizes = np.full(total.shape, len(t) - 1), np.repeat(ground.crossing_bytes[:, -1:], len(m), 1)
-    else:
-        rest = slice(0, len(m))
-        k2, m2 = after.count[:, rest], after.begin[:, rest]
-        c = ground.where.transfer_s(ground, k, m[None, :], after.bytes[:, rest], k2, m2)
-        later = np.where(c <= cap_s, after.total[:, rest] + c, np.inf)
-        hidden = ground.backward_s[k][:, :, None] + (c / 2 - after.shown[:, rest])[None]
-        every = np.maximum(grids[:, :, kinds[m]], -hidden)
-        sums = t[:, :, None] + later[None]
-        cut = (sums + every).argmin(1)
-        rows, columns = np.arange(len(t))[:, None], np.arange(len(m))[None]
-        total, shown = sums[rows, cut, columns], every[rows, cut, columns]
-        sizes = ground.crossing_bytes[rows, cut]
-    better = total + shown < level.total[:, m] + level.shown[:, m]
-    count, begin = np.full(total.shape, k), np.broadcast_to(m, total.shape)
-    level.take(m, better, total=total, shown=shown, bytes=sizes, count=count, begin=begin, cut=cut)
+    c = ground.where.transfer_s(ground, k, m[None, :], after.bytes[some], after.count[some], after.begin[some])
+    later = np.where(c <= cap_s, after.total[some] + c, np.inf)
+    here = np.ix_(rows, ends)
+    hidden = ground.backward_s[k][here][:, :, None] + (c / 2 - after.shown[some])[None]
+    shown = np.maximum(grids[here][:, :, kinds[m]], -hidden)
+    sums = t[here][:, :, None] + later[None]
+    at = (sums + shown).argmin(1)
+    first, last = np.arange(len(rows))[:, None], np.arange(len(m))[None]
+    cut = ends[at]
+    sizes = ground.crossing_bytes[rows[:, None], cut]
+    level.take(rows, m, k, sums[first, at, last], shown[first, at, last], cut, sizes)
 
 
 def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:

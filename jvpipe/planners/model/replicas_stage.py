@@ -5,8 +5,10 @@ Legend: stage s of S on r replicas, M micro-batches.
     t   forward and backward of a micro-batch, at the local batch ceil(mu / r)
     c   what the stage receives, and the cotangents that it returns: `Cluster.transfer_s`
     A   the all-reduce of its gradients: `Cluster.reduce_s`; of one that overlaps, what the last backward does not hide
-    T   max over s of [ sum t + sum c + (M - 1) max(t, c) - slack_s + A_s ], where slack_s = sum over p < s of B_p, and
-        half of the transfers up to s: so much earlier than stage 0 does the stage end its last backward
+    p   how far apart micro-batches are in the long run: max(t, c), or what stages a to b take with transfers between
+        them, over b - a + 1: as many more are in flight on a than on b, and one (`schedules/one_f_one_b.py`)
+    T   max over s of [ sum t + sum c + (M - 1) p - slack_s + A_s ], where slack_s = sum over p < s of B_p, and half of
+        the transfers up to s: so much earlier than stage 0 does the stage end its last backward
 """
 
 from collections.abc import Callable
@@ -374,13 +376,29 @@ def surrogate_s(stages: tuple[ReplicaStage, ...], microbatches: int) -> float:
     (17.0, 18.0)
     """
     fill = sum(x.forward_s + x.backward_s + x.comm_s for x in stages)
-    step_s = fill + (microbatches - 1) * max(x.seconds for x in stages)
+    step_s = fill + (microbatches - 1) * period_s(stages)
     late_s = slack_s = 0.0
     for stage in stages:
         slack_s += stage.comm_s / 2
         late_s = max(late_s, stage.reduce_s - slack_s)
         slack_s += stage.backward_s
     return step_s + late_s
+
+
+def period_s(stages: tuple[ReplicaStage, ...]) -> float:
+    """How far apart micro-batches are in the long run, as the legend has it.
+
+    >>> first, second = ReplicaStage(1.0, 2.0, 0.0, 0.0, 0), ReplicaStage(1.0, 2.0, 2.0, 0.0, 0)
+    >>> period_s((first,)), period_s((first, second))
+    (3.0, 4.0)
+    """
+    through = [0.0, *accumulate(x.forward_s + x.backward_s + x.comm_s for x in stages)]
+    longest_s = max(x.seconds for x in stages)
+    for a, stage in enumerate(stages):
+        before = through[a] + stage.comm_s
+        for b in range(a + 2, len(through)):
+            longest_s = max(longest_s, (through[b] - before) / (b - a))
+    return longest_s
 
 
 def _line(seconds: Callable[[float], float]) -> tuple[float, float]:

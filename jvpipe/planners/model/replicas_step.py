@@ -7,7 +7,7 @@ micro-batches the last ones are not simulated: they are as far apart as those be
 """
 
 from collections.abc import Hashable, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
@@ -25,9 +25,13 @@ from jvpipe.simulate.timeline import Timeline
 
 LEAST_SIMULATED = 8
 """So many micro-batches are simulated at least, and as many as two per stage."""
+CLOSELY = 8
+"""So many times as many are simulated of plans that are looked at closely: where stages wait for networks, the first
+ones are not as far apart as all.
+"""
 
 
-class What(Enum):
+class What(IntEnum):
     """What a row of a stage does; RETURN sends cotangents."""
 
     FORWARD = auto()
@@ -42,19 +46,23 @@ KIND_OF = dict(zip(WHATS, (Kind.F, Kind.B, Kind.SEND, Kind.RETURN, Kind.REDUCE),
 Row = tuple[What, int, int]
 
 
-def simulated_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> float:
+def simulated_s(
+    problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], *, closely: bool = False
+) -> float:
     """The seconds of a step under 1F1B.
 
     Args:
         problem: whose cluster and batch count.
         plan: the places of the stages.
         stages: what they take.
+        closely: looks at more micro-batches.
     """
-    count, most = problem.batch // plan.size, max(LEAST_SIMULATED, 2 * plan.stages)
-    if count <= most + plan.stages:
+    count, more = problem.batch // plan.size, 2 * plan.stages * (CLOSELY if closely else 1)
+    most = max(LEAST_SIMULATED, more)
+    if count <= most + more:
         return _step_s(problem, plan, stages, count)
-    before, after = (_step_s(problem, plan, stages, m) for m in (most, most + plan.stages))
-    return after + (count - most - plan.stages) * (after - before) / plan.stages
+    before, after = (_step_s(problem, plan, stages, m) for m in (most, most + more))
+    return after + (count - most - more) * (after - before) / more
 
 
 def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> Timeline:
@@ -99,14 +107,20 @@ def _step(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaSt
 
 @lru_cache(maxsize=256)
 def _work(stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[Hashable, ...], ...]) -> _Step:
+    rows, slots, waits = _numbered(stages, count, sends)
+    names: dict[Hashable, int] = {s: s for s in range(stages)}
+    occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
+    work = Work(waits, [occupied[slot] for slot in slots], range(stages))
+    return _Step(rows, work, np.array(slots), tuple(map(_name, names)))
+
+
+@lru_cache(maxsize=64)
+def _numbered(stages: int, count: int, sends: tuple[bool, ...]) -> tuple[tuple[Row, ...], list[int], list[list[int]]]:
+    """The rows, the slot of each, and the numbers of those that each waits for."""
     rows = _rows(stages, count, sends)
     ids = {row: i for i, row in enumerate(rows)}
     slots = [WHATS.index(kind) * stages + s for kind, s, _ in rows]
-    names: dict[Hashable, int] = {s: s for s in range(stages)}
-    occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
-    waits = [[ids[need] for need in needs] for needs in rows.values()]
-    work = Work(waits, [occupied[slot] for slot in slots], range(stages))
-    return _Step(tuple(rows), work, np.array(slots), tuple(map(_name, names)))
+    return tuple(rows), slots, [[ids[need] for need in needs] for needs in rows.values()]
 
 
 def _name(resource: Hashable) -> str:
