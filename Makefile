@@ -29,9 +29,9 @@ test: $(DEVELOPS)
 	$(BIN)/pyright
 	$(BIN)/pytest
 
-# Every combination of what the tests above try in turns.
+# Every case of the grids of which the tests above try one of each kind.
 thorough: $(DEVELOPS)
-	$(BIN)/pytest --thorough tests/end_to_end/test_workloads.py
+	$(BIN)/pytest --thorough
 
 docs: $(DEVELOPS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going docs build/docs

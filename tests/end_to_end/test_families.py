@@ -16,6 +16,7 @@ from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
+from tests.grid import grid
 from tests.runtime.test_migrate import assert_same
 from tests.zoo import CASES, Case, dropped, in_bfloat16, quick_key
 
@@ -65,15 +66,20 @@ def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random
 @pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize(
     ("name", "schedules"),
-    [
-        ("mlp", ["interleaved", Interleaved(chunks=2, split=True)]),
-        ("one-hot", ["zb-h1", "zb-v"]),
-        ("resnet", ["interleaved", "zb-v"]),
-        ("deep", [Interleaved(chunks=4), "v-half"]),
-        ("three-readers", ["zb-h1", "interleaved"]),
-        ("pre-norm in bfloat16", ["zb-h1"]),
-        ("recurrent", ["zb-h1"]),
-    ],
+    grid(
+        [
+            one_hot := ("one-hot", ["zb-h1", "zb-v"]),
+            resnet := ("resnet", ["interleaved", "zb-v"]),
+            deep := ("deep", [Interleaved(chunks=4), "v-half"]),
+            ("mlp", ["interleaved", Interleaved(chunks=2, split=True)]),
+            ("three-readers", ["zb-h1", "interleaved"]),
+            ("pre-norm in bfloat16", ["zb-h1"]),
+            ("recurrent", ["zb-h1"]),
+        ],
+        one_hot,
+        resnet,
+        deep,
+    ),
 )
 def test_every_family_has_the_bits_of_1f1b_with_any_fates_and_holds_what_was_told(
     name: str, schedules: list[str | Schedule]
@@ -93,7 +99,6 @@ def test_every_family_has_the_bits_of_1f1b_with_any_fates_and_holds_what_was_tol
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_what_one_family_saved_another_goes_on_with_and_layers_move_inside_a_step(schedule: str, tmp_path: Any) -> None:
     m, draw = CASES["chained-keys"](), random.Random(schedule)
-    pipe, state = started(m, 1, "1f1b")
     pipe, state = started(m, 1, "1f1b")
     expected = trained(m, pipe, state, steps=4)
     one, state = started(m, 2, schedule)

@@ -15,6 +15,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.models.workload import load
 from jvpipe.trace.model import trace_model
 from tests.end_to_end.test_exactness import batch_of, key_of
+from tests.grid import grid
 from tests.zoo import CASES, Case, in_bfloat16, quick_key
 
 MICRO = 4
@@ -66,7 +67,12 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
 
 @pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize(
-    "name", ["pre-norm", "chained-keys", "resnet", "three-readers", "unet", "spectral", "resnet in bfloat16"]
+    "name",
+    grid(
+        ["pre-norm", "chained-keys", "resnet", "three-readers", "unet", "spectral", "resnet in bfloat16"],
+        "resnet",
+        "three-readers",
+    ),
 )
 def test_any_mix_of_fates_gives_the_same_bits(name: str) -> None:
     case, _, bfloat16 = name.partition(" in ")

@@ -18,6 +18,7 @@ from jvpipe.programs.layer import differentiate, inference
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.model import trace_model
+from tests.grid import grid
 from tests.sequential import Outcome, Sequential
 from tests.zoo import (
     CASES,
@@ -108,7 +109,7 @@ APART = (
 """Each with something that the others lack; whole models are compared in tests/end_to_end/test_exactness.py."""
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", grid(APART, "three-readers", "cond", "custom-rules", "unused"))
 def test_equals_plain_jax(name: str) -> None:
     case = CASES[name]()
     found = outcome(case, some(seed=1), optimize=False)
@@ -132,12 +133,12 @@ FATES = [resnet, custom_rules]
 FATES_LOW = [transformer_block, with_dropout, recurrent, cond]
 
 
-@pytest.mark.parametrize("make", FATES)
+@pytest.mark.parametrize("make", grid(FATES, custom_rules))
 def test_same_bits_whatever_is_kept(make: Callable[[], Case]) -> None:
     assert_same_bits(outcome(make(), everything, optimize=True), outcome(make(), nothing, optimize=True))
 
 
-@pytest.mark.parametrize("make", FATES_LOW)
+@pytest.mark.parametrize("make", grid(FATES_LOW, transformer_block))
 def test_same_bits_whatever_is_kept_in_bfloat16(make: Callable[[], Case]) -> None:
     case = in_bfloat16(make())
     found = outcome(case, everything, optimize=True)
@@ -148,7 +149,10 @@ def test_same_bits_whatever_is_kept_in_bfloat16(make: Callable[[], Case]) -> Non
     assert_close(found.gradients, gradients, 3e-2)
 
 
-@pytest.mark.parametrize("name", ["contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy"])
+@pytest.mark.parametrize(
+    "name",
+    grid(["contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy"], "mixer", "normalised-products"),
+)
 def test_same_bits_of_what_is_normalised_whatever_is_kept(name: str) -> None:
     case = CASES[name]()
     model = trace_model(case.loss_fn, case.params, case.batch, case.rng)

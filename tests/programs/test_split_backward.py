@@ -26,6 +26,7 @@ from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import key_words, trace_loss
 from jvpipe.trace.model import trace_model
 from jvpipe.trace.primitives import flops
+from tests.grid import grid
 from tests.zoo import CASES, B, Case, D, in_bfloat16, mean_square, mlp, resnet, transformer
 
 Arrays = list[np.ndarray]
@@ -120,7 +121,7 @@ FULL: dict[str, tuple[Share, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", grid(FULL, "pre-norm", "mixer", "normalised-products", "recurrent", "custom-rules"))
 def test_halves_have_the_bits_of_the_whole(name: str) -> None:
     share, split = FULL[name]
     assert check(CASES[name](), share) == split
@@ -138,7 +139,7 @@ LOW: list[tuple[Callable[[], Case], Share]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "share"), LOW)
+@pytest.mark.parametrize(("make", "share"), grid(LOW, LOW[0], LOW[3]))
 def test_halves_have_the_bits_of_the_whole_in_bfloat16(make: Callable[[], Case], share: Share) -> None:
     assert check(in_bfloat16(make()), share) > 0
 

@@ -22,6 +22,7 @@ from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
 from tests.end_to_end.test_ledger import held
+from tests.grid import grid
 from tests.runtime.test_hosts import Store
 from tests.zoo import CASES, Case
 
@@ -86,10 +87,14 @@ def random_plan(pipe: jvpipe.Pipeline, draw: random.Random) -> jvpipe.Plan:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        *((name, "1f1b") for name in ("one-hot", "resnet", "with-aux", "three-readers", "chained-keys")),
-        *((name, "gpipe") for name in ("resnet", "three-readers")),
-    ],
+    grid(
+        [
+            *((name, "1f1b") for name in ("one-hot", "resnet", "with-aux", "three-readers", "chained-keys")),
+            *((name, "gpipe") for name in ("resnet", "three-readers")),
+        ],
+        ("one-hot", "1f1b"),
+        ("resnet", "gpipe"),
+    ),
 )
 def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
     m, draw = CASES[name](), random.Random(f"{name} {schedule}")

@@ -14,6 +14,7 @@ from jvpipe.lowering.stream.parts import versions
 from jvpipe.schedules import find_schedule
 from tests.end_to_end.test_exactness import key_of
 from tests.end_to_end.test_streams import ADAMW, MICRO, SCHEDULES, assert_same, batches_of
+from tests.grid import grid
 from tests.runtime.test_migrate import random_plan
 from tests.zoo import CASES, Case
 
@@ -53,7 +54,13 @@ def run(
     return pipe, state, losses
 
 
-@pytest.mark.parametrize(("case", "schedule"), [*(("one-hot", name) for name in SCHEDULES), ("resnet", "pipemare")])
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    grid(
+        [*(("one-hot", name) for name in SCHEDULES), ("resnet", "pipemare")],
+        *(("one-hot", name) for name in ("pipedream", "2bw", "pipemare")),
+    ),
+)
 def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
     m, draw = CASES[case](), random.Random(f"{case} {schedule}")
     moves = {(step, draw.randrange(MICRO)): lambda pipe: random_plan(pipe, draw) for step in range(1, STEPS - 1)}
