@@ -7,6 +7,7 @@ does). `--quick` leaves BERT out.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,15 +19,16 @@ from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.planners import find_planner
 from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.joint.replicas_rivals import rivals
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.replicas_answer import ReplicaAnswer
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated
 from jvpipe.planners.model.replicas_costs import LocalCosts, local_costs
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.replicas import ask_replicas
 from jvpipe.schedules import find_schedule
 
 DEVICES = 16
@@ -85,19 +87,36 @@ def shape_s(answer: ReplicaAnswer, shape: str) -> str:
     return f"{answer.shapes[shape].step_s / answer.best.step_s:.2f}"
 
 
+def other_s(planner: str, problem: ReplicaProblem, best: Simulated) -> str:
+    """The seconds of another planner's best plan, of all sizes of micro-batches, over those of the best plan."""
+    try:
+        return f"{ask_replicas(planner, problem).best.step_s / best.step_s:.2f}"
+    except Infeasible:
+        return "does not fit"
+
+
 def table_v(rows: tuple[Row, ...]) -> Iterator[str]:
-    """Yields table V: ours beside the paper's, and what other shapes take."""
-    yield "| model (batch) | on | reduce | paper | ours | step s | gap | DP | straight | two stages | planned in s |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    """Yields table V: ours beside the paper's, what other shapes take, and what the papers' planners find."""
+    others = ("data parallel", "straight", "two stages")
+    yield (
+        "| model (batch) | on | reduce | paper | ours | step s | gap | DP | straight | two stages | dapple | pipedream "
+        "| planned in s |"
+    )
+    yield "|---" * 13 + "|"
     for row in rows:
         for configuration, paper in zip("ABC", row.paper, strict=True):
             for overlaps in (False, True):
-                answer = plan_replicas(problem_of(row.model, row.batch, configuration, overlaps))
-                others = " | ".join(shape_s(answer, shape) for shape in ("data parallel", "straight", "two stages"))
+                problem = problem_of(row.model, row.batch, configuration, overlaps)
+                start_s = time.process_time()
+                answer = plan_replicas(problem)
+                took_s = time.process_time() - start_s
+                shapes = [shape_s(answer, shape) for shape in others]
+                planners = [other_s(planner, problem, answer.best) for planner in ("dapple", "pipedream")]
                 when = "overlaps" if overlaps else "after"
                 yield (
                     f"| {row.model} ({row.batch}) | {configuration} | {when} | {paper} | {short(answer.best.plan)} "
-                    f"| {answer.best.step_s:.3f} | {answer.gap:.0%} | {others} | {answer.planning_s:.1f} |"
+                    f"| {answer.best.step_s:.3f} | {answer.gap:.0%} | {' | '.join((*shapes, *planners))} "
+                    f"| {took_s:.1f} |"
                 )
 
 
@@ -145,12 +164,9 @@ def table_vii(models: tuple[tuple[str, int], ...]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for model, batch in models:
         problem = problem_of(model, batch, "A")
-        answer, tables = plan_replicas(problem), Tables(problem)
-        plans = {plan for size in problem.sizes for plan in rivals(tables, size) if max(plan.replicas) > 1}
-        seconds = {plan: simulated_s(problem, plan, tables.stages(plan)) for plan in plans}
-        theirs = min(seconds, key=lambda plan: seconds[plan], default=None)
-        other = f"{short(theirs)} | {seconds[theirs]:.3f}" if theirs else "none | "
-        yield f"| {model} ({batch}) | {short(answer.best.plan)} | {answer.best.step_s:.3f} | {other} |"
+        ours, theirs = (ask_replicas(planner, problem).best for planner in ("jvpipe", "pipedream"))
+        cells = (f"{short(best.plan)} | {best.step_s:.3f}" for best in (ours, theirs))
+        yield f"| {model} ({batch}) | {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -120,6 +120,26 @@ class Cluster:
         inside = _ring_s(self.peer, most, size)
         return inside + _ring_s(self.network, machines, size / min(*held.values(), self.networks))
 
+    def least_reduce_s(self, count: int, size: int | float) -> float:
+        """The seconds that no all-reduce of `size` bytes over so many devices or more is below, wherever they are.
+
+        Args:
+            count: of devices.
+            size: bytes of one summand.
+
+        >>> gpu = Accelerator("small", 10**9, 1e9, {})
+        >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
+        >>> cluster.least_reduce_s(4, 8e9), cluster.least_reduce_s(5, 8e9), cluster.least_reduce_s(1, 8e9)
+        (1.5, 9.333333333333334, 0.0)
+        """
+        at_once = min(self.networks, self.devices_per_machine)
+        ways = (
+            _ring_s(self.peer, most, size) + _ring_s(self.network, machines, size / at_once)
+            for machines in range(1, min(count, self.machines) + 1)
+            if (most := -(-count // machines)) <= self.devices_per_machine
+        )
+        return min(ways, default=float("inf")) if size else 0.0
+
     def transfer_s(self, senders: Sequence[int], readers: Sequence[int], size: int | float) -> float:
         """The seconds of `size` bytes that some devices hold in equal slices and others read in equal slices.
 

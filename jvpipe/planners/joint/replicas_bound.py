@@ -8,7 +8,7 @@ whatever the number of devices. T* is the least cap under which they are no more
 import numpy as np
 
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.replicas_stage import Tables, line
 from jvpipe.planners.model.segments import Cuts, between, sums
 
 BISECTIONS = 16
@@ -45,33 +45,46 @@ def least_bottleneck_s(tables: Tables, size: int, cuts: Cuts) -> float:
         cuts: where stages may begin and end.
     """
     counts = np.array(replica_counts(tables.problem, size))
-    grids = []
-    for r in counts:
-        grids.append(between(sums(tables.problem.local.compute_s(-(-size // int(r)))), cuts, cuts))
-    t = np.minimum.accumulate(np.array(grids), axis=0)
-    t[:, cuts[:, None] >= cuts] = np.inf
-    low, high = 0.0, float(t[0, 0, -1])
+    every = (sums(tables.problem.local.compute_s(-(-size // int(r)))) for r in counts)
+    return _least_cap_s(tables, np.array([between(each, cuts, cuts) for each in every]), counts, cuts)
+
+
+def lower_bound_s(tables: Tables) -> float:
+    """Seconds that no step is below, of any size of micro-batches: the first one on all stages, or all on the slowest.
+
+    Where all-reduces come after the last backward, every stage's has its seconds, too.
+
+    Args:
+        tables: of the problem.
+    """
+    problem, least_s = tables.problem, np.inf
+    layers = problem.costs.costs[0].layers
+    gradients = between(sums(x.gradient_bytes or x.parameter_bytes for x in layers), tables.cuts, tables.cuts)
+    for size in problem.sizes:
+        counts, count = replica_counts(problem, size), problem.batch // size
+        every = np.array([problem.local.compute_s(-(-size // r)) for r in counts])
+        through_s = float(every.min(0).sum())
+        shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / problem.devices
+        if max(through_s, shared_s) < least_s:
+            steps_s = count * np.array([between(sums(each), tables.cuts, tables.cuts) for each in every])
+            if not problem.overlaps:
+                rates = (line(lambda size, r=r: problem.cluster.least_reduce_s(r, size)) for r in counts)
+                steps_s += [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
+            least_s = min(least_s, max(through_s, _least_cap_s(tables, steps_s, np.array(counts), tables.cuts)))
+    return least_s
+
+
+def _least_cap_s(tables: Tables, grids: np.ndarray, counts: np.ndarray, cuts: Cuts) -> float:
+    """The least cap under which the segments need no more devices than there are; `grids[r]` for `counts[r]`."""
+    grids = np.where(cuts[:, None] < cuts, grids, np.inf)
+    low, high = 0.0, float(grids[:, 0, -1].min())
     for _ in range(BISECTIONS):
         cap = (low + high) / 2
-        if _fewest_devices(t <= cap, counts) <= tables.problem.devices:
+        if _fewest_devices(grids <= cap, counts) <= tables.problem.devices:
             high = cap
         else:
             low = cap
     return low
-
-
-def lower_bound_s(tables: Tables) -> float:
-    """Seconds that no step is below: all micro-batches on the slowest stage, or one of them on all, of any size."""
-    batch, devices, least_s = tables.problem.batch, tables.problem.devices, np.inf
-    for size in tables.problem.sizes:
-        counts, count = replica_counts(tables.problem, size), batch // size
-        every = np.array([tables.problem.local.compute_s(-(-size // r)) for r in counts])
-        through_s = float(every.min(0).sum())
-        shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / devices
-        if max(through_s, shared_s) < least_s:
-            slowest_s = least_bottleneck_s(tables, size, tables.cuts)
-            least_s = min(least_s, max(through_s, count * slowest_s))
-    return least_s
 
 
 def _fewest_devices(fits: np.ndarray, counts: np.ndarray) -> float:

@@ -100,7 +100,8 @@ class _Search:
             self.simulate_if_fast(straight_rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
         for size in self.straight_sizes()[:2]:
-            self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))
+            known = self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))[:NEIGHBOURS]
+            self.simulate(self.ranked(other for plan in known for other in recut(self.tables, plan))[:RECUTS])
         self.simulate(self.of_each_shape() or self.of_least_size()[:1])
         if self.simulated:
             best = min(self.simulated.values(), key=lambda x: x.step_s)

@@ -188,7 +188,7 @@ def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
         ground: what is searched.
         cap_s: of t and c.
         most_stages: that there may be.
-        most_s: of t, c and what shows, together; ways that take more are left out.
+        most_s: of t, c and what shows, together; ways of more than two stages that take more are left out.
     """
     pins = ground.tables.problem.pins
     places = len(ground.order) // ground.unit + 1
@@ -206,7 +206,7 @@ def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
                     _extend(ground, level, levels[-1], k, t, cap_s)
                 else:
                     _end(ground, level, k, t)
-        level.leaving_out(worth_s)
+        level.leaving_out(worth_s if e > 2 else np.full(len(ground.at), np.inf))
         levels.append(level)
         if np.isfinite(level.total[0, -1]):
             if pins.count in (None, e):

@@ -287,13 +287,13 @@ class Tables:
         """The seconds of a transfer from stage to stage: of its latency, and of each byte."""
         key = senders, readers
         if key not in self._ways:
-            self._ways[key] = _line(lambda size: self.problem.cluster.transfer_s(senders, readers, size))
+            self._ways[key] = line(lambda size: self.problem.cluster.transfer_s(senders, readers, size))
         return self._ways[key]
 
     def reduce_rate(self, devices: Places) -> tuple[float, float]:
         """The seconds of an all-reduce over devices: of its latencies, and of each byte."""
         if devices not in self._rates:
-            self._rates[devices] = _line(lambda size: self.problem.cluster.reduce_s(devices, size))
+            self._rates[devices] = line(lambda size: self.problem.cluster.reduce_s(devices, size))
         return self._rates[devices]
 
     def _part(self, size: int, replicas: int, behind: int, i: int, j: int) -> "_Part":
@@ -401,7 +401,15 @@ def period_s(stages: tuple[ReplicaStage, ...]) -> float:
     return longest_s
 
 
-def _line(seconds: Callable[[float], float]) -> tuple[float, float]:
-    """The seconds of something by its bytes: of none, but for its latency, and of each more."""
+def line(seconds: Callable[[float], float]) -> tuple[float, float]:
+    """The seconds of something by its bytes: of none, but for its latency, and of each more.
+
+    Args:
+        seconds: of so many bytes.
+
+    >>> latency_s, byte_s = line(Link(4.0, 0.5).seconds)
+    >>> round(latency_s, 6), byte_s
+    (0.5, 0.25)
+    """
     latency_s = seconds(1e-12)
     return latency_s, (seconds(1e9) - latency_s) / 1e9
