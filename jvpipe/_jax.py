@@ -343,9 +343,15 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-def placed(like: jax.ShapeDtypeStruct, device: Device) -> jax.ShapeDtypeStruct:
-    """A shape and type on a device."""
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device))
+def placed(like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()) -> jax.ShapeDtypeStruct:
+    """A shape and type on a device, or over a group.
+
+    Args:
+        like: the shape and type.
+        device: or a group.
+        spec: how it lies over a group.
+    """
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device, spec))
 
 
 def coordination() -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import jvpipe
+from jvpipe._jax import placed
 from jvpipe.runtime.hosts import Hosts, present_hosts
 
 ROWS = {32: 8, 256: 64, 768: 256}
@@ -53,7 +54,7 @@ def step_s(stages: int, width: int) -> dict[str, Any]:
 def crossing_s(hosts: Hosts, size: int) -> float:
     """Median seconds of a copy to the other process: half of there and back."""
     (device, *_), other, taken = jax.local_devices(), 1 - hosts.process, []
-    like = jax.ShapeDtypeStruct((size,), np.uint8)
+    like = placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
     hosts.connected.begin()
     for i in range(CROSSINGS):
         array = jax.block_until_ready(jax.device_put(np.full(size, i, np.uint8), device, may_alias=False))
@@ -61,9 +62,9 @@ def crossing_s(hosts: Hosts, size: int) -> float:
         start_s = time.perf_counter()
         if hosts.process == 0:
             hosts.connected.offer(other, 2 * i, array)
-            hosts.connected.ask(other, 2 * i + 1, like, device).block_until_ready()
+            hosts.connected.ask(other, 2 * i + 1, like).block_until_ready()
         else:
-            hosts.connected.offer(other, 2 * i + 1, hosts.connected.ask(other, 2 * i, like, device))
+            hosts.connected.offer(other, 2 * i + 1, hosts.connected.ask(other, 2 * i, like))
         taken.append((time.perf_counter() - start_s) / 2)
         hosts.exchange("turn", b"")
     return statistics.median(taken[2:])

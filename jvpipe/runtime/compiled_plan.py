@@ -7,6 +7,7 @@ from typing import Any, TypeVar, assert_never
 
 import jax
 
+from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.examples import Batching
@@ -100,7 +101,8 @@ class CompiledPlan:
     @property
     def _group(self) -> Device | None:
         """A group of devices that what layers make is laid over."""
-        return self.devices[0] if self.traced.loss.sharding and not self.plan.replicated else None
+        laid = self.traced.loss.sharding and not self.plan.replicated
+        return next(filter(_jax.is_own, self.devices)) if laid else None
 
     def _layer_programs(self, share: Share | Fates) -> tuple[LayerPrograms, ...]:
         made, sharding, group = layer_programs(self.store, self.traced, share), self.traced.loss.sharding, self._group
@@ -279,8 +281,9 @@ class CompiledPlan:
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
         if isinstance(row.run, AskRun):
-            like = self._crossing_array(whole, programs, whole.rows[row.run.number].reads[0])
-            return self.hosts.asking(row.run, whole.rows[row.run.number], like, self.devices[row.place])
+            like = self._crossing_array(whole, programs, copied := whole.rows[row.run.number].reads[0])
+            placed = _jax.placed(like, self.devices[row.place], self.spec(whole.buffers[copied].value))
+            return self.hosts.asking(row.run, whole.rows[row.run.number], placed)
         return None
 
     def _crossing_array(
@@ -399,9 +402,9 @@ class CompiledPlan:
         single = not self.schedule.synchronous and self.schedule.period(self.microbatches) == 1
         return single_backward_program(programs) if single else backward_program(programs)
 
-    def persistent_shape(self, kind: ValueKind, index: int) -> jax.ShapeDtypeStruct:
-        """The shape and type of what lies on the devices between steps."""
-        return self._shape(Value(kind, index))
+    def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
+        """The shape and type of what lies on the devices between steps, and where: at a place."""
+        return _jax.placed(self._shape(value), self.devices[place], self.spec(value))
 
     def _known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
         """The shape and type of a value, or of the part of it that a replica has; None where a program alone knows."""

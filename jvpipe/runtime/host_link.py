@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 
+from jvpipe import _jax
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.links import link_through
 from jvpipe.runtime.hosts import Hosts
@@ -31,7 +32,7 @@ def _seconds(hosts: Hosts, size: int) -> float:
     if hosts.process > 1:
         return 0.0
     (device, *_), other, taken = jax.local_devices(), 1 - hosts.process, []
-    like = jax.ShapeDtypeStruct((size,), np.uint8)
+    like = _jax.placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
     sent = [jax.device_put(np.full(size, i, np.uint8), device, may_alias=False) for i in range(_RUNS)]
     jax.block_until_ready(sent)
     for i, array in enumerate(sent):
@@ -39,8 +40,8 @@ def _seconds(hosts: Hosts, size: int) -> float:
         there, back = 2 * i, 2 * i + 1
         if hosts.process == 0:
             hosts.connected.offer(other, there, array)
-            hosts.connected.ask(other, back, like, device).block_until_ready()
+            hosts.connected.ask(other, back, like).block_until_ready()
         else:
-            hosts.connected.offer(other, back, hosts.connected.ask(other, there, like, device))
+            hosts.connected.offer(other, back, hosts.connected.ask(other, there, like))
         taken.append((time.perf_counter() - start_s) / 2)
     return statistics.median(taken[1:])

@@ -15,7 +15,6 @@ from weakref import ref
 import jax
 
 from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.runtime.checkpoints.checkpoint import to_host
@@ -45,12 +44,11 @@ class _Asked(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A copy of an array from one process to a device of another."""
+    """A copy of an array from one process to another, and what it is like there: its shape, type and place."""
 
     source: int
     target: int
     like: jax.ShapeDtypeStruct
-    device: Device
 
 
 @dataclass
@@ -226,21 +224,18 @@ class Hosts:
 
         return offer
 
-    def asking(
-        self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct, device: Device
-    ) -> Callable[[], list[jax.Array]]:
+    def asking(self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct) -> Callable[[], list[jax.Array]]:
         """Makes what runs the target's half of a copy from another process.
 
         Args:
             half: which copy.
             row: the whole of it.
-            like: its shape and type.
-            device: of this process, where it will lie.
+            like: its shape, type and place.
         """
         transport = self.connected
 
         def ask() -> list[jax.Array]:
-            array = transport.ask(half.process, half.number, like, device)
+            array = transport.ask(half.process, half.number, like)
             self._asked.append(_Asked(half.process, row, ref(array)))
             return [array]
 
@@ -251,15 +246,13 @@ class Hosts:
         holders: Sequence[int],
         likes: Sequence[jax.ShapeDtypeStruct],
         arrays: Sequence[jax.Array | None],
-        device: Device,
     ) -> list[Any] | None:
         """Copies arrays of all processes to the host of the first one; the others get None.
 
         Args:
             holders: the process that each array lies with.
-            likes: their shapes and types.
+            likes: their shapes and types, and places of the first process over which they go.
             arrays: those of this process, and None.
-            device: of this process, over which they go.
         """
         transport = self.connected
         transport.begin()
@@ -272,7 +265,7 @@ class Hosts:
         else:
             values = []
             for number, (holder, like, array) in enumerate(zip(holders, likes, arrays, strict=True)):
-                here = transport.ask(holder, number, like, device) if holder else array
+                here = transport.ask(holder, number, like) if holder else array
                 assert here is not None
                 values.append(to_host(here))
         self.exchange("gathered", b"")  # what was offered has arrived: it may be overwritten
@@ -293,7 +286,7 @@ class Hosts:
                 assert array is not None
                 transport.offer(copy.target, number, array)
             asks = copy.target == self.process
-            here.append(transport.ask(copy.source, number, copy.like, copy.device) if asks else None)
+            here.append(transport.ask(copy.source, number, copy.like) if asks else None)
         jax.block_until_ready(here)
         self.exchange("carried", b"")  # what was offered has arrived: it may be overwritten
         return here

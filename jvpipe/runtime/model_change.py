@@ -17,7 +17,7 @@ import jax
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import Array
-from jvpipe.ir.values import Owner, ValueKind
+from jvpipe.ir.values import Owner
 from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
@@ -314,11 +314,10 @@ class ModelSwitch:
                 home = self._home(identity, buffer, source)
                 if home is not None and process == hosts.process:
                     ledger.hold(home, buffer.bytes)
-                    value = jax.device_put(value, devices[home], may_alias=False)
+                    value = jax.device_put(value, self.new.lying(buffer.value, home).sharding, may_alias=False)
                     sent.append((home, value))
-                kind, index = name_of(buffer)
-                like = self.new.persistent_shape(ValueKind(kind), index)
-                crossing.append((buffer.spot, Carried(process, device.process_index, like, device), value))
+                like = self.new.lying(buffer.value, buffer.place)
+                crossing.append((buffer.spot, Carried(process, device.process_index, like), value))
             elif own and source.how == "stay":
                 made[buffer.spot] = value
             elif own and value is not None:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
@@ -34,14 +33,13 @@ class Transport(Protocol):
         """
         ...
 
-    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Asks for the array that a process offers, on a device of this one.
 
         Args:
             process: that offers it.
             number: of the row that copies it.
-            like: its shape and type.
-            device: of this process.
+            like: its shape and type, and where it is to lie: over a group of devices as it does at its source.
         """
         ...
 
@@ -83,19 +81,19 @@ class TransferServers:
             words = jax.random.key_data(array) if is_key(array) else array
             self._server.await_pull(self._run << _RUN_BITS | number, [words])
 
-    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Pulls an array; one without elements is made here.
 
         Args:
             process: that offers it.
             number: of the row that copies it.
-            like: its shape and type.
-            device: of this process.
+            like: its shape and type, and where it is to lie: over a group of devices as it does at its source.
         """
         if not like.size:
-            return jax.device_put(np.zeros(like.shape, like.dtype), device)
+            return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
-        (array,) = self._links[process].pull(self._run << _RUN_BITS | number, [_jax.placed(words, device)])
+        there = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=like.sharding)
+        (array,) = self._links[process].pull(self._run << _RUN_BITS | number, [there])
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype)) if is_key(like) else array
 
     def lost(self) -> list[int]:

@@ -14,7 +14,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.use import Use, synchronous_uses
-from jvpipe.ir.values import ValueKind
+from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
@@ -158,10 +158,10 @@ class Session:
             if hosts is None:
                 return list(map(to_host, arrays))
             devices = self.settings.devices
-            (home, *_) = (device for device in devices if _jax.is_own(device))
-            shapes = [self.compiled.persistent_shape(kind, index) for _, index in names]
+            (home, *_) = (place for place, device in enumerate(devices) if _jax.is_own(device))
+            shapes = [self.compiled.lying(Value(kind, index), home) for _, index in names]
             processes = [devices[spots[newest[name]].place].process_index for name in names]
-            return hosts.gather(processes, shapes, arrays, home)
+            return hosts.gather(processes, shapes, arrays)
         except Exception as error:
             raise self.controller.failure(error) from error
 

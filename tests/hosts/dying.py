@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 import jvpipe
-from jvpipe._jax import Device
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import OfferRun
 from jvpipe.runtime.hosts import present_hosts
@@ -40,8 +39,8 @@ class Deadly(Transport):
         if number in self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct, device: Device) -> jax.Array:
-        return self._inner.ask(process, number, like, device)
+    def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self._inner.ask(process, number, like)
 
     def lost(self) -> list[int]:
         return self._inner.lost()

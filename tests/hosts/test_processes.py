@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.hosts.run import free_port
@@ -39,7 +40,8 @@ def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
         ends = [process.ended() for process in processes]
     for end in ends:
         assert end.returncode == 0, "\n=====\n".join(e.stderr[-2500:] for e in ends)
-    return [[json.loads(line) for line in end.stdout.splitlines()] for end in ends]
+    told = ([line for line in end.stdout.splitlines() if line[:1] == "{"] for end in ends)  # Gloo talks too
+    return [list(map(json.loads, lines)) for lines in told]
 
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
@@ -93,6 +95,17 @@ def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
         assert first["losses"] == second["losses"] == whole["losses"]
         assert first["parameters"] == whole["parameters"]
         assert first["live"] | second["live"] == whole["live"]
+
+
+def test_places_in_several_processes_may_be_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "32")  # with a thread per core XLA's CPU programs of several devices starve each other
+    (one,), two = (runs(n, f"meshes,{tmp_path / str(n)}") for n in (1, 2))
+    (whole,), (first,), (second,) = one, *two
+    for seen in (first, second):
+        assert seen["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+        assert "has devices of processes [0, 1]: the inner axes of a place cannot go over several" in seen["refused"]
+    for a, b in zip(first["parameters"], whole["parameters"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> None:

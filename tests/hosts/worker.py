@@ -24,6 +24,7 @@ from jvpipe.runtime.monitor import Measured
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, compiled_plans, replica_shape
 from jvpipe.session.trigger import Seen
+from tests import sharded
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models
 from tests.session import tiny
@@ -181,6 +182,30 @@ def shared(bytes_per_s: str) -> dict[str, Any]:
     return {"losses": losses, "replicas": pipe.plan.replicas}
 
 
+def in_meshes(path: str) -> dict[str, Any]:
+    """What a run yields whose places are meshes of two devices, in several processes; in one plain devices."""
+    alone, optimizer = jax.process_count() == 1, OPTIMIZER
+    meshes = {"devices": sharded.meshes(), "sharding": sharded.TENSOR_PARALLEL}
+    options: dict[str, Any] = {"devices": jax.devices()[:2]} if alone else meshes
+    pipe = jvpipe.Pipeline(sharded.loss_fn, optimizer, 2, sharded.MICRO, planner="even", **options)
+    state = pipe.init(sharded.parameters(), sharded.ROWS, jax.random.key(3))
+    for now, _ in pipe.run(state, [sharded.ROWS] * 2):
+        state = now
+    pipe.save(path, state)
+    layers = len(pipe.session.graph.layers)
+    state, metrics = pipe.step(pipe.migrate(state, jvpipe.Plan.from_cuts([1, layers - 1])), sharded.ROWS)
+    params = pipe.params(state)
+    again = pipe.evaluate(pipe.restore(path), sharded.ROWS)
+    leaves = [leaf.tolist() for leaf in jax.tree.leaves(params)]
+    across = jax.sharding.Mesh(np.array(jax.devices()[1:3]), ("model",))
+    refused = ""
+    try:
+        jvpipe.Pipeline(sharded.loss_fn, optimizer, 1, devices=[across], sharding=sharded.TENSOR_PARALLEL)
+    except ValueError as error:
+        refused = str(error)
+    return {"losses": [float(metrics["loss"]), float(again["loss"])], "parameters": leaves, "refused": refused}
+
+
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
@@ -209,7 +234,7 @@ def begun(process: int, count: int, port: int) -> None:
         )
 
 
-KINDS = {"adapt": adapted, "models": switched, "replicas": replicated, "shared": shared}
+KINDS = {"adapt": adapted, "models": switched, "replicas": replicated, "shared": shared, "meshes": in_meshes}
 NEVER_LATE = SimpleNamespace(is_ready=lambda array: array.block_until_ready() is array)
 """Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is held."""
 

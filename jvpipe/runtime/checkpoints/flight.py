@@ -65,8 +65,8 @@ def brought_arrays(compiled: CompiledPlan, state: State, plain: Sequence[jax.Arr
     for i, at in enumerate(_nearest(compiled, state.stream_steps)):
         buffer, source = compiled.persistent[i], devices[names[at].place].process_index
         if (target := devices[buffer.place]).process_index != source:
-            like = compiled.persistent_shape(buffer.value.kind, buffer.value.index)
-            crossing[i] = Carried(source, target.process_index, like, target), state.arrays[at]
+            like = compiled.lying(buffer.value, buffer.place)
+            crossing[i] = Carried(source, target.process_index, like), state.arrays[at]
     if crossing:
         assert compiled.hosts is not None
         brought = compiled.hosts.carry(*zip(*crossing.values(), strict=True))
