@@ -87,7 +87,7 @@ def random_case(seed: int) -> Case:
 
 
 @pytest.mark.usefixtures("copies_never_late")
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["gpipe", "1f1b"]), stages=st.integers(1, 3))
 def test_random_fates_of_random_graphs_are_exact_and_leak_nothing(seed: int, schedule: str, stages: int) -> None:
     m = random_case(seed)

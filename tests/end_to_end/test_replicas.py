@@ -15,6 +15,7 @@ import pytest
 
 import jvpipe
 from jvpipe.schedules import PipeDream
+from tests.grid import grid
 from tests.zoo import Case, draws, dropout
 
 MICRO, EXAMPLES, D, V, STEPS = 3, 6, 4, 5, 2
@@ -138,8 +139,18 @@ def check_equal(found: Any, wanted: Any) -> None:
 WIDTHS = [(2, 1), (1, 2), (3, 2), (2, 3, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("name", "widths"), [*(("tied", w) for w in WIDTHS), ("plain", (2, 3)), ("plain", (3, 1))])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("name", "widths", "schedule"),
+    grid(
+        (
+            (name, widths, schedule)
+            for schedule in ("1f1b", "gpipe")
+            for name, widths in (*(("tied", w) for w in WIDTHS), ("plain", (2, 3)), ("plain", (3, 1)))
+        ),
+        *(("tied", widths, "1f1b") for widths in WIDTHS),
+        ("plain", (3, 1), "gpipe"),
+    ),
+)
 def test_equals_one_device(name: str, widths: tuple[int, ...], schedule: str) -> None:
     params, metrics = expected(name)
     found, told, _ = trained(name, plan_of(names_of(name)[0], widths), schedule)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jvpipe
+from tests.grid import grid
 
 LAYERS, WIDTH, STEPS = 8, 16, 2
 PARAMS = [np.random.default_rng(i).normal(0, WIDTH**-0.5, (WIDTH, WIDTH)).astype(np.float32) for i in range(LAYERS)]
@@ -38,7 +39,7 @@ def plain() -> tuple[int, list[float]]:
 
 
 @pytest.mark.usefixtures("copies_never_late")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "auto"])
+@pytest.mark.parametrize("schedule", grid(["1f1b", "interleaved", "auto"], "1f1b", "auto"))
 def test_each_device_keeps_its_own_limit(schedule: str, plain: tuple[int, list[float]]) -> None:
     peak, losses = plain
     small = 3 * peak // 4 if schedule == "interleaved" else peak // 2

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from experiments.convergence.run import BATCH, WAYS, train
 from jvpipe.models import Data, load
@@ -13,6 +14,7 @@ def counting() -> Data:
     return Data(train_batches(records, next_tokens, 0, BATCH), held_out[0], held_out, digest="")
 
 
+@pytest.mark.thorough
 def test_every_way_learns_and_a_move_changes_no_bit_of_a_synchronous_one() -> None:
     workload, names = load("gpt2", "tiny", tokens=8), ("1f1b", "1f1b, a layer moves", "pipedream, a layer moves")
     plain, moved, stream = curves = [train(WAYS[name], workload, counting(), 8) for name in names]

@@ -176,6 +176,7 @@ def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
     assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {np.dtype("float32")}
 
 
+@pytest.mark.thorough
 def test_two_stages_train_it_to_the_same_bits_as_one() -> None:
     workload, batch = load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1), fake_images(size=8)
     params, ends = jax.jit(workload.init)(KEY), []

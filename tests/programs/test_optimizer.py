@@ -13,6 +13,7 @@ from optax import contrib
 from jvpipe import _jax
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, match_paths
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
+from tests.grid import grid
 
 # Four layers, 1 and 2 are alike; the leaves of the tree are not in their order. Two layers read `embed`.
 OWNERS = [1, 1, 2, 2, 0, 3, 3]
@@ -182,7 +183,9 @@ GLOBAL = {
 }
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize(
+    "name", grid(LOCAL, "adamw", "lamb", "adafactor", "inject_hyperparams", "multi_transform", "muon", "MultiSteps")
+)
 def test_local_optimizers_have_one_piece_per_layer(name: str) -> None:
     pieces = assert_same_as_optax(LOCAL[name])
     assert [(piece.layer, piece.phase) for piece in pieces.update] == [(0, 0), (1, 0), (2, 0), (3, 0)]
@@ -192,7 +195,7 @@ def test_local_optimizers_have_one_piece_per_layer(name: str) -> None:
     assert keys[0] != keys[1]
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("name", grid(GLOBAL, "clip_by_global_norm", "apply_if_finite"))
 def test_global_values_take_one_global_piece(name: str) -> None:
     pieces = assert_same_as_optax(GLOBAL[name], nan_at=1 if name == "apply_if_finite" else -1)
     layers = [(layer, phase) for phase in (0, 1) for layer in range(4)]
@@ -203,7 +206,7 @@ def test_global_values_take_one_global_piece(name: str) -> None:
     assert len(crossing) == 5  # a vector from each layer and one for all
 
 
-@pytest.mark.parametrize("name", ["lamb", "inject_hyperparams", "clip_by_global_norm"])
+@pytest.mark.parametrize("name", grid(["lamb", "inject_hyperparams", "clip_by_global_norm"], "clip_by_global_norm"))
 def test_bfloat16(name: str) -> None:
     assert_same_as_optax({**LOCAL, **GLOBAL}[name], jnp.bfloat16, rtol=1e-2, steps=2)
 

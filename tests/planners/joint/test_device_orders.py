@@ -22,6 +22,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.schedules import find_schedule
+from tests.grid import grid
 
 HOST_BYTES_PER_S, PEER_BYTES_PER_S, EDGE_BYTES = 200.0, 100.0, 10
 SLOW = 2.0
@@ -141,11 +142,12 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
 
 @pytest.mark.parametrize(
     ("schedule", "share"),
-    [
-        *itertools.product(("1f1b", "gpipe", "pipedream"), (0.8, 1.2)),
-        ("zb-h1", 0.8),
+    grid(
+        [*itertools.product(("1f1b", "gpipe", "pipedream"), (0.8, 1.2)), ("zb-h1", 0.8), ("zb-v", 1.2)],
+        ("1f1b", 0.8),
+        ("pipedream", 1.2),
         ("zb-v", 1.2),
-    ],
+    ),
 )
 def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(schedule: str, share: float) -> None:
     problem = two(9, 3, share, schedule)

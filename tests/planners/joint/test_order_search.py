@@ -16,6 +16,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.schedules.planned import lists_of
+from tests.grid import grid
 from tests.planners.joint.orders import problem_of
 
 RULES = [name for name, schedule in SCHEDULES.items() if schedule.synchronous]
@@ -50,7 +51,7 @@ def test_it_is_no_slower_than_any_rule(devices: int, link: Link) -> None:
         assert found.step_s <= simulated_step_s(other, stages) + 1e-9, name
 
 
-@pytest.mark.parametrize(("devices", "part"), [(3, 0.9), (2, 0.7)])
+@pytest.mark.parametrize(("devices", "part"), grid([(3, 0.9), (2, 0.7)], (2, 0.7)))
 def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, part: float) -> None:
     free = problem_of(9, devices, 6)
     keeps = evaluate(free, find_planner("even").decide(free)).peak_bytes
