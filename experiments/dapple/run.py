@@ -8,7 +8,7 @@ does). `--quick` leaves BERT out.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
@@ -28,8 +28,11 @@ from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.published.dapple import in_flight
+from jvpipe.planners.published.replica_rules import one_each
 from jvpipe.planners.replicas import ask_replicas
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.one_f_one_b import OneFOneB
 
 DEVICES = 16
 LOCAL_BATCHES = (1, 4)
@@ -158,6 +161,25 @@ def beside_gpipe(model: str = "bert", size: str = "48") -> Iterator[str]:
             yield f"| {order} | {count} | {rate:.1f} | {rate / first[0]:.2f} | {held:.2f} | {held / first[1]:.2f} |"
 
 
+def policies(chains: Sequence[tuple[str, int, int]] = (("gnmt", 1024, 4), ("bert-48", 64, 1))) -> Iterator[str]:
+    """Yields DAPPLE's straight plans on C with as many micro-batches in flight as its policies A and B say.
+
+    Args:
+        chains: models, their batches and the examples of a micro-batch.
+    """
+    yield "| model (batch; mu) | policy | micro-batches in flight on the first stage | step s | fullest GB |"
+    yield "|---|---|---|---|---|"
+    for model, batch, size in chains:
+        tables = Tables(replace(problem_of(model, batch, "C"), memory_limit_bytes=None))
+        straight = one_each(tables, size, DEVICES, tables.coarse)
+        for policy in ("A", "B"):
+            warm = in_flight(DEVICES, straight.microbatches, eager=policy == "B")
+            asked = replace(straight, schedule=OneFOneB(most=warm))
+            planned = evaluate(asked, find_planner("dapple").decide(asked))
+            step_s, held = simulated_step_s(asked, planned.stages), planned.peak_bytes / 1e9
+            yield f"| {model} ({batch}; {size}) | {policy} | {warm[0]} | {step_s:.3f} | {held:.2f} |"
+
+
 def table_vii(models: tuple[tuple[str, int], ...]) -> Iterator[str]:
     """Yields table VII: ours and PipeDream's plans on A, both simulated as synchronous steps."""
     yield "| model (batch) | ours | step s | PipeDream's | step s |"
@@ -175,7 +197,7 @@ def main() -> None:
     rows = tuple(row for row in TABLE_V if not (quick and row.model.startswith("bert")))
     for title, lines in (
         ("Table V", table_v(rows)),
-        *(() if quick else (("Table VI", table_vi()), ("Table VI, GPipe", beside_gpipe()))),
+        *(() if quick else (("Table VI", table_vi()), ("Table VI, GPipe", beside_gpipe()), ("Policies", policies()))),
         ("Table VII", table_vii((("vgg16", 1024), ("gnmt", 1024), *(() if quick else (("bert-large", 128),))))),
     ):
         print(f"\n## {title}\n", flush=True)

@@ -1,8 +1,10 @@
 """DAPPLE's table V, where the profiles are."""
 
+from dataclasses import replace
+
 import pytest
 
-from experiments.dapple import speed
+from experiments.dapple import run, speed
 from experiments.dapple.deepest import deepened
 from experiments.dapple.run import beside_gpipe, problem_of, short
 from experiments.planners.tables import PROFILES
@@ -38,6 +40,26 @@ def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
     shares = [float(row[-1]) for row in rows]
     assert 1 == shares[0] < shares[1] < shares[2]
     assert shares[0] >= shares[3] == shares[4] == shares[5]
+
+
+def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = tuple(LayerCost("l", 0.01, 0.02, (Option(10**6),)) for _ in range(20))
+    costs = Costs(layers, tuple(Edge(i, (i + 1,), 10**7) for i in range(19)))
+    monkeypatch.setattr(run, "costs_of", lambda _: LocalCosts((1,), (costs,)))
+    a, b = (line.strip("| ").split(" | ") for line in list(run.policies((("one", 64, 1),)))[2:])
+    assert (a[1:3], b[1:3]) == (["A", "16"], ["B", "31"])
+    assert float(a[3]) > float(b[3])
+    assert float(a[4]) < float(b[4])
+
+
+def test_other_planners_are_told_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = LayerCost("l", 1.0, 2.0, (Option(1),), parameter_bytes=10)
+    monkeypatch.setattr(run, "costs_of", lambda _: LocalCosts((1,), (Costs((alone,) * 16),)))
+    problem = problem_of("one", 16, "B")
+    best = run.ask_replicas("dapple", problem).best
+    assert run.other_s("dapple", problem, best) == "1.00"
+    assert float(run.other_s("pipedream", problem, best)) >= 1
+    assert run.other_s("pipedream", replace(problem, memory_limit_bytes=1), best) == "does not fit"
 
 
 def chain(blocks: int) -> Costs:

@@ -112,7 +112,16 @@ class _Where:
         return _Where(pattern, single, machines)
 
     def transfer_s(self, ground: Ground, k: int, m: np.ndarray, sizes: OverM, k2: np.ndarray, m2: np.ndarray) -> OverM:
-        """`Cluster.transfer_s` both ways, from stages with count k at m to those with counts k2 at m2."""
+        """`Cluster.transfer_s` both ways.
+
+        Args:
+            ground: what is searched.
+            k: the count of the senders.
+            m: where they begin, counted from the end of the order.
+            sizes: bytes both ways.
+            k2: the counts of the readers.
+            m2: where they begin.
+        """
         cluster, counts = ground.tables.problem.cluster, np.array(ground.counts)
         ways = np.minimum(counts[k], counts[k2])
         inside = self.pattern[m, k] == self.pattern[m2, k2]

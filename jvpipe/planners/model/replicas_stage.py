@@ -195,7 +195,13 @@ class Tables:
         return self if len(self.coarse) == len(self.cuts) else Tables(self.problem, self)
 
     def local(self, size: int, replicas: int, *, again: bool = False) -> Local:
-        """The segments of a replica's slice, whose layers run `again` before their backwards or not."""
+        """The segments of a replica's slice.
+
+        Args:
+            size: examples of a micro-batch.
+            replicas: that share it.
+            again: layers run again before their backwards.
+        """
         key = -(-size // replicas), again or self.problem.recomputes
         if key not in self._known:
             costs = self.problem.again if key[1] else self.problem.costs

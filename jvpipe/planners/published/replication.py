@@ -84,7 +84,13 @@ class _Fastest:
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
     def share(self, level: _Level, m: int, cost: Grid) -> Grid:
-        """T^k, from A^(k-1)."""
+        """T^k.
+
+        Args:
+            level: k.
+            m: of its parts.
+            cost: A^(k-1).
+        """
         return np.maximum(cost, (m - 1) * level.ring_s) / m
 
     def follow(self, level: _Level, cost: Grid) -> Grid:
