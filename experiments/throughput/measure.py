@@ -1,6 +1,6 @@
 """Times one way to train, in a process of its own; prints one JSON object.
 
-Usage: NPROC=1 python -m experiments.throughput.measure (jit | scan | gpipe | 1f1b | dispatch) STAGES
+Usage: NPROC=1 python -m experiments.throughput.measure (jit | scan | gpipe | 1f1b | replicas | 2:1 | dispatch) DEVICES
 """
 
 import json
@@ -15,13 +15,15 @@ import jax
 from experiments.throughput import data, model
 
 
-def seconds(step: Callable[[], None], warm: int = 2, runs: int = 6) -> float:
+def seconds(
+    step: Callable[[], None], warm: int = 2, runs: int = 6, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """The median of `runs` steps after `warm` ones."""
     taken = []
     for _ in range(warm + runs):
-        start = time.perf_counter()
+        start = clock()
         step()
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return statistics.median(taken[warm:])
 
 
@@ -59,16 +61,15 @@ def one_scan() -> dict[str, Any]:
     return {"step_s": seconds(lambda: jax.block_until_ready(run(params, batch)))}
 
 
-def pipeline(schedule: str, stages: int) -> dict[str, Any]:
+def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None) -> dict[str, Any]:
     """jvpipe, with plain SGD so that the update weighs as little as in the others, which have none."""
     import optax
 
     import jvpipe
 
     start = time.perf_counter()
-    pipe = jvpipe.Pipeline(
-        model.transformer_loss, optax.sgd(0.1), stages=stages, microbatches=data.MICRO_BATCHES, schedule=schedule
-    )
+    loss_fn, micro = model.transformer_loss, data.MICRO_BATCHES
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, micro, schedule, replicas=replicas)
     batch = data.transformer_batch()
     state = pipe.init(data.transformer_params(), batch, None)
 
@@ -76,7 +77,7 @@ def pipeline(schedule: str, stages: int) -> dict[str, Any]:
     step()
     first_s = time.perf_counter() - start
     found = {"first_s": first_s, "programs": sum(pipe.session.programs.values()), "cuts": pipe.plan.cuts}
-    return {"step_s": seconds(step)} | found
+    return {"step_s": seconds(step), "busy_s": seconds(step, clock=time.process_time)} | found
 
 
 def dispatch() -> dict[str, Any]:
@@ -127,15 +128,17 @@ def stepper(pipe: Any, state: Any, batch: Any) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Runs one measurement on as many devices as it has stages."""
-    way, stages = sys.argv[1], int(sys.argv[2])
-    jax.config.update("jax_num_cpu_devices", stages)
+    """Runs one measurement; each stage has one device, or as many as its replicas."""
+    way, devices = sys.argv[1], int(sys.argv[2])
+    jax.config.update("jax_num_cpu_devices", devices)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "jit": jit_per_micro_batch,
         "scan": one_scan,
         "dispatch": dispatch,
+        "replicas": lambda: pipeline("1f1b", 1, (devices,)),
+        "2:1": lambda: pipeline("1f1b", 2, (2, 1)),
     }
-    found = ways[way]() if way in ways else pipeline(way, stages)
+    found = ways[way]() if way in ways else pipeline(way, devices)
     print(json.dumps(found))
 
 
