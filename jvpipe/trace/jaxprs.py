@@ -34,7 +34,7 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
 
     Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends on constants
     alone is computed at once. Functions with a derivative of their own are inlined too, unless the result is still
-    to be differentiated (`keep_rules`).
+    to be differentiated (`keep_rules`). What is said of shardings is left out.
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -69,6 +69,8 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: di
             if (results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))) is not None:
                 return results
             values = [whole(v) for v in values]
+            if eqn.primitive.name == "sharding_constraint":  # of a mesh that may not be that of the layer's stage
+                return values
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     env = dict(

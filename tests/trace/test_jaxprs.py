@@ -216,3 +216,10 @@ def test_silent_prints_nothing_even_in_loops_and_branches() -> None:
     assert jaxprs.silent(quiet) is quiet
     (ours,), theirs = jax.jit(_jax.jaxpr_as_fun(quiet))(X), jax.jit(loud)(X)
     np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_said_of_shardings_is_left_out() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    closed = flatten(jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, along) + 1), jnp.ones(4))
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul", "add"]
