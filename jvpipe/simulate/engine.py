@@ -46,16 +46,17 @@ class Work:
         turns = {resources: _turns(resources, frozenset(in_order)) for resources in set(occupies)}
         last: dict[int, int] = {}
         self._before: list[Sequence[int]] = []
-        self._after: list[list[int]] = [[] for _ in occupies]
+        after: list[list[int]] = [[] for _ in occupies]
         self._served = [turns[resources][1] for resources in occupies]  # the resources for which a task queues
         for i, (resources, needs) in enumerate(zip(occupies, waits, strict=True)):
             lists = turns[resources][0]
             before = (*needs, *[last[r] for r in lists if r in last]) if lists else needs
             self._before.append(before)
             for j in before:
-                self._after[j].append(i)
+                after[j].append(i)
             for r in lists:
                 last[r] = i
+        self._after = [tuple(others) for others in after]  # Python's collector does not look into tuples of numbers
         self._order = self._sorted()
         if len(self._order) < len(occupies):
             raise self._stuck(name)

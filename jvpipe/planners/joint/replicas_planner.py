@@ -26,15 +26,17 @@ from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import ReplicaStage, Tables, few_cuts, least_s, surrogate_s
 from jvpipe.planners.model.replicas_step import simulated_s
 
-SIZES, PATHS, PLACES = 3, 12, 32
+SIZES, PATHS, PLACES = 3, 10, 32
 """How many micro-batch sizes are searched well, paths simulated, places of an order."""
 GLANCES, GLANCE_CUTS = 16, 14
 """How many sizes are glanced at, between how many cuts."""
-WORTH_A_CLIMB = 1.3
-"""How many times slower than the best the best of another shape may be where it climbs, too."""
+WORTH_A_CLIMB, WORTH_A_PATH = 1.3, 1.15
+"""How many times slower than the best the best of another shape may be where it climbs, too; and a path, by what it
+would take at least, that is gone on with.
+"""
 CLIMBS, NEIGHBOURS, RECUTS = 12, 6, 2
 """How many steps a plan climbs at most; how many of its neighbours, and with other cuts, are simulated for each."""
-FINALISTS = 8
+FINALISTS = 5
 """How many of the fastest plans are looked at closely in the end."""
 HALVINGS = 6
 """How often the way to a limit that would do is halved, where nothing keeps the limit."""
@@ -112,11 +114,13 @@ class _Search:
                 self.climb(begin)
 
     def finalists(self) -> list[Simulated]:
-        """The fastest plans, and the fastest of each shape, looked at closely: the fastest first."""
+        """The fastest plans, and the fastest of each shape, in this order; those near the best looked at closely."""
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         some = {x.plan: x for x in (*every[:FINALISTS], *of_each_shape(every).values())}
-        close = (replace(x, step_s=simulated_s(self.problem, x.plan, x.stages, closely=True)) for x in some.values())
-        return sorted(close, key=lambda x: x.step_s)
+        near = [x for x in some.values() if x.step_s < WORTH_A_CLIMB * every[0].step_s]
+        for x in near:
+            some[x.plan] = replace(x, step_s=simulated_s(self.problem, x.plan, x.stages, closely=True))
+        return sorted(some.values(), key=lambda x: x.step_s)
 
     def glance(self, size: int) -> float:
         """The surrogate's seconds of the best plan for a size, looked for in haste."""
@@ -177,7 +181,7 @@ class _Search:
         for cap in caps:
             if through_s + rest * last_s > best_s:
                 return
-            most_s = WORTH_A_CLIMB * min(best_s, known_s) - rest * last_s
+            most_s = WORTH_A_PATH * min(best_s, known_s) - rest * last_s
             last_s = cap * self.slowest_s(size)
             for plan in paths(ground, last_s, most, most_s):
                 if self.counted(plan):

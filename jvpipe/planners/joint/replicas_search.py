@@ -172,6 +172,8 @@ class _Ways:
         """
         there = np.ix_(rows, columns)
         better = total + shown < self.total[there] + self.shown[there]
+        if not better.any():
+            return
         begin = np.broadcast_to(columns, total.shape)
         new = {"total": total, "shown": shown, "bytes": sizes, "count": k, "begin": begin, "cut": cut}
         for name, values in new.items():

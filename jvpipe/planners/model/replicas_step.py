@@ -3,7 +3,7 @@
 The replicas of a stage are in step, so a stage is one row of its devices. Beside F and B there are SEND and RETURN of
 the slices, on the networks of the machines between which they pass, and a REDUCE per stage after its last B, on those
 of all machines that its replicas are on: stages that share a machine's network wait for each other there. Of many
-micro-batches the last ones are not simulated: they are as far apart as those before.
+micro-batches the last ones are not simulated: they are as far apart as those in the middle of those that are.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +24,7 @@ from jvpipe.simulate.engine import Work
 from jvpipe.simulate.timeline import Timeline
 
 LEAST_SIMULATED = 8
-"""So many micro-batches are simulated at least, and as many as two per stage."""
+"""So many micro-batches are simulated at least, and as many as four per stage."""
 CLOSELY = 8
 """So many times as many are simulated of plans that are looked at closely: where stages wait for networks, the first
 ones are not as far apart as all.
@@ -58,11 +58,13 @@ def simulated_s(
         closely: looks at more micro-batches.
     """
     count, more = problem.batch // plan.size, 2 * plan.stages * (CLOSELY if closely else 1)
-    most = max(LEAST_SIMULATED, more)
-    if count <= most + more:
-        return _step_s(problem, plan, stages, count)
-    before, after = (_step_s(problem, plan, stages, m) for m in (most, most + more))
-    return after + (count - most - more) * (after - before) / more
+    few = max(LEAST_SIMULATED, more) + more
+    step = _step(problem, plan, stages, min(count, few))
+    starts_s, seconds = step.timed(stages)
+    backwards_s = starts_s[step.slots == WHATS.index(What.BACKWARD) * plan.stages]  # of the first stage
+    begin = (few - more) // 2
+    apart_s = (backwards_s[begin + more] - backwards_s[begin]) / more if count > few else 0.0
+    return float((starts_s + seconds).max() + max(0, count - few) * apart_s)
 
 
 def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> Timeline:
@@ -94,11 +96,6 @@ class _Step(NamedTuple):
         return np.array(self.work.starts_s(seconds.tolist())), seconds
 
 
-def _step_s(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> float:
-    starts_s, seconds = _step(problem, plan, stages, count).timed(stages)
-    return float((starts_s + seconds).max())
-
-
 def _step(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> _Step:
     sends = tuple(stage.comm_s > 0 for stage in stages)
     links = tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages))
@@ -115,12 +112,14 @@ def _work(stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[H
 
 
 @lru_cache(maxsize=64)
-def _numbered(stages: int, count: int, sends: tuple[bool, ...]) -> tuple[tuple[Row, ...], list[int], list[list[int]]]:
+def _numbered(
+    stages: int, count: int, sends: tuple[bool, ...]
+) -> tuple[tuple[Row, ...], list[int], list[tuple[int, ...]]]:
     """The rows, the slot of each, and the numbers of those that each waits for."""
     rows = _rows(stages, count, sends)
     ids = {row: i for i, row in enumerate(rows)}
     slots = [WHATS.index(kind) * stages + s for kind, s, _ in rows]
-    return tuple(rows), slots, [[ids[need] for need in needs] for needs in rows.values()]
+    return tuple(rows), slots, [tuple(ids[need] for need in needs) for needs in rows.values()]
 
 
 def _name(resource: Hashable) -> str:
