@@ -145,6 +145,12 @@ def scope(eqn: JaxprEqn) -> str:
     return "/".join(filter(None, str(eqn.source_info.name_stack).split("/")))
 
 
+def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
+    """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
+    own = eqn.source_info
+    return own if outer is None else outer.replace(name_stack=outer.name_stack + own.name_stack)
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters: a scan's body, a cond's branches, a custom rule's primal."""
     return list(_core.jaxprs_in_params(eqn.params))

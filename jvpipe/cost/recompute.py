@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
-from jvpipe.programs.inline import merged
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
+from jvpipe.trace.inline import merged
 
 _EXACT = 10  # up to so many candidates all subsets are tried
 _PRICES = 24

@@ -23,7 +23,9 @@ from jvpipe.programs.outline import outline
 from jvpipe.programs.products import upright
 from jvpipe.programs.split_backward import Halves, halve, settle
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, array_of
+from jvpipe.trace.structure import comparable, structure
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class LayerPrograms:
 def program_key(closed: ClosedJaxpr) -> Hashable:
     """A value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
-    structure = jaxprs.structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, rules=False)
-    return structure, jaxprs.comparable(closed.consts)
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
 
 
 def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
@@ -103,7 +105,7 @@ def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
 
 def inference(body: Body) -> ClosedJaxpr:
     """The layer without residuals, for evaluation."""
-    return jaxprs.flatten(lambda *xs: _run(body, xs), *map(_shape, body.inputs))
+    return flatten(lambda *xs: _run(body, xs), *map(_shape, body.inputs))
 
 
 def _shape(atom: _jax.Atom) -> jax.ShapeDtypeStruct:
@@ -169,7 +171,7 @@ def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> 
         trees.append(tree)
         return [*out, *leaves]
 
-    closed = jaxprs.flatten(forward, *map(_shape, body.inputs))
+    closed = flatten(forward, *map(_shape, body.inputs))
     return closed, trees[-1]
 
 
@@ -205,7 +207,7 @@ def _trace_backward(
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
-    flat = jaxprs.flatten(
+    flat = flatten(
         backward,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
         [_shape(body.outputs[i]) for i in taken],

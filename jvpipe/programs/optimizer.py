@@ -22,6 +22,7 @@ from jvpipe.programs.optimizer_trace import Path, TracedOptimizer, evaluate, sco
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.leaves import path_name
 
 
@@ -193,7 +194,7 @@ class _Program:
             with jax.named_scope(scope(eqn)):
                 return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
 
-        closed = jaxprs.flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)
+        closed = flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)
         return replace(self, closed=closed).placed(owned)
 
     def flow(self, owned: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:

@@ -16,8 +16,9 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.programs.inline import inlined
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
+from jvpipe.trace.inline import JITS, inlined
 from jvpipe.trace.leaves import path_name, path_names
 
 Tree = Any
@@ -106,7 +107,8 @@ def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
-    if (closed := inlined(traced)) is not None:
+    closed = inlined(traced, JITS)
+    if not any(map(_jax.inner_jaxprs, closed.jaxpr.eqns)):
         return closed
     closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
@@ -138,7 +140,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind)
 
 
 def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return jaxprs.flatten(lambda *xs: evaluate(closed, xs, _expand), *closed.in_avals)
+    return flatten(lambda *xs: evaluate(closed, xs, _expand), *closed.in_avals)
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body
 from jvpipe.trace.primitives import is_move
 
@@ -36,7 +37,7 @@ class Call:
             return jaxprs.read(self.outputs, env)
 
         avals = (_jax.aval(v) for v in self.inputs)
-        return jaxprs.flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        return flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
     def equation(self) -> JaxprEqn:
         """The call as an equation between its inputs and outputs."""

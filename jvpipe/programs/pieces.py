@@ -17,6 +17,7 @@ from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.layer import program_key
 from jvpipe.programs.optimizer_trace import scope
 from jvpipe.trace import jaxprs
+from jvpipe.trace.structure import comparable, structure
 
 
 class SlotKind(StrEnum):
@@ -127,8 +128,8 @@ class Part:
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
         return (
-            jaxprs.structure(self.eqns, [*self.read, *constants], outputs, rules=False),
-            tuple(map(jaxprs.comparable, constants.values())),
+            structure(self.eqns, [*self.read, *constants], outputs, rules=False),
+            tuple(map(comparable, constants.values())),
             layout,
             tuple(map(len, packed)),
         )

@@ -20,7 +20,9 @@ from jvpipe.runtime.phases import phase
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.runtime.value_shapes import value_spec
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
+from jvpipe.trace.structure import structure
 
 
 @partial(
@@ -99,7 +101,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
         fn: makes the whole tree from a key.
         rng: that key.
     """
-    closed = jaxprs.flatten(fn, rng)
+    closed = flatten(fn, rng)
     known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True))
     eqns = list[_jax.JaxprEqn]()
     for eqn in closed.jaxpr.eqns:
@@ -117,9 +119,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
             jaxprs.run(needed, env)
             return jaxprs.read([out], env)
 
-        program = Program(
-            ("init", jaxprs.structure(needed, inputs, [out], rules=False)), run, tuple(map(_jax.aval, inputs))
-        )
+        program = Program(("init", structure(needed, inputs, [out], rules=False)), run, tuple(map(_jax.aval, inputs)))
 
         def make(device: Device, spec: Spec) -> jax.Array:
             (compiled,) = store.compile([(program.laid((), [spec]), device)])

@@ -10,8 +10,8 @@ from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
-from jvpipe.trace.jaxprs import structure
 from jvpipe.trace.leaves import abstract
+from jvpipe.trace.structure import structure
 
 _Readers = tuple[int, ...]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Literal, Var
-from jvpipe.trace import jaxprs
+from jvpipe.trace.structure import comparable
 
 _SAME = ("copy", "copy_p", "name", "stop_gradient", "optimization_barrier")
 _COUNTING = frozenset(
@@ -57,7 +57,7 @@ class Alike:
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
-            made = self._number((name, jaxprs.comparable(params), operands))
+            made = self._number((name, comparable(params), operands))
             self._numbers[out] = made
             if _is_whole(out) or (name in _COUNTING and self._whole.issuperset(operands)):
                 self._whole.add(made)

@@ -18,6 +18,7 @@ from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.keys import derives_key
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
+from jvpipe.trace.structure import Structure, structure
 from jvpipe.trace.sums import settle_sums
 
 
@@ -41,9 +42,9 @@ class Body:
     share: float = 1.0
 
     @cached_property
-    def structure(self) -> jaxprs.Structure:
+    def structure(self) -> Structure:
         """Equal for bodies that compute the same."""
-        return jaxprs.structure(self.eqns, self.inputs, self.outputs)
+        return structure(self.eqns, self.inputs, self.outputs)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,14 @@ def holds_keys(atom: _jax.Atom) -> bool:
     return (is_key(aval) or old) and aval.ndim > 0 and aval.shape[0] > _FEW
 
 
+def picks_key(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation is `keys[i]`."""
+    return eqn.primitive.name == "slice" and holds_keys(eqn.invars[0]) and set(eqn.params["strides"] or [1]) == {1}
+
+
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """`keys[i]` with the index as an operand; None if the equation is anything else."""
-    if eqn.primitive.name != "slice" or not holds_keys(eqn.invars[0]) or set(eqn.params["strides"] or [1]) != {1}:
+    if not picks_key(eqn):
         return None
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     return [take(values[0], starts, [stop - start for start, stop in zip(starts, limits, strict=True)])]

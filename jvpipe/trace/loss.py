@@ -17,6 +17,7 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
 from jvpipe.trace.leaves import abstract, check, path_name, path_names
 
@@ -163,7 +164,7 @@ def _flat(loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outpu
 
 def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool) -> _jax.ClosedJaxpr:
     try:
-        return jaxprs.flatten(flat, *arguments, keep_rules=True)
+        return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
         if not with_key and isinstance(error, TypeError) and "key" in str(error):
             error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")

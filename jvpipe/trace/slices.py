@@ -17,6 +17,7 @@ from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph, Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.reductions import NONE, Beside, Lies
@@ -141,7 +142,7 @@ def _equations(
         outputs: what it yields.
     """
     shapes = [jax.ShapeDtypeStruct(_jax.aval(x).shape, _jax.aval(x).dtype) for x in inputs]
-    closed = jaxprs.flatten(fn, *shapes)
+    closed = flatten(fn, *shapes)
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     names |= {v: o for v, o in zip(closed.jaxpr.outvars, outputs, strict=True) if isinstance(v, Var)}
     return [

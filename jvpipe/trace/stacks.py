@@ -15,6 +15,7 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers
@@ -121,7 +122,7 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
     """Tells whether a scan's iterations do real work with their slices of the parameters; those over time do not."""
     body = eqn.params["jaxpr"]
-    flat = jaxprs.flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
+    flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
     *_, xs = _jax.scan_operands(eqn, flat.invars)
     sliced = {v for v, is_slice in zip(xs, stacked, strict=True) if is_slice}
     for inner in flat.eqns:

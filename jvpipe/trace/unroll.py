@@ -4,7 +4,7 @@ While a jaxpr is flattened, an array that is known slice by slice travels as a `
 takes their slices as they are; whoever wants anything else gets the whole array.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import JaxprEqn
+from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace.keys import is_key, take
 
+STACKING = "stack_layers"
 SLICEWISE = ("convert_element_type", "copy", "stop_gradient")  # what is done to a stack is done to its slices
 
 
@@ -42,7 +43,7 @@ def whole(value: Any) -> Any:
 def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """The result of an equation as a stack, if it makes one."""
     name = eqn.primitive.name
-    if name in ("jit", "pjit") and eqn.params["name"] == "stack_layers":
+    if name in ("jit", "pjit") and eqn.params["name"] == STACKING:
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]
@@ -55,6 +56,28 @@ def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
         return [Stack(lambda i: of(source.part(i)), cache(lambda: of(source.whole())), source.layers)]
     return None
+
+
+def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
+    """Tells whether layers are stacked in a jaxpr, or in one that it calls, and perhaps scanned over.
+
+    Args:
+        jaxpr: in which.
+        calls: the names of equations that are calls, and the parameter that has the body of each.
+    """
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in calls:
+            body = eqn.params[calls[eqn.primitive.name]]
+            inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            if eqn.params.get("name") == STACKING or stacks_layers(inner, calls):
+                return True
+    return False
+
+
+def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
+    """Tells whether an equation makes a stack that is no layers': numbers along an axis, or what is done to these."""
+    name = eqn.primitive.name
+    return (name == "iota" and len(eqn.params["shape"]) == 1) or (name in SLICEWISE and of_late)
 
 
 def unrolled(eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]) -> list[Any] | None:

@@ -10,7 +10,7 @@ import pytest
 from jvpipe._jax import ClosedJaxpr
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.roofline import seconds, temporary_bytes
-from jvpipe.trace.jaxprs import flatten
+from jvpipe.trace.flatten import flatten
 
 N = 64
 ARRAY = jax.ShapeDtypeStruct((N, N), jnp.float32)

@@ -10,8 +10,8 @@ from jvpipe.models import load
 from jvpipe.models.architecture import Architecture, Block, Supernet
 from jvpipe.models.evolved_amoebanet import LEFT, RIGHT, block_chains, init, run_block
 from jvpipe.models.workload import Batch, Workload
-from jvpipe.trace.jaxprs import structure
 from jvpipe.trace.model import trace_model
+from jvpipe.trace.structure import structure
 from tests.zoo import quick_key
 
 KEY = quick_key(7)

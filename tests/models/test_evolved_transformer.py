@@ -11,8 +11,8 @@ from jvpipe.models.architecture import Architecture, Block, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
 from jvpipe.models.evolved_transformer import LEFT, RIGHT, block_kind
 from jvpipe.models.workload import Batch, Workload
-from jvpipe.trace.jaxprs import structure
 from jvpipe.trace.model import trace_model
+from jvpipe.trace.structure import structure
 from tests.zoo import quick_key
 
 KEY = quick_key(7)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.programs.inline import merged
 from jvpipe.programs.layer import differentiate
 from jvpipe.programs.outline import outline
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, build_graph
+from jvpipe.trace.inline import merged
 from jvpipe.trace.loss import trace_loss
 from tests.zoo import D, draws, normalised
 

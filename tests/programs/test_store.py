@@ -8,8 +8,8 @@ from jvpipe._jax import ClosedJaxpr
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import build_graph
-from jvpipe.trace.jaxprs import flatten
 from jvpipe.trace.loss import trace_loss
 from tests.zoo import Case, mlp, three_readers, transformer
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jvpipe import _jax
-from jvpipe.trace import jaxprs
 from jvpipe.trace.axes import along_after
+from jvpipe.trace.flatten import flatten
 
 MANY, FEW, T, D = 6, 2, 3, 4
 W = np.arange(D * D, dtype=np.float32).reshape(D, D) / 8
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
 
 def followed(fn: Callable[[jax.Array], jax.Array]) -> Any:
     """The axis of the result of a function of [examples, tokens, features]; or why there is none."""
-    closed, small = (jaxprs.flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+    closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
     axes: dict[Any, int | None] = {closed.jaxpr.invars[0]: 0}
 
     def run(eqns: Any, fewer: Any) -> str | None:

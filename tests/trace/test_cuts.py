@@ -9,10 +9,11 @@ import pytest
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.values import ValueKind
-from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
+from jvpipe.trace.structure import structure
 from tests.zoo import Case, dropped, flax_nnx, linen, mlp, quick_key, resnet, three_readers, transformer, unet
 
 
@@ -33,7 +34,7 @@ def kinds(case: Case) -> str:
     """A letter per layer; layers of one letter can share their programs."""
     found: dict[Any, str] = {}
     return "".join(
-        found.setdefault(jaxprs.structure(b.eqns, b.inputs, b.outputs), chr(ord("a") + len(found)))
+        found.setdefault(structure(b.eqns, b.inputs, b.outputs), chr(ord("a") + len(found)))
         for b in traced(case).bodies
     )
 
@@ -95,7 +96,7 @@ def test_work_behind_the_loss_moves_no_cut() -> None:
 
 
 def test_without_work_there_is_nothing_to_cut() -> None:
-    eqns = jaxprs.flatten(lambda x: jnp.sin(jnp.cos(x)), 1.0).jaxpr.eqns
+    eqns = flatten(lambda x: jnp.sin(jnp.cos(x)), 1.0).jaxpr.eqns
     assert narrow_cuts(eqns, [False, False]) == []
 
 
@@ -125,7 +126,7 @@ def test_keys_at_the_end_of_a_chain_are_sent(rng: jax.Array) -> None:
 
 def test_a_change_far_away_leaves_a_layer_as_it_was() -> None:
     def structures(case: Case) -> list[Any]:
-        return [jaxprs.structure(b.eqns, b.inputs, b.outputs) for b in traced(case).bodies]
+        return [structure(b.eqns, b.inputs, b.outputs) for b in traced(case).bodies]
 
     wide = mlp(12)
     wide.params[6]["w"] = np.zeros((8, 20), np.float32)

@@ -10,7 +10,9 @@ import pytest
 
 from jvpipe import _jax
 from jvpipe.trace import jaxprs
-from jvpipe.trace.jaxprs import flatten, free_variables, prune, structure
+from jvpipe.trace.flatten import flatten
+from jvpipe.trace.jaxprs import free_variables, prune
+from jvpipe.trace.structure import comparable, structure
 from tests.zoo import clipped, scaled
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3) / 10
@@ -23,7 +25,7 @@ def primitives(fn: Callable, *args: Any, **options: Any) -> list[str]:
 def shape_of(fn: Callable, *args: Any) -> Any:
     closed = flatten(fn, *args, keep_rules=True)
     jaxpr = closed.jaxpr
-    return structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars), jaxprs.comparable(closed.consts)
+    return structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars), comparable(closed.consts)
 
 
 def test_calls_are_inlined() -> None:

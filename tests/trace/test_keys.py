@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvpipe import _jax
-from jvpipe.trace.jaxprs import flatten
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import lift_key_constants
 
 KEYS = {

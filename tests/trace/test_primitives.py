@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvpipe._jax import JaxprEqn
-from jvpipe.trace.jaxprs import flatten
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
 from tests.zoo import convolution
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvpipe.ir.examples import Over
-from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.reductions import Beside, Lies
 from jvpipe.trace.spread import CoupledError, Spreading, reaching
 
@@ -18,7 +18,7 @@ MANY, FEW, T, D = 6, 2, 3, 4
 
 def spread(fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []) -> list[Lies]:
     """How the results of a function of [examples, tokens, features] lie; some of them are remembered as model state."""
-    closed, small = (jaxprs.flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+    closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
     remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))
     spreading = Spreading(MANY, FEW, remembered, lambda eqn: "layer 0")
     spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
@@ -126,7 +126,7 @@ def test_what_stands_beside_a_sum_counts_by_the_share_of_a_slice() -> None:
         (lambda x: 1.0 - jnp.sum(x), Beside.LEFT),
         (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Beside.DIVISOR),
     ):
-        closed, small = (jaxprs.flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+        closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
         spreading = Spreading(MANY, FEW, set(), lambda eqn: "layer 0")
         spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
         spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)

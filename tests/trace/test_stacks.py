@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.stacks import Stacks, find_stacks
+from jvpipe.trace.structure import structure
 from tests.sequential import Sequential
 from tests.zoo import B, Case, D, in_bfloat16, mean_square, quick_key, recurrent, regression_batch, scanned
 
@@ -53,7 +53,7 @@ def test_a_scan_over_layers_is_cut_between_its_iterations() -> None:
     assert len(graph.graph.layers) == 6 + 2
     assert {t.array.shape for t in graph.graph.tensors} == {(4, 6, 8), ()}  # the stream, and what the scan yields
     assert [p.array.name for p in graph.graph.parameters][6:8] == ["blocks/norm/scale/0", "blocks/norm/scale/1"]
-    kinds = [jaxprs.structure(b.eqns, b.inputs, b.outputs) for b in graph.bodies]
+    kinds = [structure(b.eqns, b.inputs, b.outputs) for b in graph.bodies]
     assert len(set(kinds[1:-1])) == 1
 
 

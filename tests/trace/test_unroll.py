@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvpipe._jax import ClosedJaxpr, jaxpr_as_fun
-from jvpipe.trace.jaxprs import flatten
+from jvpipe.trace.flatten import flatten
 from jvpipe.trace.unroll import stack_layers
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
