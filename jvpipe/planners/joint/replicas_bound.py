@@ -52,7 +52,7 @@ def least_bottleneck_s(tables: Tables, size: int, cuts: Cuts) -> float:
 def lower_bound_s(tables: Tables) -> float:
     """Seconds that no step is below, of any size of micro-batches: the first one on all stages, or all on the slowest.
 
-    Where all-reduces come after the last backward, every stage's has its seconds, too.
+    Every stage's all-reduce has its seconds, too, or what its last backward cannot hide of them.
 
     Args:
         tables: of the problem.
@@ -66,10 +66,11 @@ def lower_bound_s(tables: Tables) -> float:
         through_s = float(every.min(0).sum())
         shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / problem.devices
         if max(through_s, shared_s) < least_s:
-            steps_s = count * np.array([between(sums(each), tables.cuts, tables.cuts) for each in every])
-            if not problem.overlaps:
-                rates = (line(lambda size, r=r: problem.cluster.least_reduce_s(r, size)) for r in counts)
-                steps_s += [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
+            once_s = np.array([between(sums(each), tables.cuts, tables.cuts) for each in every])
+            rates = (line(lambda size, r=r: problem.cluster.least_reduce_s(r, size)) for r in counts)
+            reduce_s = [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
+            shown_s = np.maximum(0.0, reduce_s - once_s) if problem.overlaps else np.array(reduce_s)
+            steps_s = count * once_s + shown_s
             least_s = min(least_s, max(through_s, _least_cap_s(tables, steps_s, np.array(counts), tables.cuts)))
     return least_s
 
