@@ -7,7 +7,8 @@ counted from the end, so that a stage's micro-batches in flight are known. m tel
 
 A stage's all-reduce A counts as far as the backwards before it do not hide it: the part that shows of a suffix is
 max(A of its first stage, what showed before - B of its first stage). One way is kept for each (e, i, m), by the sum of
-seconds and of what shows; so it is not exact, and every way is counted again (`replicas_stage.py`) and simulated.
+seconds and of what shows beyond the least backward of the layers before i; so it is not exact, and every way is counted
+again (`replicas_stage.py`) and simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,12 @@ class Ground:
         """What a micro-batch takes at least before each cut."""
         every = [self.tables.problem.local.compute_s(-(-self.size // r)) for r in self.counts]
         return sums(np.min(every, axis=0))[self.cuts]
+
+    @cached_property
+    def hides_s(self) -> Float[np.ndarray, "n 1"]:
+        """What backwards before each cut take at least: so much of an all-reduce behind it they hide."""
+        every = np.min([self.tables.local(self.size, r).backward_s[self.cuts] for r in self.counts], axis=0)
+        return every[:, None]
 
     @cached_property
     def where(self) -> "_Where":
@@ -137,6 +144,7 @@ class _Where:
 class _Ways:
     """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out."""
 
+    hides_s: Float[np.ndarray, "n 1"]
     total: OverM
     shown: OverM
     bytes: OverM
@@ -145,9 +153,15 @@ class _Ways:
     cut: Int[np.ndarray, "n m"]
 
     @staticmethod
-    def none(n: int, places: int) -> "_Ways":
-        whole = [np.zeros((n, places), dtype=np.int64) for _ in range(3)]
-        return _Ways(np.full((n, places), np.inf), np.zeros((n, places)), np.zeros((n, places)), *whole)
+    def none(ground: Ground) -> "_Ways":
+        shape = len(ground.at), len(ground.order) // ground.unit + 1
+        whole = [np.zeros(shape, dtype=np.int64) for _ in range(3)]
+        return _Ways(ground.hides_s, np.full(shape, np.inf), np.zeros(shape), np.zeros(shape), *whole)
+
+    @property
+    def cost(self) -> OverM:
+        """What ways are compared by."""
+        return self.total + np.maximum(self.shown - self.hides_s, 0.0)
 
     def take(
         self,
@@ -171,7 +185,8 @@ class _Ways:
             sizes: bytes that it receives and returns.
         """
         there = np.ix_(rows, columns)
-        better = total + shown < self.total[there] + self.shown[there]
+        late = np.maximum(self.shown[there] - self.hides_s[rows], 0.0)
+        better = total + np.maximum(shown - self.hides_s[rows], 0.0) < self.total[there] + late
         if not better.any():
             return
         begin = np.broadcast_to(columns, total.shape)
@@ -182,13 +197,12 @@ class _Ways:
 
     def leaving_out(self, worth_s: Float[np.ndarray, "n"]) -> None:
         """Leaves out ways that take more than is worth it from each cut on; the first devices may stay idle."""
-        sums = self.total + self.shown
-        self.total[sums >= worth_s[:, None]] = np.inf
-        sums = self.total + self.shown
+        self.total[self.cost >= worth_s[:, None]] = np.inf
+        sums = self.cost
         least = np.minimum.accumulate(sums, axis=1)
         new = np.concatenate([np.ones((len(sums), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
         best = np.maximum.accumulate(np.where(new, np.arange(sums.shape[1]), 0), axis=1)
-        for mine in vars(self).values():
+        for mine in (self.total, self.shown, self.bytes, self.count, self.begin, self.cut):
             mine[:] = np.take_along_axis(mine, best, axis=1)
 
 
@@ -206,7 +220,7 @@ def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
     worth_s = most_s - ground.least_s
     levels: list[_Ways] = []
     for e in range(1, most_stages + 1):
-        level = _Ways.none(len(ground.at), places)
+        level = _Ways.none(ground)
         for k, r in enumerate(ground.counts):
             if pins.replicas is not None and r != pins.replicas[-e]:
                 continue
@@ -251,7 +265,7 @@ def _extend(ground: Ground, level: _Ways, after: _Ways, k: int, t: Grid, cap_s: 
     hidden = ground.backward_s[k][here][:, :, None] + (c / 2 - after.shown[some])[None]
     shown = np.maximum(grids[here][:, :, kinds[m]], -hidden)
     sums = t[here][:, :, None] + later[None]
-    at = (sums + shown).argmin(1)
+    at = (sums + np.maximum(shown - ground.hides_s[rows][:, :, None], 0.0)).argmin(1)
     first, last = np.arange(len(rows))[:, None], np.arange(len(m))[None]
     cut = ends[at]
     sizes = ground.crossing_bytes[rows[:, None], cut]
