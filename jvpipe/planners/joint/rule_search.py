@@ -36,7 +36,7 @@ MOVED = 3
 """Plans whose bounds are moved."""
 QUICK_RIVALS, LIMITED_RIVALS = ("even", "adapipe"), ("vpipe",)
 """Planners whose cuts orders begin with, without a limit and, of few layers, under one."""
-FEW_LAYERS = 64
+FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
 REFINED_LAYERS, REFINED_ROWS = 256, 600
 """Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
