@@ -71,14 +71,19 @@ def lower_bound_s(tables: Tables) -> float:
             reduce_s = [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
             shown_s = np.maximum(0.0, reduce_s - once_s) if problem.overlaps else np.array(reduce_s)
             steps_s = count * once_s + shown_s
-            least_s = min(least_s, max(through_s, _least_cap_s(tables, steps_s, np.array(counts), tables.cuts)))
+            cap_s = _least_cap_s(tables, steps_s, np.array(counts), tables.cuts, least_s)
+            least_s = min(least_s, max(through_s, cap_s))
     return least_s
 
 
-def _least_cap_s(tables: Tables, grids: np.ndarray, counts: np.ndarray, cuts: Cuts) -> float:
-    """The least cap under which the segments need no more devices than there are; `grids[r]` for `counts[r]`."""
+def _least_cap_s(tables: Tables, grids: np.ndarray, counts: np.ndarray, cuts: Cuts, most_s: float = np.inf) -> float:
+    """The least cap under which the segments need no more devices than there are, if it is under `most_s`; `grids[r]`
+    for `counts[r]`.
+    """
     grids = np.where(cuts[:, None] < cuts, grids, np.inf)
-    low, high = 0.0, float(grids[:, 0, -1].min())
+    low, high = 0.0, min(most_s, float(grids[:, 0, -1].min()))
+    if _fewest_devices(grids <= high, counts) > tables.problem.devices:
+        return high
     for _ in range(BISECTIONS):
         cap = (low + high) / 2
         if _fewest_devices(grids <= cap, counts) <= tables.problem.devices:

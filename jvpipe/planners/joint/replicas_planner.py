@@ -23,7 +23,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated, of_each_shape
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.model.replicas_stage import ReplicaStage, Tables, few_cuts, least_s, surrogate_s
+from jvpipe.planners.model.replicas_stage import Places, ReplicaStage, Tables, few_cuts, least_s, surrogate_s
 from jvpipe.planners.model.replicas_step import simulated_s
 
 SIZES, PATHS, PLACES = 3, 10, 32
@@ -90,6 +90,7 @@ class _Search:
         self.simulated: dict[ReplicaPlan, Simulated] = {}
         self.seen: dict[ReplicaPlan, tuple[tuple[ReplicaStage, ...], float]] = {}
         self._slowest_s: dict[int, float] = {}
+        self._recut = set[tuple[tuple[Places, ...], int]]()  # devices and sizes whose best cuts are known
 
     def run(self) -> None:
         """Looks at every size once, at the best ones well, and climbs."""
@@ -236,8 +237,10 @@ class _Search:
     def climb(self, at: Simulated) -> None:
         """Goes on to better neighbours while there are any."""
         for _ in range(CLIMBS):
-            near = self.ranked(recut(self.tables, at.plan))[:RECUTS]
+            here = at.plan.places, at.plan.size
+            near = [] if here in self._recut else self.ranked(recut(self.tables, at.plan))[:RECUTS]
             near += self.ranked(self.neighbours(at.plan))[:NEIGHBOURS]
+            self._recut.add(here)
             self.simulate_if_fast(near)
             best = min(
                 (self.simulated[plan] for plan in near if plan in self.simulated), key=lambda x: x.step_s, default=at
