@@ -10,12 +10,12 @@ from dataclasses import replace
 from jax.sharding import NamedSharding
 
 from jvpipe._jax import Device, DeviceGroup
-from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Spec
+from jvpipe.ir.layers import Array, Layer, LayerGraph, Spec
 from jvpipe.ir.sharding import Sharding
-from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.value_shapes import graph_spec
 from jvpipe.trace.graph import Traced
 
 
@@ -52,7 +52,7 @@ def laid_programs(
     """
     made = []
     for layer, own in zip(graph.layers, programs, strict=True):
-        writes = [_spec(graph, ref) for ref in layer.writes]
+        writes = [graph_spec(graph, ref.kind, ref.index) for ref in layer.writes]
         wanted = [*[None] * len(writes), *own.signature.residuals]
         takes = read_specs(graph, layer)
         residuals = _laid(store, forward_program(own), takes, wanted, group, sharding, writes)[len(writes) :]
@@ -62,19 +62,7 @@ def laid_programs(
 
 def read_specs(graph: LayerGraph, layer: Layer) -> list[Spec]:
     """How what a layer reads lies."""
-    return [_spec(graph, ref) for ref in layer.reads]
-
-
-def _spec(graph: LayerGraph, ref: Ref) -> Spec:
-    match ref.kind:
-        case ValueKind.PARAMETER:
-            return graph.parameters[ref.index].array.spec
-        case ValueKind.TENSOR:
-            return graph.tensors[ref.index].array.spec
-        case ValueKind.BATCH:
-            return graph.batch[ref.index].spec
-        case _:
-            return ()
+    return [graph_spec(graph, ref.kind, ref.index) for ref in layer.reads]
 
 
 def _laid(

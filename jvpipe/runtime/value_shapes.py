@@ -27,9 +27,20 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
         optimizer: its update, in pieces.
         value: of one of its runs.
     """
-    match value.kind:
-        case ValueKind.OPTIMIZER:
-            return optimizer.state[value.index].array.spec
+    if value.kind is ValueKind.OPTIMIZER:
+        return optimizer.state[value.index].array.spec
+    return graph_spec(graph, value.kind, value.index)
+
+
+def graph_spec(graph: LayerGraph, kind: ValueKind, index: int) -> Spec:
+    """How a value lies over the devices of its place, as far as the graph tells it: else it is whole on each.
+
+    Args:
+        graph: the model's.
+        kind: of the value.
+        index: its number among those of its kind.
+    """
+    match kind:
         case (
             ValueKind.PARAMETER
             | ValueKind.GRADIENT
@@ -38,13 +49,19 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
             | ValueKind.DELTA
             | ValueKind.APPLIED
         ):
-            return graph.parameters[value.index].array.spec
+            return graph.parameters[index].array.spec
         case ValueKind.TENSOR | ValueKind.COTANGENT:
-            return graph.tensors[value.index].array.spec
+            return graph.tensors[index].array.spec
         case ValueKind.BATCH:
-            return graph.batch[value.index].spec
-        case _:
+            return graph.batch[index].spec
+        case ValueKind.OPTIMIZER | ValueKind.STATE | ValueKind.CONSTANT | ValueKind.SEED | ValueKind.AUX:
             return ()
+        case ValueKind.LOSS | ValueKind.WEIGHT | ValueKind.METRIC | ValueKind.UPDATES | ValueKind.MARK:
+            return ()
+        case ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.EXCHANGE:
+            return ()
+        case _:
+            assert_never(kind)
 
 
 def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.ShapeDtypeStruct | None:
