@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jvpipe._jax import Device, DeviceGroup
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Spec
 from jvpipe.ir.sharding import Sharding
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
