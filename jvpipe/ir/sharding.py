@@ -35,7 +35,7 @@ class Sharding:
         Raises:
             ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot be cut so.
         """
-        found: dict[str, tuple[str, Spec]] = {}
+        ruled: dict[str, tuple[str, Spec]] = {}
         for rule, spec in self.rules.items():
             matched = [path for path in shapes if re.fullmatch(rule, path)]
             if not matched:
@@ -45,14 +45,14 @@ class Sharding:
                     + (f" and {len(shapes) - 4} more" if len(shapes) > 4 else "")
                 )
             for path in matched:
-                other, before = found.setdefault(path, (rule, spec))
+                other, before = ruled.setdefault(path, (rule, spec))
                 if before != spec:
                     raise ValueError(
                         f"sharding rules '{other}' and '{rule}' both match parameter '{path}', and say {words(before)} "
                         f"and {words(spec)}: let one of them match less"
                     )
                 self._check(path, shapes[path], spec)
-        return {path: found[path][1] if path in found else () for path in shapes}
+        return {path: ruled[path][1] if path in ruled else () for path in shapes}
 
     def laid(self, array: Array, spec: Spec) -> Array:
         """An array that is cut so; its bytes are those of one device.

@@ -10,13 +10,13 @@ from dataclasses import replace
 from jax.sharding import NamedSharding
 
 from jvpipe._jax import Device, DeviceGroup
-from jvpipe.ir.layers import Array, Layer, LayerGraph, Spec
+from jvpipe.ir.layers import Array, LayerGraph, Ref, Spec
 from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.runtime.value_shapes import graph_spec
+from jvpipe.runtime.value_shapes import graph_array
 from jvpipe.trace.graph import Traced
 
 
@@ -32,7 +32,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
     assert sharding is not None
     for layer, body in zip(graph.layers, traced.bodies, strict=True):
         arrays = [graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None for ref in layer.writes]
-        laid = _laid(store, evaluation_program(body), read_specs(graph, layer), arrays, group, sharding)
+        laid = _laid(store, evaluation_program(body), specs(graph, layer.reads), arrays, group, sharding)
         written = {ref.index: array for ref, array in zip(layer.writes, laid, strict=True) if array}
         tensors = (replace(t, array=written.get(i, t.array)) for i, t in enumerate(graph.tensors))
         graph = replace(graph, tensors=tuple(tensors))
@@ -53,17 +53,18 @@ def laid_programs(
     """
     made = []
     for layer, own in zip(graph.layers, programs, strict=True):
-        writes = [graph_spec(graph, ref.kind, ref.index) for ref in layer.writes]
+        writes = specs(graph, layer.writes)
         wanted = [*[None] * len(writes), *own.signature.residuals]
-        takes = read_specs(graph, layer)
+        takes = specs(graph, layer.reads)
         residuals = _laid(store, forward_program(own), takes, wanted, group, sharding, writes)[len(writes) :]
         made.append(replace(own, signature=replace(own.signature, residuals=tuple(filter(None, residuals)))))
     return tuple(made)
 
 
-def read_specs(graph: LayerGraph, layer: Layer) -> list[Spec]:
-    """How what a layer reads lies."""
-    return [graph_spec(graph, ref.kind, ref.index) for ref in layer.reads]
+def specs(graph: LayerGraph, refs: Sequence[Ref]) -> list[Spec]:
+    """How what layers read or write lies."""
+    arrays = [graph_array(graph, ref.kind, ref.index) for ref in refs]
+    return [array.spec if array else () for array in arrays]
 
 
 def _laid(

@@ -17,23 +17,8 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
 
 
-def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """How a value lies over the devices of its place; what nobody has laid is whole on each.
-
-    What forwards leave for backwards only their programs know.
-
-    Args:
-        graph: the model's.
-        optimizer: its update, in pieces.
-        value: of one of its runs.
-    """
-    if value.kind is ValueKind.OPTIMIZER:
-        return optimizer.state[value.index].array.spec
-    return graph_spec(graph, value.kind, value.index)
-
-
-def graph_spec(graph: LayerGraph, kind: ValueKind, index: int) -> Spec:
-    """How a value lies over the devices of its place, as far as the graph tells it: else it is whole on each.
+def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
+    """The array that the graph tells of for a value; None for what only the optimizer or a program knows.
 
     Args:
         graph: the model's.
@@ -49,59 +34,65 @@ def graph_spec(graph: LayerGraph, kind: ValueKind, index: int) -> Spec:
             | ValueKind.DELTA
             | ValueKind.APPLIED
         ):
-            return graph.parameters[index].array.spec
+            return graph.parameters[index].array
         case ValueKind.TENSOR | ValueKind.COTANGENT:
-            return graph.tensors[index].array.spec
+            return graph.tensors[index].array
+        case ValueKind.STATE:
+            return graph.state[index]
+        case ValueKind.CONSTANT:
+            return graph.constants[index]
         case ValueKind.BATCH:
-            return graph.batch[index].spec
-        case ValueKind.OPTIMIZER | ValueKind.STATE | ValueKind.CONSTANT | ValueKind.SEED | ValueKind.AUX:
-            return ()
-        case ValueKind.LOSS | ValueKind.WEIGHT | ValueKind.METRIC | ValueKind.UPDATES | ValueKind.MARK:
-            return ()
-        case ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.EXCHANGE:
-            return ()
+            return graph.batch[index]
+        case ValueKind.AUX:
+            return graph.aux[index]
+        case ValueKind.OPTIMIZER | ValueKind.LOSS | ValueKind.WEIGHT | ValueKind.UPDATES | ValueKind.MARK:
+            return None
+        case ValueKind.SEED | ValueKind.METRIC | ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.EXCHANGE:
+            return None
         case _:
             assert_never(kind)
 
 
+def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Array | None:
+    """The array that is told of before a value is made; None for what only a program knows.
+
+    Args:
+        graph: the model's.
+        optimizer: its update, in pieces.
+        value: of one of its runs.
+    """
+    if value.kind is ValueKind.OPTIMIZER:
+        return optimizer.state[value.index].array
+    return graph_array(graph, value.kind, value.index)
+
+
+def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
+    """How a value lies over the devices of its place; what nobody has laid is whole on each.
+
+    What forwards leave for backwards only their programs know.
+
+    Args:
+        graph: the model's.
+        optimizer: its update, in pieces.
+        value: of one of its runs.
+    """
+    array = value_array(graph, optimizer, value)
+    return array.spec if array else ()
+
+
 def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.ShapeDtypeStruct | None:
-    """The shape and type of a value as the graph tells them; None where only the program that makes it knows.
+    """The shape and type of a value before it is made; None where only the program that makes it knows.
 
     Args:
         traced: the model.
         optimizer: its update, in pieces.
         value: of one of its runs.
     """
-    graph, i = traced.graph, value.index
-    match value.kind:
-        case (
-            ValueKind.PARAMETER
-            | ValueKind.GRADIENT
-            | ValueKind.PREDICTED
-            | ValueKind.CORRECTED
-            | ValueKind.DELTA
-            | ValueKind.APPLIED
-        ):
-            return shape(graph.parameters[i].array)
-        case ValueKind.OPTIMIZER:
-            return shape(optimizer.state[i].array)
-        case ValueKind.TENSOR | ValueKind.COTANGENT:
-            return shape(graph.tensors[i].array)
-        case ValueKind.STATE:
-            return shape(graph.state[i])
-        case ValueKind.CONSTANT:
-            return shape(graph.constants[i])
-        case ValueKind.BATCH:
-            return shape(graph.batch[i])
-        case ValueKind.AUX:
-            return shape(graph.aux[i])
-        case ValueKind.LOSS:
-            return traced.loss_shapes[i]
-        case ValueKind.WEIGHT:
-            return traced.loss_shapes[1]
-        case ValueKind.UPDATES | ValueKind.MARK:
-            return weights.COUNT
-        case ValueKind.SEED | ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.METRIC | ValueKind.EXCHANGE:
-            return None
-        case _:
-            assert_never(value.kind)
+    array = value_array(traced.graph, optimizer, value)
+    if array:
+        return shape(array)
+    if value.kind is ValueKind.LOSS:
+        return traced.loss_shapes[value.index]
+    if value.kind is ValueKind.WEIGHT:
+        return traced.loss_shapes[1]
+    return weights.COUNT if value.kind in (ValueKind.UPDATES, ValueKind.MARK) else None

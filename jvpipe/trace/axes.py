@@ -55,8 +55,8 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> S
         axes: of each operand; None for what depends on no example.
         grown: of each result, the axis whose size follows the number of examples, if there is one.
     """
-    found = _followed(eqn, axes, grown)
-    return found if isinstance(found, str) else [None if axis is None else int(axis) for axis in found]
+    followed = _followed(eqn, axes, grown)
+    return followed if isinstance(followed, str) else [None if axis is None else int(axis) for axis in followed]
 
 
 def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:

@@ -206,11 +206,11 @@ class _Clock:
         if loads.bound_s() >= best.step_s:
             return None
         if loads.splits != best.loads.splits:
-            found = next(fitting(best.problem, decision, loads, best.order, best.family), None)
-            if found is None or found.step_s >= best.step_s:
+            better = next(fitting(best.problem, decision, loads, best.order, best.family), None)
+            if better is None or better.step_s >= best.step_s:
                 return None
-            self.best, self.course = found, Course(found.loads, found.order)
-            return found
+            self.best, self.course = better, Course(better.loads, better.order)
+            return better
         if not loads.fits(best.order):
             return None
         self.course.take(loads, best.step_s)
