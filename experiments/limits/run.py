@@ -91,12 +91,12 @@ class Question:
 @contextmanager
 def perturbed(factor: float, rng: random.Random) -> Iterator[None]:
     """Meanwhile seconds are measured as they are times a random factor, from its inverse to itself."""
-    seconds: Callable[..., float] = measure._seconds
-    measure._seconds = lambda *given: seconds(*given) * factor ** rng.uniform(-1, 1)
+    seconds: Callable[..., list[float]] = measure._in_turns
+    measure._in_turns = lambda *given: [s * factor ** rng.uniform(-1, 1) for s in seconds(*given)]
     try:
         yield
     finally:
-        measure._seconds = seconds
+        measure._in_turns = seconds
 
 
 def asked_limits(question: Question, count: int) -> Iterator[int]:

@@ -58,6 +58,26 @@ class Archive:
             self.keep(numbers, *words)
         return numbers
 
+    def each(
+        self, what: Callable[[int], Sequence[str]], count: int, measure: Callable[[list[int]], list[float]]
+    ) -> list[float]:
+        """The number of each of several things that was kept, or else is measured now, and kept.
+
+        Args:
+            what: says what the number of one of them is of; asked only if there is a folder.
+            count: how many they are; those of which the same is said are one.
+            measure: measures together those of which none is kept.
+        """
+        if self.folder is None:
+            return measure(list(range(count)))
+        words = [tuple(what(i)) for i in range(count)]
+        kept = {each: numbers[0] for each in set(words) if (numbers := self.find(*each)) and len(numbers) == 1}
+        missing = {each: i for i, each in enumerate(words) if each not in kept}
+        for each, number in zip(missing, measure(list(missing.values())), strict=True):
+            self.keep([number], *each)
+            kept[each] = number
+        return [kept[each] for each in words]
+
     def find(self, *what: str) -> list[float] | None:
         """The numbers that were kept; None if there are none that can be read."""
         if self.folder is None or (self.anew and self._path(what) not in self.since):

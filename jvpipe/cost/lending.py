@@ -1,5 +1,6 @@
 """What an idle device gives the others: CPU devices of one process share a pool of workers, others share nothing."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.measure import example_of
 from jvpipe.programs.store import Program, ProgramStore
 
-_RUNS = 5
+_TURNS = 5
+_TURN_S = 0.02  # a turn takes no less, alone: threads wake up at their leisure
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
@@ -51,12 +53,17 @@ def measured_lending(
 def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) -> float:
     runs = store.compile([(program, device) for device in devices])
     inputs = [[jax.device_put(example_of(a), device) for a in program.inputs] for device in devices]
-    taken: dict[int, list[float]] = {1: [], len(devices): []}
-    for _ in range(1 + _RUNS):  # in turns, so that a slow moment of the machine hits both
-        for count, each in taken.items():
-            jax.block_until_ready(inputs)
-            start = time.perf_counter()
-            jax.block_until_ready([run(*given) for run, given in zip(runs[:count], inputs, strict=False)])
-            each.append(time.perf_counter() - start)
-    alone_s, together_s = (statistics.median(each[1:]) for each in taken.values())
-    return lent_share(alone_s, together_s, len(devices))
+
+    def taken_s(count: int, times: int) -> float:
+        jax.block_until_ready(inputs)
+        start = time.perf_counter()
+        jax.block_until_ready([runs[d](*inputs[d]) for _ in range(times) for d in range(count)])
+        return time.perf_counter() - start
+
+    taken_s(len(devices), 1)
+    times = math.ceil(_TURN_S / taken_s(1, 1))
+    shares = [
+        lent_share(taken_s(1, times), taken_s(len(devices), times), len(devices))  # the machine is as fast for both
+        for _ in range(_TURNS)
+    ]
+    return statistics.median(shares)

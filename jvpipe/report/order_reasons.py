@@ -53,7 +53,10 @@ def search_reasons(plan: OrderedPlan) -> str:
     """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
-    lent = f"; idle devices lend the others {plan.lent:.0%} of their time, so that less work counts for more"
+    lent = (
+        f"; idle devices lend the others {plan.lent:.0%} of their time: less work is worth more there, and "
+        f"1f1b is kept where an order gains little"
+    )
     return (
         f"the order comes from {plan.family}: {1e3 * plan.step_s:.2f} ms, no order is under "
         f"{1e3 * plan.bound_s:.2f}; beside it the rules take {beside}{lent if plan.lent else ''}"

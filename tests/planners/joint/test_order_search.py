@@ -15,6 +15,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.planned import lists_of
 from tests.grid import grid
 from tests.planners.joint.orders import problem_of
@@ -124,3 +125,10 @@ def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
     assert Kind.W not in kinds[1]
     assert lending.step_s >= alone.step_s
     assert lending.worth_s == pytest.approx(sum(x.forward_s + x.backward_s for x in dear) * 4 / 2)
+
+
+@pytest.mark.parametrize(("lent", "usual"), [(0.0, False), (0.5, False), (0.9, True)])
+def test_where_idle_devices_lend_most_of_their_time_little_gain_is_left_alone(lent: float, usual: bool) -> None:
+    found = find_order(replace(problem_of(6, 2, 4), lent=lent))
+    assert (found.family == ONE_F_ONE_B.name) == usual
+    assert found.others[ONE_F_ONE_B.name] > found.bound_s
