@@ -34,7 +34,7 @@ MOVED_TASKS, FATE_TASKS = 100_000, 3
 again."""
 MOVED = 3
 """Plans whose bounds are moved."""
-QUICK_RIVALS, LIMITED_RIVALS = ("even", "adapipe", "torchgpipe"), ("vpipe",)
+QUICK_RIVALS, LIMITED_RIVALS = ("even", "adapipe", "torchgpipe"), ("even", "vpipe")
 """Planners whose cuts orders begin with, without a limit and, of few layers, under one."""
 FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
