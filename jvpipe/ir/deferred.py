@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 class BatchStatistics(NamedTuple):
     """The running statistics of each feature, and what the micro-batches of a batch have come to so far.
 
-    A part of a model state. `mean` and `variance` are what an evaluation would normalise with.
+    A part of a model state. `mean` and `variance` are what an evaluation would normalise with. `total` and `squares`
+    are of values less `mean`: far from zero, squares would say little of how values differ.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]
@@ -71,11 +72,12 @@ def deferred_batch_norm(
         raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {microbatches}")
     values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
-    total, squares = jnp.sum(values, axes, keepdims=True), jnp.sum(values**2, axes, keepdims=True)
-    mean = total / size
-    variance = jnp.maximum(squares / size - mean**2, 0.0)
+    mean = jnp.mean(values, axes, keepdims=True)
+    variance = jnp.mean((values - mean) ** 2, axes, keepdims=True)
     y = (values - mean) * jax.lax.rsqrt(variance + epsilon)
-    return y.astype(x.dtype), _remembered(statistics, total.ravel(), squares.ravel(), size, microbatches, momentum)
+    off = mean.ravel() - statistics.mean
+    squares = size * (variance.ravel() + off**2)
+    return y.astype(x.dtype), _remembered(statistics, size * off, squares, size, microbatches, momentum)
 
 
 def _remembered(
@@ -90,7 +92,7 @@ def _remembered(
 
     Args:
         before: the statistics.
-        total: of the values of each feature.
+        total: of the values of each feature, less the mean.
         squares: of their squares.
         size: how many values each feature has.
         microbatches: of a batch.
@@ -99,8 +101,8 @@ def _remembered(
     total, squares = before.total + total, before.squares + squares
     items, seen = before.items + size, before.seen + 1
     whole = seen == microbatches
-    mean = total / items.astype(jnp.float32)
-    variance = squares / items.astype(jnp.float32) - mean**2
+    off = total / items.astype(jnp.float32)
+    mean, variance = before.mean + off, jnp.maximum(squares / items.astype(jnp.float32) - off**2, 0.0)
     none = jnp.zeros_like(total)
     return BatchStatistics(
         jnp.where(whole, (1 - momentum) * before.mean + momentum * mean, before.mean),

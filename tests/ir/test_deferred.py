@@ -131,3 +131,14 @@ def test_replicas_track_the_examples_that_they_have() -> None:
 def test_no_micro_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="microbatches must be those of the pipeline, at least 1, not 0"):
         deferred_batch_norm(jnp.ones((2, WIDTH)), BatchStatistics.of(WIDTH), 0)
+
+
+def test_values_far_from_zero_keep_their_variance() -> None:
+    """Squares of 1e4 and more say nothing of a variance of 1 in float32, except in the first batch."""
+    x = 1e4 + np.random.default_rng(2).normal(size=(2, 64, WIDTH)).astype(np.float32)
+    statistics = BatchStatistics.of(WIDTH)
+    for half in (*x, *x):
+        y, statistics = deferred_batch_norm(jnp.asarray(half), statistics, 2, momentum=1.0)
+        np.testing.assert_allclose(np.std(y, axis=0), 1.0, atol=1e-3)
+    np.testing.assert_allclose(statistics.mean, x.mean((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(statistics.variance, x.var((0, 1)), rtol=1e-3)
