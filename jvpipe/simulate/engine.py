@@ -9,12 +9,16 @@ A million tasks take a few seconds: `python -m experiments.planners.simulator`.
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
 
 from jvpipe.ir.task import cannot_progress
+
+_Turns = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Work:
@@ -41,26 +45,35 @@ class Work:
         in_order: Collection[int],
         name: Callable[[int], str] = str,
     ) -> None:
-        self.occupies = occupies
-        self.resources = 1 + max((r for resources in occupies for r in resources), default=-1)
-        turns = {resources: _turns(resources, frozenset(in_order)) for resources in set(occupies)}
+        self._in_order = frozenset(in_order)
+        turns = self._occupy(occupies)
         last: dict[int, int] = {}
         self._before: list[Sequence[int]] = []
-        after: list[list[int]] = [[] for _ in occupies]
-        self._served = [turns[resources][1] for resources in occupies]  # the resources for which a task queues
         for i, (resources, needs) in enumerate(zip(occupies, waits, strict=True)):
             lists = turns[resources][0]
             before = (*needs, *[last[r] for r in lists if r in last]) if lists else needs
             self._before.append(before)
-            for j in before:
-                after[j].append(i)
             for r in lists:
                 last[r] = i
-        self._after = [tuple(others) for others in after]  # Python's collector does not look into tuples of numbers
+        self._after = _turned(self._before)
         self._order = self._sorted()
         if len(self._order) < len(occupies):
             raise self._stuck(name)
+
+    def queueing(self, occupies: Sequence[tuple[int, ...]]) -> "Work":
+        """The same tasks with other resources that serve by readiness; those that serve in order stay as they are."""
+        work = copy(self)
+        work._occupy(occupies)
+        return work
+
+    def _occupy(self, occupies: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], _Turns]:
+        """Says what tasks occupy; gives the resources that serve in order, and the others, of all that are met."""
+        turns = {resources: _turns(resources, self._in_order) for resources in set(occupies)}
+        self.occupies = occupies
+        self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
+        self._served = [turns[resources][1] for resources in occupies]  # the resources for which a task queues
         self.fixed = not any(self._served)
+        return turns
 
     def starts_s(self, seconds: Sequence[float]) -> list[float]:
         """When each task starts; a task of no seconds does not queue."""
@@ -165,6 +178,15 @@ class Work:
         return passed[passed.index(i) :]
 
 
-def _turns(resources: Sequence[int], in_order: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """For each task those that wait for it; in tuples of numbers, into which Python's collector does not look."""
+    needs = np.array([j for needs in before for j in needs], dtype=np.int64)
+    waiting = np.repeat(np.arange(len(before)), [len(needs) for needs in before])
+    every = waiting[np.argsort(needs, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(needs, minlength=len(before))).tolist()
+    return [tuple(every[a:b]) for a, b in pairwise([0, *ends])]
+
+
+def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:
     """Those that serve in order, and those that serve by readiness."""
     return tuple(r for r in resources if r in in_order), tuple(r for r in resources if r not in in_order)

@@ -8,11 +8,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 
 
@@ -37,16 +38,18 @@ class LocalCosts:
     def at(self, b: int) -> Costs:
         """The costs of `b` examples; parameters and what belongs to them do not change."""
         low, high = self._between(b)
-        near, far, at, to = self.costs[low], self.costs[high], self.batches[low], self.batches[high]
+        at, to = self.batches[low], self.batches[high]
+        every = zip(self._numbers[low], self._numbers[high], strict=True)
         if low == high:
-            return _mixed(near, near, lambda x, _: x * b / at)
+            return _with(self.costs[low], _Numbers(*(x * b / at for x, _ in every)))
         share = (b - at) / (to - at)
-        return _mixed(near, far, lambda x, y: max(0.0, x + share * (y - x)))
+        return _with(self.costs[low], _Numbers(*(np.maximum(0.0, x + share * (y - x)) for x, y in every)))
 
     def compute_s(self, b: int) -> Float[np.ndarray, " layers"]:
         """The seconds of each layer's forward and backward on `b` examples, as `at` has them."""
         low, high = self._between(b)
-        near, far, at, to = self._seconds[low], self._seconds[high], self.batches[low], self.batches[high]
+        near, far = self._numbers[low].seconds, self._numbers[high].seconds
+        at, to = self.batches[low], self.batches[high]
         each = near * (b / at) if low == high else np.maximum(0.0, near + (b - at) / (to - at) * (far - near))
         return each.sum(0)
 
@@ -56,10 +59,9 @@ class LocalCosts:
         return max(high - 1, 0), high
 
     @cached_property
-    def _seconds(self) -> list[Float[np.ndarray, "3 layers"]]:
-        """At each known size, the seconds of forwards, of backwards, and of what runs again for them."""
-        every = [[(x.forward_s, x.backward_s, x.options[0].extra_s) for x in costs.layers] for costs in self.costs]
-        return [np.array(one).T for one in every]
+    def _numbers(self) -> list["_Numbers"]:
+        """At each known size, what changes with it."""
+        return [_Numbers.of(costs) for costs in self.costs]
 
     def recomputed(self) -> "LocalCosts":
         """The same with every layer run again before its backward, from its input."""
@@ -76,40 +78,59 @@ def local_costs(costs_of: Callable[[int], Costs], batches: Sequence[int]) -> Loc
     return LocalCosts(tuple(batches), tuple(costs_of(b) for b in batches))
 
 
-def _mixed(a: Costs, b: Costs, mix: Callable[[float, float], float]) -> Costs:
-    whole = lambda x, y: round(mix(x, y))  # noqa: E731
-    layers = tuple(_layer(x, y, mix) for x, y in zip(a.layers, b.layers, strict=True))
-    edges = tuple(replace(x, bytes=whole(x.bytes, y.bytes)) for x, y in zip(a.edges, b.edges, strict=True))
-    shared = tuple(
-        x if x.per_version else replace(x, bytes=whole(x.bytes, y.bytes))
-        for x, y in zip(a.shared, b.shared, strict=True)
-    )
-    return replace(a, layers=layers, edges=edges, shared=shared)
-
-
-def _layer(a: LayerCost, b: LayerCost, mix: Callable[[float, float], float]) -> LayerCost:
-    x, y = a.options[0], b.options[0]
-    kept = Option(
-        round(mix(x.kept_bytes, y.kept_bytes)),
-        extra_s=mix(x.extra_s, y.extra_s),
-        extra_bytes=round(mix(x.extra_bytes, y.extra_bytes)),
-    )
-    return LayerCost(
-        a.name,
-        mix(a.forward_s, b.forward_s),
-        mix(a.backward_s, b.backward_s),
-        (kept,),
-        a.parameter_bytes,
-        a.gradient_bytes,
-        a.optimizer_bytes,
-        round(mix(a.input_bytes, b.input_bytes)),
-        round(mix(a.temporary_bytes, b.temporary_bytes)),
-        state_bytes=a.state_bytes,
-    )
-
-
 def _recomputed(costs: Costs) -> Costs:
     layers = (
         replace(x, options=(Option(0, extra_s=x.forward_s, extra_bytes=recompute_peak_bytes(x)),)) for x in costs.layers
     )
     return replace(costs, layers=tuple(layers))
+
+
+class _Numbers(NamedTuple):
+    """What changes with the local batch: of each layer, and the bytes of each edge and of what is shared."""
+
+    seconds: Float[np.ndarray, "3 layers"]  # forward, backward, and what runs again for it
+    sizes: Float[np.ndarray, "4 layers"]  # what is kept, what runs again, inputs, temporaries
+    edges: Float[np.ndarray, " edges"]
+    shared: Float[np.ndarray, " shared"]
+
+    @staticmethod
+    def of(costs: Costs) -> "_Numbers":
+        every = [(x, x.options[0]) for x in costs.layers]
+        seconds = [(x.forward_s, x.backward_s, option.extra_s) for x, option in every]
+        sizes = [(option.kept_bytes, option.extra_bytes, x.input_bytes, x.temporary_bytes) for x, option in every]
+        edges, shared = ([float(x.bytes) for x in values] for values in (costs.edges, costs.shared))
+        return _Numbers(np.array(seconds).T, np.array(sizes, dtype=float).T, np.array(edges), np.array(shared))
+
+
+def _with(costs: Costs, numbers: _Numbers) -> Costs:
+    """The same costs, but for what changes with the local batch; bytes are rounded."""
+    seconds = zip(*numbers.seconds.tolist(), strict=True)
+    sizes, edges, shared = (np.rint(x).astype(int).tolist() for x in numbers[1:])
+    layers = (
+        LayerCost(
+            x.name,
+            forward_s,
+            backward_s,
+            (Option(kept, extra_s=extra_s, extra_bytes=extra),),
+            x.parameter_bytes,
+            x.gradient_bytes,
+            x.optimizer_bytes,
+            inputs,
+            temporary,
+            state_bytes=x.state_bytes,
+        )
+        for x, (forward_s, backward_s, extra_s), (kept, extra, inputs, temporary) in zip(
+            costs.layers, seconds, zip(*sizes, strict=True), strict=True
+        )
+    )
+    return replace(
+        costs,
+        layers=tuple(layers),
+        edges=tuple(
+            Edge(x.producer, x.readers, size, x.name, x.differentiable)
+            for x, size in zip(costs.edges, edges, strict=True)
+        ),
+        shared=tuple(
+            x if x.per_version else replace(x, bytes=size) for x, size in zip(costs.shared, shared, strict=True)
+        ),
+    )

@@ -129,8 +129,12 @@ class Local:
         if key not in self._held:
             segments, cuts = self._kept.segments, self.cuts
             waiting = segments.early_bytes((1,) * early, cuts, cuts) + segments.late_bytes(late, cuts, cuts)
-            self._held[key] = self._kept.static_bytes(0) + waiting
+            self._held[key] = self._static_bytes + waiting
         return self._held[key]
+
+    @cached_property
+    def _static_bytes(self) -> Grid:
+        return self._kept.static_bytes(0)
 
     @cached_property
     def _inside(self) -> np.ndarray:

@@ -43,7 +43,6 @@ class What(IntEnum):
 
 WHATS = tuple(What)
 KIND_OF = dict(zip(WHATS, (Kind.F, Kind.B, Kind.SEND, Kind.RETURN, Kind.REDUCE), strict=True))
-Row = tuple[What, int, int]
 
 
 def simulated_s(
@@ -77,17 +76,19 @@ def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[Repl
     """
     step = _step(problem, plan, stages, problem.batch // plan.size)
     starts_s, seconds = step.timed(stages)
-    tasks = [Task(s, KIND_OF[what], m) for what, s, m in step.rows]
+    whats, where = np.divmod(step.slots, plan.stages)
+    rows = zip(whats.tolist(), where.tolist(), step.microbatches.tolist(), strict=True)
+    tasks = [Task(s, KIND_OF[WHATS[what]], m) for what, s, m in rows]
     return Timeline(tasks, starts_s, starts_s + seconds, step.work.occupies, step.names, plan.stages)
 
 
 class _Step(NamedTuple):
     """The rows of a step as work; the slot of each in what is listed by kind and stage; the names of resources."""
 
-    rows: tuple[Row, ...]
     work: Work
     slots: Int[np.ndarray, " rows"]
-    names: tuple[str, ...]
+    microbatches: Int[np.ndarray, " rows"]
+    names: tuple[str, ...] = ()
 
     def timed(self, stages: Sequence[ReplicaStage]) -> tuple[Float[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
         """When each row starts, and the seconds that it takes."""
@@ -97,29 +98,45 @@ class _Step(NamedTuple):
 
 
 def _step(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> _Step:
-    sends = tuple(stage.comm_s > 0 for stage in stages)
-    links = tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages))
-    return _work(plan.stages, count, sends, links)
+    return _linked(
+        len(stages), count, tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages))
+    )
 
 
 @lru_cache(maxsize=256)
-def _work(stages: int, count: int, sends: tuple[bool, ...], links: tuple[tuple[Hashable, ...], ...]) -> _Step:
-    rows, slots, waits = _numbered(stages, count, sends)
+def _linked(stages: int, count: int, links: tuple[tuple[Hashable, ...], ...]) -> _Step:
+    alone = _alone(stages, count)
     names: dict[Hashable, int] = {s: s for s in range(stages)}
     occupied = [tuple(names.setdefault(x, len(names)) for x in held) for held in links]
-    work = Work(waits, [occupied[slot] for slot in slots], range(stages))
-    return _Step(rows, work, np.array(slots), tuple(map(_name, names)))
+    work = alone.work.queueing([occupied[slot] for slot in alone.slots.tolist()])
+    return alone._replace(work=work, names=tuple(map(_name, names)))
 
 
 @lru_cache(maxsize=64)
-def _numbered(
-    stages: int, count: int, sends: tuple[bool, ...]
-) -> tuple[tuple[Row, ...], list[int], list[tuple[int, ...]]]:
-    """The rows, the slot of each, and the numbers of those that each waits for."""
-    rows = _rows(stages, count, sends)
-    ids = {row: i for i, row in enumerate(rows)}
-    slots = [WHATS.index(kind) * stages + s for kind, s, _ in rows]
-    return tuple(rows), slots, [tuple(ids[need] for need in needs) for needs in rows.values()]
+def _alone(stages: int, count: int) -> _Step:
+    """The step if transfers disturb nobody; a row waits for rows of its own micro-batch."""
+    forward, backward, send, back, reduce = (range(at * stages, (at + 1) * stages) for at in range(len(WHATS)))
+    needs: dict[int, tuple[int, ...]] = {}
+    rows: list[tuple[int, int]] = []
+    for s, tasks in enumerate(one_f_one_b(stages, count)):
+        last = s + 1 == stages
+        needs[forward[s]] = (send[s - 1],) if s else ()
+        needs[backward[s]] = (forward[s],) if last else (forward[s], back[s + 1])
+        needs[send[s]], needs[back[s]], needs[reduce[s]] = (forward[s],), (backward[s],), (backward[s],)
+        runs = {
+            Kind.F: (forward[s],) if last else (forward[s], send[s]),
+            Kind.B: (backward[s], back[s]) if s else (backward[s],),
+        }
+        rows += [(slot, m) for _, kind, m in tasks for slot in runs[kind]]
+        rows.append((reduce[s], count - 1))
+    slots, microbatches = np.array(rows).T
+    ids = np.zeros((len(WHATS) * stages, count), dtype=np.int64)
+    ids[slots, microbatches] = np.arange(len(rows))
+    numbered = ids.tolist()
+    waits = [tuple([numbered[need][m] for need in needs[slot]]) for slot, m in rows]
+    occupies = [(slot % stages,) if slot < 2 * stages else () for slot, _ in rows]
+    work = Work(waits, occupies, range(stages))
+    return _Step(work, slots, np.where(slots < reduce[0], microbatches, 0))
 
 
 def _name(resource: Hashable) -> str:
@@ -131,24 +148,6 @@ def _name(resource: Hashable) -> str:
             return f"network of machine {machine}, {way}"
         case _:
             return f"stage {resource}"
-
-
-def _rows(stages: int, count: int, sends: Sequence[bool]) -> dict[Row, list[Row]]:
-    """The rows, and what each waits for; `sends` says whether a transfer before each stage takes time."""
-    rows: dict[Row, list[Row]] = {}
-    for s, tasks in enumerate(one_f_one_b(stages, count)):
-        for _, kind, m in tasks:
-            if kind == Kind.F:
-                rows[What.FORWARD, s, m] = [(What.SEND if sends[s] else What.FORWARD, s - 1, m)] if s else []
-                if s + 1 < stages and sends[s + 1]:
-                    rows[What.SEND, s, m] = [(What.FORWARD, s, m)]
-            elif kind == Kind.B:
-                back = (What.RETURN if s + 1 < stages and sends[s + 1] else What.BACKWARD, s + 1, m)
-                rows[What.BACKWARD, s, m] = [(What.FORWARD, s, m), *([back] if s + 1 < stages else [])]
-                if s and sends[s]:
-                    rows[What.RETURN, s, m] = [(What.BACKWARD, s, m)]
-        rows[What.REDUCE, s, 0] = [(What.BACKWARD, s, count - 1)]
-    return rows
 
 
 def _seconds(kind: What, s: int, stages: Sequence[ReplicaStage]) -> float:

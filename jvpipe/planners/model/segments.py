@@ -5,9 +5,9 @@ Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `B
 counted.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -92,8 +92,9 @@ class Hops:
     @staticmethod
     def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
         """Makes the hops of values, each given as its producer, its readers and its bytes."""
-        hops = [(producer, *hop, size) for producer, readers, size in values for hop in _hops(producer, readers)]
-        return Hops(*np.array(hops, dtype=np.int64).reshape(-1, 4).T)
+        every = list(values)
+        producer, a, b, value = _ways(tuple((producer, tuple(readers)) for producer, readers, _ in every))
+        return Hops(producer, a, b, np.array([size for _, _, size in every], dtype=np.int64)[value])
 
     @property
     def longest(self) -> int:
@@ -336,9 +337,15 @@ def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
 
 
-def _hops(producer: int, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """A value's way from its producer to its first reader and from reader to reader."""
-    return pairwise([producer, *sorted(readers)])
+@lru_cache(maxsize=64)
+def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4 hops"]:
+    """Values' ways from their producers to their first readers and from reader to reader: producer, a, b, and which."""
+    hops = (
+        (producer, *hop, value)
+        for value, (producer, readers) in enumerate(values)
+        for hop in pairwise([producer, *sorted(readers)])
+    )
+    return np.array(list(hops), dtype=np.int64).reshape(-1, 4).T
 
 
 def _spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:

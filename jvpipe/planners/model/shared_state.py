@@ -16,7 +16,7 @@ def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
     >>> spared_bytes([LayerCost("block", 1.0, 2.0, (Option(0),), state_bytes=size) for size in (10, 30, 10)], 2)
     20
     """
-    sizes = [layer.state_bytes for layer in layers]
+    sizes = [layer.state_bytes for layer in layers if layer.state_bytes]
     shares = packed([(size, 0) for size in sizes], replicas)
     loads = [sum(size for size, share in zip(sizes, shares, strict=True) if share == q) for q in range(replicas)]
     return sum(sizes) - max(loads)
