@@ -58,7 +58,7 @@ def _stage(tables: Tables, plan: ReplicaPlan, s: int) -> _Stage:
     comm_s = np.zeros_like(compute_s)
     if s:
         latency_s, byte_s = tables.way(plan.places[s - 1], places)
-        crossing = np.where(cuts > cuts[:, None], tables.local(plan.size, 1).crossing_bytes, 0.0)
+        crossing = tables.local(plan.size, 1).crossing_bytes
         comm_s = np.where(crossing > 0, 2 * latency_s + crossing * byte_s, 0.0)
     reduce_s = tables.exposed_s(local, *tables.reduce_rate(places)) if len(places) > 1 else np.zeros_like(compute_s)
     backward_s = between(local.backward_s, cuts, cuts)

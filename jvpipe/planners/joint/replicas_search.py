@@ -49,8 +49,7 @@ class Ground:
     @cached_property
     def crossing_bytes(self) -> Grid:
         """What each segment receives and returns of a micro-batch."""
-        crossing = self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
-        return np.where(np.isfinite(crossing), crossing, 0.0)
+        return self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
 
     def fitting_s(self, index: int, behind: int) -> Grid:
         """Seconds, infinite where the memory limit is not kept.

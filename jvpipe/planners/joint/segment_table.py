@@ -16,7 +16,7 @@ from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateSearch, StageChoices, StageQuery
 from jvpipe.planners.joint.working_tiers import Tier, spread_max
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
-from jvpipe.planners.model.segments import Block, Cuts, between, sums
+from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
 Cell = tuple[int, int, int]
@@ -71,9 +71,11 @@ class StageTable:
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
         kept = between(sums(left), block.starts, block.ends) + block.shared_bytes
-        at_work = self.pricing.segments.most_at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
+        at_work = self.pricing.segments.at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
         static = block.fixed_bytes - on_device_bytes(in_flight, block.shared_bytes)
-        return StageBytes(in_flight, static, kept, np.zeros(()), at_work - kept).peak
+        return StageBytes(
+            in_flight, static, kept, np.zeros(()), most_up_to(at_work, block.starts, block.ends) - kept
+        ).peak
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""

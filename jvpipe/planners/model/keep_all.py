@@ -12,7 +12,7 @@ import numpy as np
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Block, Cuts, Grid, Segments, between, sums
+from jvpipe.planners.model.segments import Block, Cuts, Grid, Segments, between, most_up_to, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 
@@ -89,7 +89,12 @@ class KeepAll:
     @cached_property
     def beyond_bytes(self) -> Grid:
         """What the layer at work needs beyond what its micro-batch keeps in the end."""
-        return self.segments.most_at_work(self.cuts, self.cuts, *self._layers) - self.kept_bytes
+        return most_up_to(self.at_work, self.cuts, self.cuts) - self.kept_bytes
+
+    @cached_property
+    def at_work(self) -> Grid:
+        """What is there of one micro-batch while each layer is at work."""
+        return self.segments.at_work(self.cuts, self.cuts, *self._layers)
 
     def _inside(self, grid: Grid) -> Grid:
         return np.where(self._block.inside, grid, np.inf)

@@ -37,26 +37,28 @@ class LocalCosts:
 
     def at(self, b: int) -> Costs:
         """The costs of `b` examples; parameters and what belongs to them do not change."""
-        low, high = self._between(b)
-        at, to = self.batches[low], self.batches[high]
+        low, high, mix = self.line(b)
         every = zip(self._numbers[low], self._numbers[high], strict=True)
-        if low == high:
-            return _with(self.costs[low], _Numbers(*(x * b / at for x, _ in every)))
-        share = (b - at) / (to - at)
-        return _with(self.costs[low], _Numbers(*(np.maximum(0.0, x + share * (y - x)) for x, y in every)))
+        return _with(self.costs[low], _Numbers(*(mix(near, far) for near, far in every)))
+
+    def seconds(self, b: int) -> Float[np.ndarray, "3 layers"]:
+        """The seconds of each layer's forward, of its backward, and of what runs again for it, on `b` examples."""
+        low, high, mix = self.line(b)
+        return mix(self._numbers[low].seconds, self._numbers[high].seconds)
 
     def compute_s(self, b: int) -> Float[np.ndarray, " layers"]:
-        """The seconds of each layer's forward and backward on `b` examples, as `at` has them."""
-        low, high = self._between(b)
-        near, far = self._numbers[low].seconds, self._numbers[high].seconds
-        at, to = self.batches[low], self.batches[high]
-        each = near * (b / at) if low == high else np.maximum(0.0, near + (b - at) / (to - at) * (far - near))
-        return each.sum(0)
+        """The seconds of each layer's forward and backward on `b` examples."""
+        return self.seconds(b).sum(0)
 
-    def _between(self, b: int) -> tuple[int, int]:
-        """The places of the known sizes on whose line a size lies."""
+    def line(self, b: int) -> tuple[int, int, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
+        """The places of the known sizes on whose line a size lies, and what is there, by what is at these."""
         high = min(max(bisect_right(self.batches, b), 1), len(self.batches) - 1)
-        return max(high - 1, 0), high
+        low = max(high - 1, 0)
+        at, to = self.batches[low], self.batches[high]
+        if low == high:
+            return low, high, lambda near, _: near * b / at
+        share = (b - at) / (to - at)
+        return low, high, lambda near, far: np.maximum(0.0, near + share * (far - near))
 
     @cached_property
     def _numbers(self) -> list["_Numbers"]:

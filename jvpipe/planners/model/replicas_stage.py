@@ -1,4 +1,4 @@
-"""What replicated stages take: seconds and bytes of all segments of layers at a local batch, and of a plan's stages.
+"""What replicated stages take: the tables of all segments of layers, and the stages of a plan.
 
 Legend: stage s of S on r replicas, M micro-batches.
 
@@ -18,17 +18,13 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from jvpipe.cost.costs import Costs
-from jvpipe.cost.hardware import Link
-from jvpipe.planners.model.keep_all import KeepAll
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.replicas_local import Known, Local
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
-from jvpipe.planners.model.segments import Cuts, Grid, between, sums
+from jvpipe.planners.model.segments import Cuts, Grid, between
 from jvpipe.planners.model.shared_state import spared_bytes, surely_spared_bytes
-from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 MOST_CUTS, MOST_FINE = 32, 256
 """Of more cuts so many are in grids, of each share of the work that where least crosses; up to how many there are grids
@@ -57,99 +53,6 @@ class ReplicaStage:
         return max(self.forward_s + self.backward_s, self.comm_s)
 
 
-class Local:
-    """All segments between some cuts at one local batch."""
-
-    def __init__(self, kept: KeepAll, most_stages: int) -> None:
-        self._kept, self._most_stages, self.cuts = kept, most_stages, kept.cuts
-        layers = kept.problem.costs.layers
-        self.forward_s = sums(layer.forward_s for layer in layers)
-        self.recompute_s = sums(layer.options[0].extra_s for layer in layers)
-        self.backward_s = sums(layer.backward_s for layer in layers) + self.recompute_s
-        self.gradient_bytes = sums(layer.gradient_bytes or layer.parameter_bytes for layer in layers)
-        self._held: dict[tuple[int, int], Grid] = {}
-        self._peaks: dict[tuple[int, int, int, bool], Grid] = {}
-
-    @staticmethod
-    def of(costs: Costs, cuts: Cuts, most_stages: int) -> "Local":
-        """The segments between some cuts.
-
-        Args:
-            costs: at the local batch.
-            cuts: where stages begin and end.
-            most_stages: that there can be.
-        """
-        alone = Problem(costs, 1, ONE_F_ONE_B, 1, peer=Link(1.0))  # a second per byte
-        return Local(KeepAll(alone, cuts=cuts), most_stages)
-
-    def at(self, cuts: Cuts) -> "Local":
-        """The same between other cuts."""
-        return Local(self._kept.at(cuts), self._most_stages)
-
-    @cached_property
-    def seconds(self) -> Grid:
-        """Forward and backward of each segment, infinite where it holds no layer."""
-        every = between(self.forward_s + self.backward_s, self.cuts, self.cuts)
-        return np.where(self._inside, every, np.inf)
-
-    @cached_property
-    def crossing_bytes(self) -> Grid:
-        """What each segment receives and returns; of a micro-batch if the local batch is one."""
-        return self._kept.comm_s
-
-    @property
-    def crossing_at(self) -> Float[np.ndarray, "N"]:
-        """What crosses a cut before each layer."""
-        return self._kept.segments.crossing_bytes
-
-    def peak_bytes(self, behind: int, microbatches: int, replicas: int) -> Grid:
-        """The bytes of each segment on a device, but for what replicas share out.
-
-        While gradients are added up nothing is in flight, and a device has the sum of a layer's and another one's.
-
-        Args:
-            behind: stages from this one on: so many micro-batches are in flight, if there are as many.
-            microbatches: of a step.
-            replicas: of the stage.
-        """
-        reach, longest = self._kept.segments.reaches
-        early = max(0, min(microbatches - behind, self._most_stages - behind, reach))  # stages that have one more
-        key = min(behind, microbatches), early, min(behind - 1, longest), replicas > 1
-        if key not in self._peaks:
-            in_flight, *waiting, reduces = key
-            fixed = self._held_bytes(*waiting)
-            peaks = fixed + in_flight * self._kept.kept_bytes + self._kept.beyond_bytes
-            peaks = np.maximum(peaks, fixed + 2 * self._most_gradient_bytes) if reduces else peaks
-            self._peaks[key] = np.where(self._inside, peaks, np.inf)
-        return self._peaks[key]
-
-    def _held_bytes(self, early: int, late: int) -> Grid:
-        """What is there whatever is in flight, with values that arrive early and cotangents that wait."""
-        key = early, late
-        if key not in self._held:
-            segments, cuts = self._kept.segments, self.cuts
-            waiting = segments.early_bytes((1,) * early, cuts, cuts) + segments.late_bytes(late, cuts, cuts)
-            self._held[key] = self._static_bytes + waiting
-        return self._held[key]
-
-    @cached_property
-    def _static_bytes(self) -> Grid:
-        return self._kept.static_bytes(0)
-
-    @cached_property
-    def _inside(self) -> np.ndarray:
-        return self.cuts > self.cuts[:, None]
-
-    @cached_property
-    def _most_gradient_bytes(self) -> Grid:
-        """The gradients of the layer of each segment that has most."""
-        each, cuts = np.diff(self.gradient_bytes), self.cuts
-        most = np.zeros((len(cuts), len(cuts)))
-        for row, i in enumerate(cuts[:-1]):
-            most[row, row + 1 :] = np.maximum.accumulate(each[i : cuts[-1]])[cuts[row + 1 :] - i - 1]
-        return most
-
-
 class _Part(NamedTuple):
     """A stage without its links: what it takes, what it receives and returns, and where its grids are."""
 
@@ -167,7 +70,8 @@ class Tables:
 
     def __init__(self, problem: ReplicaProblem, roughly: "Tables | None" = None) -> None:
         self.problem, self._roughly = problem, roughly
-        self._known: dict[tuple[int, bool], Local] = {}
+        self._known: dict[bool, list[Known]] = {}
+        self._locals: dict[tuple[int, bool], Local] = {}
         self._parts: dict[tuple[int, int, int, int, int], _Part] = {}
         self._fitting: dict[tuple[int, int, int], Grid] = {}
         self._ways: dict[tuple[Places, Places], tuple[float, float]] = {}
@@ -191,7 +95,8 @@ class Tables:
 
     def _few(self) -> Cuts:
         b = self.problem.sizes[len(self.problem.sizes) // 2]
-        return self.cuts[few_cuts(Local.of(self.problem.costs.at(b), self.cuts, self.most_stages), MOST_CUTS)]
+        known = [Known.of(costs, self.cuts) for costs in self.problem.costs.costs]
+        return self.cuts[few_cuts(Local(self.problem.costs, known, b, self.most_stages), MOST_CUTS)]
 
     @cached_property
     def fine(self) -> "Tables":
@@ -206,15 +111,22 @@ class Tables:
             replicas: that share it.
             again: layers run again before their backwards.
         """
-        key = -(-size // replicas), again or self.problem.recomputes
-        if key not in self._known:
-            costs = self.problem.again if key[1] else self.problem.costs
-            self._known[key] = (
-                self._roughly.local(size, replicas, again=again).at(self.coarse)
+        b, again = key = -(-size // replicas), again or self.problem.recomputes
+        if key not in self._locals:
+            costs = self.problem.again if again else self.problem.costs
+            self._locals[key] = Local(costs, self._known_at(again), b, self.most_stages)
+        return self._locals[key]
+
+    def _known_at(self, again: bool) -> list[Known]:
+        """The segments at the sizes whose costs are known."""
+        if again not in self._known:
+            costs = self.problem.again if again else self.problem.costs
+            self._known[again] = (
+                [known.at(self.coarse) for known in self._roughly._known_at(again)]
                 if self._roughly
-                else Local.of(costs.at(key[0]), self.coarse, self.most_stages)
+                else [Known.of(each, self.coarse) for each in costs.costs]
             )
-        return self._known[key]
+        return self._known[again]
 
     def fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
         """Seconds of each segment: kept if that keeps the limit, else run again, else infinite.

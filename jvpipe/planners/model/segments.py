@@ -260,19 +260,18 @@ class Segments:
         """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
         return self._tensors.at(i, self.n)
 
-    def most_at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
-        """Counts the most of one micro-batch: what layers from the first to any one leave, and what that one needs.
+    def at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
+        """Counts of one micro-batch what layers from the first to any one leave, and what that one needs.
 
         Args:
             starts: where segments begin.
-            ends: where they end.
+            ends: where they end; columns are all layers up to the last end, from the first start on.
             left: bytes that each layer leaves.
             working: bytes that each layer works with.
         """
         every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
-        at_work = np.where(every > starts[:, None], built + working[every - 1], 0.0)
-        return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - every[0], 0)]
+        return np.where(every > starts[:, None], built + working[every - 1], 0.0)
 
     def block(self, s: int, starts: Cuts, ends: Cuts) -> Block:
         """Describes the segments of stage s between these cuts.
@@ -330,6 +329,17 @@ def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "
         ends: where they end.
     """
     return total[ends] - total[starts][:, None]
+
+
+def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
+    """Gives the most of any layer of each segment, from what is there at each one.
+
+    Args:
+        at_work: as `Segments.at_work` counts it.
+        starts: where segments begin.
+        ends: where they end.
+    """
+    return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - starts[0] - 1, 0)]
 
 
 def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:

@@ -133,7 +133,7 @@ class _Search:
         self.whole = tuple(min(each, problem.devices - start) for start in self.starts)
         self.unit = -(-problem.devices // MOST_COUNTS)
         self.inside = self.cuts > self.cuts[:, None]
-        self.crossing_bytes = np.where(self.inside, tables.local(size, 1).crossing_bytes, 0.0)
+        self.crossing_bytes = tables.local(size, 1).crossing_bytes
         self.known: dict[Free, _Plans] = {}
         self.best: ReplicaPlan | None = None
         self.best_s = np.inf
