@@ -14,9 +14,10 @@ again (`replicas_stage.py`) and simulated.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
 from jvpipe.planners.model.replicas_stage import Tables
@@ -46,10 +47,14 @@ class Ground:
         """Backward of a micro-batch, for each replica count."""
         return [between(self.tables.local(self.size, r).backward_s, self.cuts, self.cuts) for r in self.counts]
 
+    def _here(self, grid: Grid) -> Grid:
+        """What is between the places to cut, of a grid of all coarse cuts."""
+        return grid[self.at[:, None], self.at]
+
     @cached_property
     def crossing_bytes(self) -> Grid:
         """What each segment receives and returns of a micro-batch."""
-        return self.tables.local(self.size, 1).crossing_bytes[np.ix_(self.at, self.at)]
+        return self._here(self.tables.local(self.size, 1).crossing_bytes)
 
     def fitting_s(self, index: int, behind: int) -> Grid:
         """Seconds, infinite where the memory limit is not kept.
@@ -58,7 +63,7 @@ class Ground:
             index: of the replica count.
             behind: stages from this one on.
         """
-        return self.tables.fitting_s(self.size, self.counts[index], behind)[np.ix_(self.at, self.at)]
+        return self._here(self.tables.fitting_s(self.size, self.counts[index], behind))
 
     @cached_property
     def least_s(self) -> Float[np.ndarray, "n"]:
@@ -78,20 +83,17 @@ class Ground:
         return _Where.of(self)
 
     @cached_property
-    def reduces(self) -> list[tuple[Float[np.ndarray, "n n k"], Int[np.ndarray, "m"]]]:
-        """A for each replica count: grids of the kinds of places, and the kind of each place."""
-        frontiers = []
-        for r in self.counts:
-            local, kinds, rates = self.tables.local(self.size, r), [], []
-            for m in range(len(self.order) // self.unit + 1):
-                places = self.order[len(self.order) - m * self.unit :][:r]
-                rate = self.tables.reduce_rate(places)
-                if rate not in rates:
-                    rates.append(rate)
-                kinds.append(rates.index(rate))
-            grids = [self.tables.exposed_s(local, *rate)[np.ix_(self.at, self.at)] for rate in rates]
-            frontiers.append((np.stack(grids, axis=-1), np.array(kinds)))
-        return frontiers
+    def reduces(self) -> list[tuple[Float[np.ndarray, "n k n"], Int[np.ndarray, "m"]]]:
+        """A for each replica count: grids of the kinds of places, and the kind of each place that has so many."""
+        every = []
+        for k, r in enumerate(self.counts):
+            local, units = self.tables.local(self.size, r), r // self.unit
+            _, firsts, kinds = np.unique(self.where.held[units:, k], axis=0, return_index=True, return_inverse=True)
+            starts = (len(self.order) - (units + m) * self.unit for m in firsts.tolist())
+            rates = (self.tables.reduce_rate(self.order[start:][:r]) for start in starts)
+            grids = [self._here(self.tables.exposed_s(local, *rate)) for rate in rates]
+            every.append((np.stack(grids, axis=1), kinds.ravel()))
+        return every
 
 
 @dataclass(frozen=True)
@@ -99,110 +101,122 @@ class _Where:
     """For stages with m units of the order from their first on, and replica counts: rows m, columns counts."""
 
     pattern: Int[np.ndarray, "m r"]  # alike where slices stay in their machines
-    single: Int[np.ndarray, "m r"]  # the machine, or -1 - itself if there are several
-    machines: Int[np.ndarray, "m r"]
+    single: Int[np.ndarray, "m r"]  # the machine, or -1 if there are several
+    held: Int[np.ndarray, "m r 3"]  # how many machines, and the most and the least devices of one
 
     @staticmethod
     def of(ground: Ground) -> "_Where":
-        known: dict[tuple[int, ...], int] = {}
-        machine = ground.tables.problem.cluster.machines_of(ground.order)
-        G, u = len(ground.order), ground.unit
-        shape = G // u + 1, len(ground.counts)
-        pattern, single, machines = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        for m in range(shape[0]):
-            for k, r in enumerate(ground.counts):
-                places = machine[G - m * u :][:r]
-                pattern[m, k] = known.setdefault(tuple(sorted(places)), len(known))
-                machines[m, k] = max(1, len(set(places)))
-                single[m, k] = places[0] if machines[m, k] == 1 and places else -1
-        return _Where(pattern, single, machines)
+        machine = np.array(ground.tables.problem.cluster.machines_of(ground.order))
+        G, counts = len(ground.order), np.array(ground.counts)
+        upto = np.zeros((G + 1, machine.max() + 1), dtype=np.int64)
+        upto[1:] = np.cumsum(machine[:, None] == np.arange(machine.max() + 1), axis=0)
+        starts = G - np.arange(G // ground.unit + 1)[:, None] * ground.unit
+        held = upto[np.minimum(starts + counts, G)] - upto[starts]
+        _, pattern = np.unique(held.reshape(-1, held.shape[-1]), axis=0, return_inverse=True)
+        machines, most = (held > 0).sum(-1), held.max(-1)
+        least = np.where(held > 0, held, G).min(-1)
+        single = np.where(machines == 1, held.argmax(-1), -1)
+        return _Where(
+            pattern.reshape(machines.shape), single, np.stack([np.maximum(1, machines), most, least], axis=-1)
+        )
 
-    def transfer_s(self, ground: Ground, k: int, m: np.ndarray, sizes: OverM, k2: np.ndarray, m2: np.ndarray) -> OverM:
+    def transfer_s(self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]) -> OverM:
         """`Cluster.transfer_s` both ways.
 
         Args:
             ground: what is searched.
             k: the count of the senders.
             m: where they begin, counted from the end of the order.
-            sizes: bytes both ways.
-            k2: the counts of the readers.
-            m2: where they begin.
+            after: ways whose first stages read.
+            there: which of them.
         """
-        cluster, counts = ground.tables.problem.cluster, np.array(ground.counts)
-        ways = np.minimum(counts[k], counts[k2])
-        inside = self.pattern[m, k] == self.pattern[m2, k2]
-        inside |= (self.single[m, k] == self.single[m2, k2]) & (self.single[m2, k2] >= 0)
-        nets = np.minimum(ways, cluster.networks * np.minimum(self.machines[m, k], self.machines[m2, k2]))
+        cluster, readers = ground.tables.problem.cluster, after.readers
+        sizes, single = after.bytes[there], readers.single[there]
+        ways = np.minimum(ground.counts[k], readers.replicas[there])
+        inside = self.pattern[m, k] == readers.pattern[there]
+        inside |= (self.single[m, k] == single) & (single >= 0)
+        nets = np.minimum(ways, cluster.networks * np.minimum(self.held[m, k, 0], readers.machines[there]))
         peer, network = cluster.peer, cluster.network
         near = 2 * peer.latency_s + sizes / ways / peer.bytes_per_s
         far = 2 * network.latency_s + sizes / nets / network.bytes_per_s
         return np.where(sizes > 0, np.where(inside, near, far), 0.0)
 
 
-@dataclass(frozen=True)
+class _Readers(NamedTuple):
+    """Where the first stages of ways are, and their replicas."""
+
+    pattern: Int[np.ndarray, "n m"]
+    single: Int[np.ndarray, "n m"]
+    machines: Int[np.ndarray, "n m"]
+    replicas: Int[np.ndarray, "n m"]
+
+
 class _Ways:
     """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out."""
 
-    hides_s: Float[np.ndarray, "n 1"]
-    total: OverM
-    shown: OverM
-    bytes: OverM
-    count: Int[np.ndarray, "n m"]
-    begin: Int[np.ndarray, "n m"]
-    cut: Int[np.ndarray, "n m"]
-
-    @staticmethod
-    def none(ground: Ground) -> "_Ways":
+    def __init__(self, ground: Ground) -> None:
         shape = len(ground.at), len(ground.order) // ground.unit + 1
-        whole = [np.zeros(shape, dtype=np.int64) for _ in range(3)]
-        return _Ways(ground.hides_s, np.full(shape, np.inf), np.zeros(shape), np.zeros(shape), *whole)
+        self.ground = ground
+        self.cost, self.total = np.full(shape, np.inf), np.full(shape, np.inf)  # with what shows, and without
+        self.shown = np.zeros(shape)
+        self.count, self.cut, self.begin = (np.zeros(shape, dtype=np.int64) for _ in range(3))
 
-    @property
-    def cost(self) -> OverM:
-        """What ways are compared by."""
-        return self.total + np.maximum(self.shown - self.hides_s, 0.0)
+    @cached_property
+    def there(self) -> Bool[np.ndarray, "n m"]:
+        """Where there is one."""
+        return np.isfinite(self.total)
 
     def take(
         self,
-        rows: Int[np.ndarray, "i"],
-        columns: Int[np.ndarray, "c"],
+        there: tuple[slice, slice],
         k: int,
+        cost: OverM,
         total: OverM,
         shown: OverM,
         cut: Int[np.ndarray, "i c"],
-        sizes: OverM,
     ) -> None:
         """Puts ways that begin with a stage of count k in place of worse ones that are there.
 
         Args:
-            rows: their cuts i.
-            columns: their m.
+            there: their cuts i, and their m.
             k: of their first stage.
+            cost: what they are compared by.
             total: sums of t and c.
             shown: what shows of all-reduces.
             cut: where the first stage ends.
-            sizes: bytes that it receives and returns.
         """
-        there = np.ix_(rows, columns)
-        late = np.maximum(self.shown[there] - self.hides_s[rows], 0.0)
-        better = total + np.maximum(shown - self.hides_s[rows], 0.0) < self.total[there] + late
-        if not better.any():
-            return
-        begin = np.broadcast_to(columns, total.shape)
-        new = {"total": total, "shown": shown, "bytes": sizes, "count": k, "begin": begin, "cut": cut}
-        for name, values in new.items():
-            mine = getattr(self, name)
-            mine[there] = np.where(better, values, mine[there])
+        better = cost < self.cost[there]
+        if better.any():
+            np.copyto(self.cost[there], cost, where=better)
+            np.copyto(self.total[there], total, where=better)
+            np.copyto(self.shown[there], shown, where=better)
+            np.copyto(self.count[there], k, where=better)
+            np.copyto(self.cut[there], cut, where=better)
 
-    def leaving_out(self, worth_s: Float[np.ndarray, "n"]) -> None:
+    def settle(self, worth_s: Float[np.ndarray, "n"]) -> None:
         """Leaves out ways that take more than is worth it from each cut on; the first devices may stay idle."""
-        self.total[self.cost >= worth_s[:, None]] = np.inf
-        sums = self.cost
-        least = np.minimum.accumulate(sums, axis=1)
-        new = np.concatenate([np.ones((len(sums), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
-        best = np.maximum.accumulate(np.where(new, np.arange(sums.shape[1]), 0), axis=1)
-        for mine in (self.total, self.shown, self.bytes, self.count, self.begin, self.cut):
-            mine[:] = np.take_along_axis(mine, best, axis=1)
+        self.cost[self.cost >= worth_s[:, None]] = np.inf
+        least = np.minimum.accumulate(self.cost, axis=1)
+        new = np.concatenate([np.ones((len(least), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
+        self.begin = np.maximum.accumulate(np.where(new, np.arange(least.shape[1]), 0), axis=1)
+        rows = np.arange(len(least))[:, None]
+        self.total = np.where(np.isfinite(least), self.total[rows, self.begin], np.inf)
+        self.shown, self.count, self.cut = (
+            self.shown[rows, self.begin],
+            self.count[rows, self.begin],
+            self.cut[rows, self.begin],
+        )
+
+    @cached_property
+    def bytes(self) -> OverM:
+        """What their first stages receive and return."""
+        return self.ground.crossing_bytes[np.arange(len(self.cut))[:, None], self.cut]
+
+    @cached_property
+    def readers(self) -> _Readers:
+        """Their first stages as readers."""
+        at, where, counts = (self.begin, self.count), self.ground.where, np.array(self.ground.counts)
+        return _Readers(where.pattern[at], where.single[at], where.held[..., 0][at], counts[self.count])
 
 
 def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf) -> Iterator[ReplicaPlan]:
@@ -219,7 +233,7 @@ def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
     worth_s = most_s - ground.least_s
     levels: list[_Ways] = []
     for e in range(1, most_stages + 1):
-        level = _Ways.none(ground)
+        level = _Ways(ground)
         for k, r in enumerate(ground.counts):
             if pins.replicas is not None and r != pins.replicas[-e]:
                 continue
@@ -230,45 +244,51 @@ def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
                     _extend(ground, level, levels[-1], k, t, cap_s)
                 else:
                     _end(ground, level, k, t)
-        level.leaving_out(worth_s if e > 2 else np.full(len(ground.at), np.inf))
+        level.settle(worth_s if e > 2 else np.full(len(ground.at), np.inf))
         levels.append(level)
-        if np.isfinite(level.total[0, -1]):
+        if level.there[0, -1]:
             if pins.count in (None, e):
                 yield _plan(ground, levels)
-        elif not np.isfinite(level.total).any():
+        elif not level.there.any():
             return
 
 
 def _end(ground: Ground, level: _Ways, k: int, t: Grid) -> None:
     """Puts all layers from each cut on into a last stage of count k."""
-    m = np.arange(ground.counts[k] // ground.unit, level.total.shape[1])
+    there = slice(None), slice(ground.counts[k] // ground.unit, None)
     grids, kinds = ground.reduces[k]
-    total = np.repeat(t[:, -1:], len(m), 1)
-    cut, sizes = np.full(total.shape, len(t) - 1), np.repeat(ground.crossing_bytes[:, -1:], len(m), 1)
-    level.take(np.arange(len(t)), m, k, total, grids[:, -1][:, kinds[m]], cut, sizes)
+    shown = grids[:, kinds, -1]
+    total = np.repeat(t[:, -1:], shown.shape[1], 1)
+    cost = total + np.maximum(shown - ground.hides_s, 0.0)
+    level.take(there, k, cost, total, shown, np.full(total.shape, len(t) - 1))
 
 
 def _extend(ground: Ground, level: _Ways, after: _Ways, k: int, t: Grid, cap_s: float) -> None:
-    """Puts a stage of count k before the ways that there are."""
+    """Puts a stage of count k before the ways that there are; in arrays of cuts, m, and where the stage ends."""
     units = ground.counts[k] // ground.unit
-    there = np.isfinite(after.total[:, : after.total.shape[1] - units])
-    ends, rest = np.flatnonzero(there.any(1)), np.flatnonzero(there.any(0))
-    rows = np.flatnonzero(np.isfinite(t[:, ends]).any(1))
-    if not len(rows):
+    there = after.there[:, : after.there.shape[1] - units]
+    ends, rest = _span(there, 1), _span(there, 0)
+    rows = _span(np.isfinite(t[:, ends]), 1)
+    if rows.stop <= rows.start:
         return
-    m, some = rest + units, np.ix_(ends, rest)
+    m, some = slice(rest.start + units, rest.stop + units), (ends, rest)
     grids, kinds = ground.reduces[k]
-    c = ground.where.transfer_s(ground, k, m[None, :], after.bytes[some], after.count[some], after.begin[some])
-    later = np.where(c <= cap_s, after.total[some] + c, np.inf)
-    here = np.ix_(rows, ends)
-    hidden = ground.backward_s[k][here][:, :, None] + (c / 2 - after.shown[some])[None]
-    shown = np.maximum(grids[here][:, :, kinds[m]], -hidden)
-    sums = t[here][:, :, None] + later[None]
-    at = (sums + np.maximum(shown - ground.hides_s[rows][:, :, None], 0.0)).argmin(1)
-    first, last = np.arange(len(rows))[:, None], np.arange(len(m))[None]
-    cut = ends[at]
-    sizes = ground.crossing_bytes[rows[:, None], cut]
-    level.take(rows, m, k, sums[first, at, last], shown[first, at, last], cut, sizes)
+    c = ground.where.transfer_s(ground, k, m, after, some)
+    later = np.where(c <= cap_s, after.total[some] + c, np.inf).T
+    hidden = ground.backward_s[k][rows, None, ends] + (c / 2 - after.shown[some]).T
+    reduce_s = grids[rows, :, ends]
+    shown = np.maximum(reduce_s[:, kinds[rest]] if reduce_s.shape[1] > 1 else reduce_s, -hidden)
+    total = t[rows, None, ends] + later
+    cost = total + np.maximum(shown - ground.hides_s[rows, :, None], 0.0)
+    at = cost.argmin(-1)
+    best = at + np.arange(at.size).reshape(at.shape) * cost.shape[-1]
+    level.take((rows, m), k, cost.take(best), total.take(best), shown.take(best), at + ends.start)
+
+
+def _span(there: Bool[np.ndarray, "_ _"], over: int) -> slice:
+    """From the first to the last place where something is, anywhere over an axis; empty if there is none."""
+    every = np.flatnonzero(there.any(over))
+    return slice(int(every[0]), int(every[-1]) + 1) if len(every) else slice(0, 0)
 
 
 def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:
