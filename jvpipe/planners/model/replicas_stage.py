@@ -329,6 +329,7 @@ def line(seconds: Callable[[float], float]) -> tuple[float, float]:
     Args:
         seconds: of so many bytes.
 
+    >>> from jvpipe.cost.hardware import Link
     >>> latency_s, byte_s = line(Link(4.0, 0.5).seconds)
     >>> round(latency_s, 6), byte_s
     (0.5, 0.25)
