@@ -5,6 +5,8 @@ rho(i, j), the fewest replicas with t <= T. The fewest devices of all segments t
 whatever the number of devices. T* is the least cap under which they are no more than there are.
 """
 
+from functools import cache
+
 import numpy as np
 
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
@@ -58,6 +60,7 @@ def lower_bound_s(tables: Tables) -> float:
         tables: of the problem.
     """
     problem, least_s = tables.problem, np.inf
+    rate_of = cache(lambda r: line(lambda size: problem.cluster.least_reduce_s(r, size)))
     layers = problem.costs.costs[0].layers
     gradients = between(sums(x.gradient_bytes or x.parameter_bytes for x in layers), tables.cuts, tables.cuts)
     for size in problem.sizes:
@@ -67,7 +70,7 @@ def lower_bound_s(tables: Tables) -> float:
         shared_s = count * float((every * np.array(counts)[:, None]).min(0).sum()) / problem.devices
         if max(through_s, shared_s) < least_s:
             once_s = np.array([between(sums(each), tables.cuts, tables.cuts) for each in every])
-            rates = (line(lambda size, r=r: problem.cluster.least_reduce_s(r, size)) for r in counts)
+            rates = map(rate_of, counts)
             reduce_s = [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
             shown_s = np.maximum(0.0, reduce_s - once_s) if problem.overlaps else np.array(reduce_s)
             steps_s = count * once_s + shown_s

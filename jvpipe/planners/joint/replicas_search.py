@@ -112,12 +112,13 @@ class _Where:
         upto[1:] = np.cumsum(machine[:, None] == np.arange(machine.max() + 1), axis=0)
         starts = G - np.arange(G // ground.unit + 1)[:, None] * ground.unit
         held = upto[np.minimum(starts + counts, G)] - upto[starts]
-        _, pattern = np.unique(held.reshape(-1, held.shape[-1]), axis=0, return_inverse=True)
+        known: dict[bytes, int] = {}
+        pattern = [known.setdefault(each.tobytes(), len(known)) for each in held.reshape(-1, held.shape[-1])]
         machines, most = (held > 0).sum(-1), held.max(-1)
         least = np.where(held > 0, held, G).min(-1)
         single = np.where(machines == 1, held.argmax(-1), -1)
         return _Where(
-            pattern.reshape(machines.shape), single, np.stack([np.maximum(1, machines), most, least], axis=-1)
+            np.array(pattern).reshape(machines.shape), single, np.stack([np.maximum(1, machines), most, least], axis=-1)
         )
 
     def transfer_s(self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]) -> OverM:
