@@ -64,7 +64,12 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
 
 
 def append_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes devices of machines that are used already, in turn, then of others; arguments as above.
+    """Takes devices of machines that are used already, in turn, then of others.
+
+    Args:
+        free: devices of each machine.
+        whole: those that it has.
+        m: devices that are taken.
 
     >>> append_first((2, 4, 4), (4, 4, 4), 6)
     (2, 4, 0)
@@ -73,7 +78,12 @@ def append_first(free: Free, whole: Free, m: int) -> Free:
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes as many devices of each used machine, of all if none is used; then of others; arguments as above.
+    """Takes as many devices of each used machine, of all if none is used; then of others.
+
+    Args:
+        free: devices of each machine.
+        whole: those that it has.
+        m: devices that are taken.
 
     >>> scatter_first((2, 3, 4), (4, 4, 4), 4), scatter_first((4, 4, 4), (4, 4, 4), 4)
     ((2, 2, 0), (2, 1, 1))
@@ -236,7 +246,13 @@ class _Search:
         return self.tables.exposed_s(local, *self.tables.reduce_rate(places))
 
     def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
-        """What comes from the last stage of some of the plans, and goes back there."""
+        """What comes from the last stage of some of the plans, and goes back there.
+
+        Args:
+            before: the plans.
+            places: of the stage that reads.
+            rows: where in the cuts those plans end.
+        """
         senders = (before.places[j] for j in rows)
         rates = [self.tables.way(there, places) if there else (0.0, 0.0) for there in senders]
         return halved(self.crossing_bytes[rows], np.array(rates).T[:, :, None])

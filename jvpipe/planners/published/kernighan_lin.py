@@ -27,7 +27,13 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     coarse = coarse_bounds(problem, fine, total, HEAVIEST_VERTEX * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
-        """The bounds after `lo` of the stages between them."""
+        """The bounds after `lo` of the stages between two bounds.
+
+        Args:
+            lo: the layer that the first of them begins with.
+            hi: the layer after the last one's last.
+            stages: how many.
+        """
         if stages == 1:
             return [hi]
         left = stages // 2
