@@ -153,7 +153,10 @@ class _Readers(NamedTuple):
 
 
 class _Ways:
-    """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out."""
+    """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out.
+
+    What is derived is so once no more are taken, and they are settled.
+    """
 
     def __init__(self, ground: Ground) -> None:
         shape = len(ground.at), len(ground.order) // ground.unit + 1
