@@ -50,8 +50,9 @@ CAPS = (1.5, 2.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
-CROWDED = 24
-"""Candidates that are simulated too, where transfers share links: the clock does not know of that."""
+SIMULATED, CROWDED = 3, 24
+"""Refined orders that are simulated; where transfers share links, which the clock does not know of, all are, and so many
+candidates."""
 DOUBT = 0.1
 """Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
 where devices share workers is more than any order saves there."""
@@ -124,10 +125,10 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
-    best = refined(candidates, seed)
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
-    beside = [*_unlike(candidates), *candidates[:CROWDED]] if crowded else []
-    answers = [answer for one in [*best, *beside] if (answer := _simulated(one))]
+    best = refined(candidates, seed)
+    some = [*best, *_unlike(candidates), *candidates[:CROWDED]] if crowded else best[:SIMULATED]
+    answers = [answer for one in some if (answer := _simulated(one))]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
     if not answers:
         limit = problem.memory_limit_bytes
