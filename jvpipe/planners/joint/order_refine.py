@@ -15,8 +15,8 @@ from jvpipe.planners.joint.rule_search import FEW_LAYERS, MOVED_TASKS, Candidate
 NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
 MOVED, RULES_MOVED, LEFT = 3, 6, 3
-"""Families whose bounds are moved after they were climbed from, rules as they are (both: twice as many where there are few
-layers), and plans of which they are moved again."""
+"""Families whose bounds are moved after they were climbed from, rules as they are (both: twice as many where there are
+few layers), and plans of which they are moved again."""
 CLIMBED_TASKS = 200_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150

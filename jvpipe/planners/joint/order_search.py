@@ -51,8 +51,8 @@ CAPS = (1.5, 2.0)
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
 SIMULATED, CROWDED = 3, 24
-"""Refined orders that are simulated; where transfers share links, which the clock does not know of, all are, and so many
-candidates."""
+"""Refined orders that are simulated; where transfers share links, of which the clock does not know, all are, and so
+many candidates."""
 DOUBT = 0.1
 """Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
 where devices share workers is more than any order saves there."""
