@@ -12,6 +12,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
+from tests.compiled import open_folder
+
 LIMIT_S = 240
 IMPORTED = ("jvpipe.cli.train", "jvpipe.models.bert", "grain", "tokenizers", "tests.hosts.worker")
 FORKS = multiprocessing.get_context("forkserver")
@@ -34,6 +36,7 @@ def _run(
     largest_file_bytes: int | None,
 ) -> None:
     os.environ.update(environment)
+    open_folder()
     for path, descriptor in zip(told, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     if stands:

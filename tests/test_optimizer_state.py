@@ -68,10 +68,15 @@ def trained(optimizer: Any, schedule: str = "1f1b", **options: Any) -> tuple[jvp
 
 def alone(optimizer: Any) -> tuple[Any, Any]:
     """What optax makes of the same batches without a pipeline."""
+
+    @jax.jit
+    def step(found: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(loss_fn)(found, batch, None), state, found)
+        return optax.apply_updates(found, updates), state
+
     found, state = params(), optimizer.init(params())
     for i in range(STEPS):
-        updates, state = optimizer.update(jax.grad(loss_fn)(found, batch(i), None), state, found)
-        found = optax.apply_updates(found, updates)
+        found, state = step(found, state, batch(i))
     return found, state
 
 

@@ -27,6 +27,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.schedules import find_schedule
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
+from tests.grid import grid
 
 NAMES = [
     "mlp",
@@ -61,8 +62,10 @@ def shares(problem: Problem, decision: Decision, devices: Sequence[Peak]) -> tup
     return by_stage, max(counted) / max(peak.bytes for peak in devices)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    grid(product(NAMES, ("gpipe", "1f1b")), *product(NAMES, ("1f1b",)), ("pre-norm", "gpipe"), ("unet", "gpipe")),
+)
 def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(name: str, schedule: str) -> None:
     model, found = traced(name), costs(name)
     layers = len(model.graph.layers)

@@ -107,10 +107,11 @@ def haiku() -> Case:
 def plain_step(case: Case, batch: Tree, rate: float) -> tuple[float, list[Any]]:
     """The loss and the parameters after a step of SGD, by JAX alone."""
     gradient, loss = jax.tree.map(jnp.zeros_like, case.params), 0.0
+    plain = jax.jit(jax.value_and_grad(case.loss_fn))
     for m in range(M):
         part = jax.tree.map(lambda x, m=m: x[m * (B // M) : (m + 1) * (B // M)], batch)
         key = jax.random.fold_in(jax.random.fold_in(KEY, 0), m)
-        value, grads = jax.jit(jax.value_and_grad(case.loss_fn))(case.params, part, key)
+        value, grads = plain(case.params, part, key)
         gradient, loss = jax.tree.map(lambda a, b: a + b / M, gradient, grads), loss + float(value) / M
     return loss, jax.tree.leaves(jax.tree.map(lambda p, g: p - rate * g, case.params, gradient))
 

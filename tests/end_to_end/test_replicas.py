@@ -74,7 +74,7 @@ def expected(name: str) -> tuple[Tree, list[Tree]]:
     assert case.rng is not None
     rng = case.rng
 
-    def total(params: Tree, step: int) -> Any:
+    def total(params: Tree, step: jax.Array) -> Any:
         losses, weights, auxs = [], [], []
         for m in range(MICRO):
             batch = jax.tree.map(lambda x, m=m: x[m * EXAMPLES : (m + 1) * EXAMPLES], case.batch)
@@ -87,11 +87,15 @@ def expected(name: str) -> tuple[Tree, list[Tree]]:
             auxs.append(aux)
         return sum(losses) / sum(weights), auxs
 
-    params, state, metrics = case.params, OPTIMIZER.init(case.params), []
-    for step in range(STEPS):
+    @jax.jit
+    def stepped(params: Tree, state: Tree, step: jax.Array) -> tuple[Tree, Tree, Any]:
         (loss, auxs), gradients = jax.value_and_grad(total, has_aux=True)(params, step)
         updates, state = OPTIMIZER.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, (loss, auxs, gradients)
+
+    params, state, metrics = case.params, OPTIMIZER.init(case.params), []
+    for step in range(STEPS):
+        params, state, (loss, auxs, gradients) = stepped(params, state, jnp.int32(step))
         metrics.append({"loss": loss, "grad_norm": optax.tree.norm(gradients)})
         if case.has_aux:
             stacked = {k: jnp.stack([a[k] for a in auxs]) for k in ("each", "right", "features", "constant")}

@@ -34,13 +34,18 @@ def expected() -> tuple[Tree, float]:
     """Parameters after two steps of plain JAX on one device, and the loss of the last."""
     params = jax.tree.map(jax.numpy.asarray, parameters())
     state, loss = OPTIMIZER.init(params), 0.0
-    for step in range(STEPS):
+
+    @jax.jit
+    def stepped(params: Tree, state: Tree, step: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         keys = [jax.random.fold_in(jax.random.fold_in(KEY, step), m) for m in range(MICRO)]
         parts = np.split(ROWS, MICRO)
-        total = lambda p: sum(loss_fn(p, x, k) for x, k in zip(parts, keys, strict=True)) / MICRO  # noqa: B023, E731
+        total = lambda p: sum(loss_fn(p, x, k) for x, k in zip(parts, keys, strict=True)) / MICRO  # noqa: E731
         loss, grads = jax.value_and_grad(total)(params)
         updates, state = OPTIMIZER.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, loss
+
+    for step in range(STEPS):
+        params, state, loss = stepped(params, state, jax.numpy.int32(step))
     return params, float(loss)
 
 
@@ -124,9 +129,9 @@ def test_examples_cut_along_an_axis_are_coupled_as_on_one_device() -> None:
     pipe = begun(optimizer=optax.sgd(0.3), loss=coupled_loss, devices=meshes(), batch_axis="model", has_state=True)
     params, means = parameters(), [np.zeros(HIDDEN, np.float32)] * LAYERS
     state, metrics = pipe.step(pipe.init(params, ROWS, None, means), ROWS)
-    total, grads = 0.0, []
+    total, grads, plain = 0.0, [], jax.jit(jax.value_and_grad(coupled_loss, has_aux=True))
     for x in np.split(ROWS, MICRO):
-        (loss, means), grad = jax.value_and_grad(coupled_loss, has_aux=True)(params, means, x, None)
+        (loss, means), grad = plain(params, means, x, None)
         total, grads = total + float(loss) / MICRO, [*grads, grad]
     wanted = jax.tree.map(lambda p, *gs: p - 0.3 * sum(gs) / MICRO, params, *grads)
     assert float(metrics["loss"]) == pytest.approx(total, rel=1e-5)

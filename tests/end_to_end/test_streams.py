@@ -234,8 +234,14 @@ def key_in_state() -> Case:
     return Case(loss_fn, base.params, base.batch, None, quick_key(3), has_state=True)
 
 
-@pytest.mark.parametrize("drained", [False, True])
-@pytest.mark.parametrize("make", [CASES["chained-keys"], key_in_state], ids=["key read by a backward", "key in state"])
+@pytest.mark.parametrize(
+    ("make", "drained"),
+    grid(
+        product((CASES["chained-keys"], key_in_state), (False, True)),
+        (CASES["chained-keys"], False),
+        (key_in_state, True),
+    ),
+)
 def test_keys_are_saved_as_keys(make: Callable[[], Case], drained: bool, tmp_path: Path) -> None:
     m = make()
     graph = graph_of(m)

@@ -1,4 +1,4 @@
-"""Each example trains from the command line with the bits of one device, is planned, and is short."""
+"""Each example trains from the command line, with the bits of one device, and is short."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ import jvpipe
 from jvpipe.cli.found_model import find_model
 from tests.commands import finished
 from tests.end_to_end.test_libraries import permissive
+from tests.grid import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = {
@@ -25,6 +26,8 @@ NAMES = {
     "with_equinox.py": "Waves",
     "with_haiku.py": "Brackets",
 }
+ALSO_ALONE = ("plain.py", "lora.py", "with_linen.py")
+"""Parameters, frozen ones beside them, a state beside them: no other has more than these."""
 
 
 def test_examples_are_all_tried_and_short() -> None:
@@ -34,22 +37,32 @@ def test_examples_are_all_tried_and_short() -> None:
         assert f"--model examples/{path.name}:{NAMES[path.name]} --stages 2" in path.read_text()
 
 
-@pytest.mark.parametrize("file", NAMES)
-def test_an_example_has_the_bits_of_one_device(file: str, tmp_path: Path) -> None:
+def trained(file: str, stages: int, run: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of two steps of an example, and its parameters then."""
     model = ("--model", f"{EXAMPLES / file}:{NAMES[file]}", "--batch-size", "8", "--microbatches", "2", "--steps", "2")
-    losses, params = [], []
-    for stages in ("1", "2"):
-        run, weights = tmp_path / stages, tmp_path / f"{stages}.safetensors"
-        done = finished(
-            *model, "--stages", stages, "--planner", "even", "--run-dir", str(run), "--export", str(weights)
-        )
-        assert done.returncode == 0, done.stderr
-        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
-        params.append(load_file(weights))
-    assert losses[0] == losses[1]
-    assert params[0].keys() == params[1].keys()
-    for name, values in params[0].items():
-        np.testing.assert_array_equal(values, params[1][name])
+    weights = ("--export", str(run.with_suffix(".safetensors")))
+    done = finished(*model, "--stages", str(stages), "--planner", "even", "--run-dir", str(run), *weights)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return losses, load_file(weights[1])
+
+
+@pytest.mark.parametrize("file", grid(NAMES, *ALSO_ALONE))
+def test_an_example_has_the_bits_of_one_device(file: str, tmp_path: Path) -> None:
+    losses, params = trained(file, 2, tmp_path / "two")
+    expected, alone = trained(file, 1, tmp_path / "one")
+    assert losses == expected
+    assert params.keys() == alone.keys()
+    for name, values in params.items():
+        np.testing.assert_array_equal(values, alone[name])
+
+
+@pytest.mark.parametrize("file", sorted(NAMES.keys() - ALSO_ALONE))
+def test_an_example_trains(file: str, tmp_path: Path) -> None:
+    losses, params = trained(file, 2, tmp_path / "two")
+    assert len(losses) == 2
+    assert np.isfinite(losses).all()
+    assert params
 
 
 @permissive

@@ -18,7 +18,7 @@ from tests.commands import finished, running
 from tests.forks import Fork
 from tests.hosts.test_processes import TRY_AGAIN
 
-STEPS, SAVED_EVERY = 150, 25
+STEPS, SAVED_EVERY = 100, 20
 
 
 @pytest.fixture(scope="module")

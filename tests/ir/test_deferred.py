@@ -54,21 +54,21 @@ def hidden(params: Tree, batch: jax.Array, norm: Any) -> jax.Array:
 
 def oracle(params: Tree, batches: list[np.ndarray], micro: int) -> tuple[Tree, list[DeferredBatchNorm]]:
     """Plain gradient steps, with torchgpipe's layer told of what each norm was given."""
+
+    @jax.jit
+    def seen(params: Tree, x: jax.Array) -> tuple[list[jax.Array], Tree]:
+        given: list[jax.Array] = []
+        hidden(params, x, lambda y: given.append(y) or plain(y))
+        return given, jax.grad(lambda p: jnp.mean(hidden(p, x, plain) ** 2))(params)
+
     norms = [DeferredBatchNorm(micro) for _ in params]
     params = [jnp.asarray(w) for w in params]
     for batch in batches:
         sums = [np.zeros((WIDTH, WIDTH), np.float32)] * len(params)
         for x in np.split(batch, micro):
-            given: list[np.ndarray] = []
-
-            def seen(y: jax.Array, given: list[np.ndarray] = given) -> jax.Array:
-                given.append(np.asarray(y, np.float64))
-                return plain(y)
-
-            hidden(params, jnp.asarray(x), seen)
+            given, grads = seen(params, jnp.asarray(x))
             for norm, y in zip(norms, given, strict=True):
-                norm.track(y)
-            grads = jax.grad(lambda p, x=x: jnp.mean(hidden(p, jnp.asarray(x), plain) ** 2))(params)
+                norm.track(np.asarray(y, np.float64))
             sums = [s + g for s, g in zip(sums, grads, strict=True)]
         params = [w - RATE * jnp.asarray(g) / micro for w, g in zip(params, sums, strict=True)]
     return params, norms

@@ -103,10 +103,15 @@ def plainly(stream: Sequence[Names]) -> tuple[list[float], dict[Names, Any]]:
         clip, (adam, *rest) = first
         mu, nu = ({n: moments[n][i] if n in moments else fresh[n] for n in kept} for i, fresh in enumerate(adam[1:]))
         state: Any = (clip, (adam._replace(count=count, mu=mu, nu=nu), *rest))
-        for batch in islice(given, 2):
+
+        @jax.jit
+        def step(params: Any, state: Any, batch: Any, names: Names = names) -> tuple[Any, Any, jax.Array]:
             loss, gradient = jax.value_and_grad(loss_of(names))(params, batch, None)
             updates, state = OPTIMIZER.update(gradient, state, params)
-            params = optax.apply_updates(params, updates)
+            return optax.apply_updates(params, updates), state, loss
+
+        for batch in islice(given, 2):
+            params, state, loss = step(params, state, batch)
             losses.append(float(loss))
         adam = state[1][0]
         values, count = values | params, adam.count

@@ -15,10 +15,13 @@ from experiments.limits.run import Question, asked_limits
 from jvpipe.cost import links, measure
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.links import Links
+from tests.grid import grid
 from tests.zoo import CASES
 
 
-@pytest.mark.parametrize(("stages", "schedule", "planner"), [(3, "1f1b", "jvpipe"), (2, "gpipe", "torchgpipe")])
+@pytest.mark.parametrize(
+    ("stages", "schedule", "planner"), grid([ours := (3, "1f1b", "jvpipe"), (2, "gpipe", "torchgpipe")], ours)
+)
 def test_a_limit_is_answered_alike_whatever_the_seconds(
     stages: int, schedule: str, planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
