@@ -1,6 +1,7 @@
 """What tests compile is kept in a folder while they run, for every process: to load it takes a sixth of the time.
 
-A program of one device is kept for any, as JAX itself has it on GPUs: on CPUs it would compile it for each of eight.
+A program of one device is kept for any, as JAX itself has it on GPUs: on CPUs it would compile it for each of eight,
+and for each number of devices that a process may have.
 """
 
 import atexit
@@ -27,14 +28,15 @@ def open_folder() -> None:
     import jax
     from jax._src import cache_key, compilation_cache
 
-    name = "_hash_serialized_compile_options"
-    put, start = getattr(cache_key, name, None), getattr(compilation_cache, "_initialize_cache", None)
-
-    def put_without_device(digest: Any, options: Any, **_: Any) -> None:
-        assert put
-        put(digest, options, strip_device_assignment=options.num_replicas * options.num_partitions == 1)
-
-    if put and start:
-        setattr(cache_key, name, put_without_device)
-        start()
+    key: Any = cache_key
+    touched = "_hash_serialized_compile_options", "_hash_accelerator_config", "_hash_devices"
+    if all(hasattr(key, name) for name in touched) and hasattr(compilation_cache, "_initialize_cache"):
+        options_of, place_of, kinds_of = (getattr(key, name) for name in touched)
+        key._hash_serialized_compile_options = lambda digest, options, **_: options_of(
+            digest, options, strip_device_assignment=options.num_replicas * options.num_partitions == 1
+        )
+        key._hash_accelerator_config = lambda digest, devices: (kinds_of if devices.size == 1 else place_of)(
+            digest, devices
+        )
+        compilation_cache._initialize_cache()
     jax.config.update("jax_compilation_cache_dir", None)
