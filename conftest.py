@@ -23,10 +23,6 @@ for flag in flags:
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
-from tests.compiled import make_folder, open_folder  # noqa: E402
-
-make_folder()
-
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import optax  # noqa: E402
@@ -110,7 +106,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Takes what was imported out of the collector's sight: walking it again and again took a twelfth of the suite."""
-    open_folder()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

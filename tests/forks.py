@@ -1,18 +1,21 @@
 """Functions in processes of their own, forked from one that has imported much: that takes longer than a tiny run."""
 
+import atexit
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
-from tests.compiled import open_folder
+import jax
 
 LIMIT_S = 240
 IMPORTED = ("jvpipe.cli.train", "jvpipe.models.bert", "grain", "tokenizers", "tests.hosts.worker")
@@ -21,10 +24,25 @@ FORKS.set_forkserver_preload(list(IMPORTED))
 Main = Callable[[Sequence[str]], int | None]
 
 
+@cache
+def compiled_folder() -> str:
+    """Where processes keep what they compile, for those that run the same later; it is gone when the tests end."""
+    folder = mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def keep_compiled(folder: str) -> None:
+    """Keeps all programs in a folder; JAX has read its environment already."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def environment() -> dict[str, str]:
     """Whoever runs in it makes its devices itself."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return os.environ | {"XLA_FLAGS": " ".join(flags)}
+    return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_COMPILATION_CACHE_DIR": compiled_folder()}
 
 
 def _run(
@@ -36,7 +54,7 @@ def _run(
     largest_file_bytes: int | None,
 ) -> None:
     os.environ.update(environment)
-    open_folder()
+    keep_compiled(environment["JAX_COMPILATION_CACHE_DIR"])
     for path, descriptor in zip(told, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     if stands:
