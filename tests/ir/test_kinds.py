@@ -36,7 +36,7 @@ ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate
 PICKED = {
     "lowering": {"F", "I", "U", "MOVE", "FREE"},
     "runtime": {"F", "B", "I", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
-    "planners": {"F", "B", "I", "W"},
+    "planners": {"F", "I", "W"},
     "schedules": {"I", "W"},
     "simulate": {"U"},
 }
