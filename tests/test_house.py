@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,12 @@ FLOORS = (
 )
 SHELLS = ("jvpipe.train", "jvpipe.plan", "jvpipe.__main__")
 FILES = sorted(path for path in LIBRARY.rglob("*.py") if "models" not in path.relative_to(LIBRARY).parts)
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """What each file says."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def module_of(path: Path) -> str:
@@ -46,7 +52,7 @@ MODULES = {module_of(path) for path in FILES} | {"jvpipe"}
 
 def imported(path: Path) -> Iterator[str]:
     """The modules of the library that a file imports, wherever in the file."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "jvpipe")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jvpipe":
@@ -56,7 +62,10 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else node.module
 
 
-IMPORTS = {path: set(imported(path)) - {module_of(path)} for path in FILES}
+@cache
+def imports() -> dict[Path, set[str]]:
+    """The modules of the library that each file imports."""
+    return {path: set(imported(path)) - {module_of(path)} for path in FILES}
 
 
 def floor_of(module: str) -> int:
@@ -70,17 +79,19 @@ def floor_of(module: str) -> int:
 
 
 def test_no_import_runs_up_the_floors() -> None:
-    arrows = [(module_of(path), name) for path, names in IMPORTS.items() for name in names]
+    arrows = [(module_of(path), name) for path, names in imports().items() for name in names]
     assert [(a, b) for a, b in arrows if not b.startswith("jvpipe.models") and floor_of(b) < floor_of(a)] == []
 
 
 def test_only_the_command_lines_know_the_models() -> None:
-    knowing = {path.parent.name for path, names in IMPORTS.items() if any(n.startswith("jvpipe.models") for n in names)}
+    knowing = {
+        path.parent.name for path, names in imports().items() if any(n.startswith("jvpipe.models") for n in names)
+    }
     assert knowing <= {"cli"}
 
 
 def test_no_imports_go_in_a_circle() -> None:
-    arrows = {module_of(path): names for path, names in IMPORTS.items()}
+    arrows = {module_of(path): names for path, names in imports().items()}
     assert len(list(TopologicalSorter(arrows).static_order())) >= len(FILES)
 
 
@@ -90,7 +101,7 @@ def test_files_and_functions_are_small() -> None:
     assert median(lines.values()) <= 150
     functions = [
         f"{path.name}:{node.name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
     ]
@@ -100,7 +111,7 @@ def test_files_and_functions_are_small() -> None:
 def test_what_jax_does_not_promise_is_touched_in_one_file() -> None:
     unsure = re.compile(r"^(jax\._src|jax\.extend|jax\.experimental|jaxlib|pickle)(\.|$)")
     touching = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
