@@ -13,7 +13,7 @@ from jvpipe.cost.measure import example_of
 from jvpipe.programs.store import Program, ProgramStore
 
 _TURNS = 5
-_TURN_S = 0.02  # a turn takes no less, alone: threads wake up at their leisure
+_TURN_S = 0.02  # a turn takes no less on one device: a moment is not enough to tell
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
@@ -57,7 +57,8 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     def taken_s(count: int, times: int) -> float:
         jax.block_until_ready(inputs)
         start = time.perf_counter()
-        jax.block_until_ready([runs[d](*inputs[d]) for _ in range(times) for d in range(count)])
+        for _ in range(times):
+            jax.block_until_ready([run(*given) for run, given in zip(runs[:count], inputs, strict=False)])
         return time.perf_counter() - start
 
     taken_s(len(devices), 1)
