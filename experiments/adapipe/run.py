@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import jax
 import optax
 
+from experiments.planners.questions import question_of
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.models import load
@@ -21,8 +21,6 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.schedules import find_schedule
-from jvpipe.session.question import Question
 
 STAGES, GROUP = 8, 8
 MICRO_BATCHES = 32
@@ -55,15 +53,7 @@ class Subject:
     def problem(self, tokens: int, cluster: Cluster) -> Problem:
         """Over the machines of a cluster, products in bfloat16, all else in float32, under 1F1B."""
         workload = load(self.model, **self.dials, tokens=tokens, dtype="bfloat16")
-        return Question(
-            workload.loss_fn,
-            jax.eval_shape(workload.init, jax.random.key(0)),
-            workload.abstract_batch(MICRO_BATCHES),
-            optax.adamw(1e-4),
-            cluster.machines,
-            MICRO_BATCHES,
-            find_schedule("1f1b"),
-        ).problem(cluster)
+        return question_of(workload, MICRO_BATCHES, MICRO_BATCHES, cluster.machines, optax.adamw(1e-4)).problem(cluster)
 
 
 GPT3 = {"size": "770m", "blocks": 96, "width": 12288, "heads": 96, "dropout": 0.0}

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import jax
 import optax
 
+from experiments.planners.questions import question_of
 from jvpipe.cost.costs import Edge, LayerCost, Option
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.models import load
@@ -20,7 +20,6 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.schedules import find_schedule
-from jvpipe.session.question import Question
 
 CLUSTER, DEVICES, MICRO_BATCHES = find_cluster("2080ti"), 8, 32
 SLOWER = 1.5
@@ -41,18 +40,8 @@ class Subject:
     def problem(self) -> Problem:
         """On eight RTX 2080 Ti under 1F1B."""
         workload = load(self.model, self.size)
-        return Question(
-            workload.loss_fn,
-            jax.eval_shape(workload.init, jax.random.key(0)),
-            workload.abstract_batch(self.micro_batch * MICRO_BATCHES),
-            optax.adamw(1e-3),
-            DEVICES,
-            MICRO_BATCHES,
-            find_schedule("1f1b"),
-            workload.initial_state(),
-            workload.has_aux,
-            workload.has_state,
-        ).problem(CLUSTER)
+        batch_size = self.micro_batch * MICRO_BATCHES
+        return question_of(workload, batch_size, MICRO_BATCHES, DEVICES, optax.adamw(1e-3)).problem(CLUSTER)
 
 
 SUBJECTS = (Subject("bert", "large", 128), Subject("gpt2", "770m", 4), Subject("unet", "233m", 16))

@@ -1,8 +1,10 @@
 """The built-in models at their real sizes, as planners are asked about them."""
 
 import jax
+import optax
 
 from jvpipe import models
+from jvpipe.models.workload import Workload
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import Question
 
@@ -10,14 +12,35 @@ from jvpipe.session.question import Question
 def question(model: str, size: str | None, batch_size: int, microbatches: int, stages: int = 4) -> Question:
     """A model of a size over some stages, whole batch and micro-batches given."""
     workload = models.load(model, size)
+    return question_of(workload, batch_size, microbatches, stages, workload.optimizer(workload.steps))
+
+
+def question_of(
+    workload: Workload,
+    batch_size: int,
+    microbatches: int,
+    stages: int,
+    optimizer: optax.GradientTransformation,
+    schedule: str = "1f1b",
+) -> Question:
+    """A workload over some stages.
+
+    Args:
+        workload: the model and its shapes.
+        batch_size: examples of a step.
+        microbatches: of a step.
+        stages: devices that pass a micro-batch on.
+        optimizer: of its parameters.
+        schedule: by its name.
+    """
     return Question(
         workload.loss_fn,
         jax.eval_shape(workload.init, jax.random.key(0)),
         workload.abstract_batch(batch_size),
-        workload.optimizer(workload.steps),
+        optimizer,
         stages,
         microbatches,
-        find_schedule("1f1b"),
+        find_schedule(schedule),
         workload.initial_state(),
         workload.has_aux,
         workload.has_state,

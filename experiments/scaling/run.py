@@ -8,18 +8,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import optax
 
+from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.schedules import find_schedule
 from jvpipe.session.planning import ask
-from jvpipe.session.question import Question
 
 STAGES, MICRO_BATCHES = (1, 2, 4, 8, 16), 32
 
@@ -36,18 +34,8 @@ class Subject:
     def problem(self) -> Problem:
         """On one device; costs are those of a micro-batch, so that only the number of stages changes."""
         workload = load(self.model, self.size, **({} if self.tokens is None else {"tokens": self.tokens}))
-        return Question(
-            workload.loss_fn,
-            jax.eval_shape(workload.init, jax.random.key(0)),
-            workload.abstract_batch(self.micro_batch * MICRO_BATCHES),
-            optax.adamw(1e-3),
-            1,
-            MICRO_BATCHES,
-            find_schedule("1f1b"),
-            workload.initial_state(),
-            workload.has_aux,
-            workload.has_state,
-        ).problem(PRESETS["v100-a"])
+        batch_size = self.micro_batch * MICRO_BATCHES
+        return question_of(workload, batch_size, MICRO_BATCHES, 1, optax.adamw(1e-3)).problem(PRESETS["v100-a"])
 
     def row(self) -> str:
         """Examples per second at each number of stages, and the share of the first one's per device that is left."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 import jax
 import optax
 
+from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
 from jvpipe.planners import find_planner
@@ -20,7 +21,6 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
 from jvpipe.session.planning import ask
-from jvpipe.session.question import Question
 
 GIB = 2**30
 
@@ -43,19 +43,9 @@ class Benchmark:
 
     def problem(self, schedule: str) -> Problem:
         """What a planner is asked, at the memory of a P40."""
-        workload = load(self.model, self.size)
-        return Question(
-            workload.loss_fn,
-            jax.eval_shape(workload.init, jax.random.key(0)),
-            workload.abstract_batch(self.batch),
-            optax.sgd(0.1),
-            self.devices,
-            self.microbatches,
-            find_schedule(schedule),
-            workload.initial_state(),
-            workload.has_aux,
-            workload.has_state,
-        ).problem(PRESETS["p40"])
+        workload, optimizer = load(self.model, self.size), optax.sgd(0.1)
+        asked = question_of(workload, self.batch, self.microbatches, self.devices, optimizer, schedule)
+        return asked.problem(PRESETS["p40"])
 
 
 @dataclass(frozen=True)
