@@ -14,10 +14,10 @@ from jvpipe.planners.joint.rule_search import FEW_LAYERS, MOVED_TASKS, Candidate
 
 NEAR, MOVED_NEAR = 1.15, 1.12
 """How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
-MOVED, RULES_MOVED, LEFT = 3, 6, 3
-"""Families whose bounds are moved after they were climbed from, rules as they are (both: twice as many where there are
-few layers), and plans of which they are moved again."""
-CLIMBED_TASKS = 200_000
+MOVED, RULES_MOVED, KEPT, LEFT = 3, 6, 18, 6
+"""Families whose bounds are moved after they were climbed from, and rules as they are (both: twice as many where there
+are few layers); plans that are climbed from then, and those whose bounds are moved again."""
+CLIMBED_TASKS = 300_000
 """Tasks that are clocked in each round."""
 MOST_MOVES = 150
 """Moves from one order in a round."""
@@ -35,32 +35,21 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     """
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
     some = _climbed(_near(list(distinct.values()), NEAR), seed)
-    few = _are_of_few_layers(some)
-    families = {_family(one, few): one for one in sorted(some, key=_step_s, reverse=True)}
-    best = sorted(_near(list(families.values()), MOVED_NEAR), key=_step_s)[: MOVED * (1 + few)]
-    best += [one for one in _rules(candidates) if one not in best]
-    some = _best_of([*some, *_moved(best)])[: MOVED + LEFT]
+    best = _of_families(some, MOVED)
+    own = [one for one in candidates if one.family == one.problem.schedule.name]
+    best += [one for one in _of_families(own, RULES_MOVED) if one not in best]
+    some = _best_of([*some, *_moved(best)])[:KEPT]
     some = _best_of([*some, *_climbed(some, seed)])
     return _best_of([*some, *_climbed(_moved(some[:LEFT]), seed)])
 
 
-def _rules(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best of each rule's own orders; where there are few layers, of all cuts and fates."""
-    own = [one for one in candidates if one.family == one.problem.schedule.name]
-    rules = sorted(_near(own, MOVED_NEAR), key=_step_s)
-    unlike = {one.family: one for one in reversed(rules)}
-    few = _are_of_few_layers(rules)
-    others = [one for one in rules if one is not unlike[one.family]] if few else []
-    return [*sorted(unlike.values(), key=_step_s), *others][: RULES_MOVED * (1 + few)]
-
-
-def _are_of_few_layers(candidates: Sequence[Candidate]) -> bool:
-    return all(len(one.decision.choices) <= FEW_LAYERS for one in candidates)
-
-
-def _family(one: Candidate, few: bool) -> tuple[str, tuple[int, ...]]:
-    """Where an order comes from; where there are few layers other cuts make it another one."""
-    return one.family.removesuffix(CLIMBED), one.decision.bounds if few else ()
+def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The best of each family; where there are few layers, as many of other cuts and fates too."""
+    near = sorted(_near(candidates, MOVED_NEAR), key=_step_s)
+    best = list({one.family.removesuffix(CLIMBED): one for one in reversed(near)}.values())[::-1][:most]
+    few = all(len(one.decision.choices) <= FEW_LAYERS for one in near)
+    others = [one for one in near if one not in best] if few else []
+    return [*sorted(best, key=_step_s), *others[:most]]
 
 
 def _step_s(one: Candidate) -> float:
