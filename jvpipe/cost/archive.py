@@ -49,34 +49,33 @@ class Archive:
             count: how many there are; others were not kept by this version.
             measure: is asked where none are kept.
         """
-        if self.folder is None:
-            return measure()
-        words = what()
-        numbers = self.find(*words)
-        if numbers is None or len(numbers) != count:
-            numbers = measure()
-            self.keep(numbers, *words)
-        return numbers
+        return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
 
     def each(
-        self, what: Callable[[int], Sequence[str]], count: int, measure: Callable[[list[int]], list[float]]
-    ) -> list[float]:
-        """The number of each of several things that was kept, or else is measured now, and kept.
+        self,
+        what: Callable[[int], Sequence[str]],
+        things: int,
+        count: int,
+        measure: Callable[[list[int]], Sequence[list[float]]],
+    ) -> list[list[float]]:
+        """The numbers of each of several things that were kept, or else are measured now, and kept.
 
         Args:
-            what: says what the number of one of them is of; asked only if there is a folder.
-            count: how many they are; those of which the same is said are one.
-            measure: measures together those of which none is kept.
+            what: says what the numbers of one of them are of; asked only if there is a folder.
+            things: how many they are; those of which the same is said are one.
+            count: how many numbers each has; others were not kept by this version.
+            measure: measures together those of which none are kept.
         """
         if self.folder is None:
-            return measure(list(range(count)))
-        words = [tuple(what(i)) for i in range(count)]
-        kept = {each: numbers[0] for each in set(words) if (numbers := self.find(*each)) and len(numbers) == 1}
-        missing = {each: i for i, each in enumerate(words) if each not in kept}
-        for each, number in zip(missing, measure(list(missing.values())), strict=True):
-            self.keep([number], *each)
-            kept[each] = number
-        return [kept[each] for each in words]
+            return list(measure(list(range(things))))
+        words = [tuple(what(i)) for i in range(things)]
+        kept = {one: numbers for one in set(words) if len(numbers := self.find(*one) or []) == count}
+        missing = {one: i for i, one in enumerate(words) if one not in kept}
+        measured = measure(list(missing.values())) if missing else ()
+        for one, numbers in zip(missing, measured, strict=True):
+            self.keep(numbers, *one)
+            kept[one] = numbers
+        return [kept[one] for one in words]
 
     def find(self, *what: str) -> list[float] | None:
         """The numbers that were kept; None if there are none that can be read."""

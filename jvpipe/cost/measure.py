@@ -72,17 +72,19 @@ def measure_programs(
     runs = {} if known is None else known
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
+    needs = [executable.memory_analysis() for executable in executables]
     fitting = [
-        (program, executable, needs.temp_size_in_bytes)
-        for program, executable in zip(distinct.values(), executables, strict=True)
-        if (needs := executable.memory_analysis()) and (room_bytes is None or _needed_bytes(needs) <= room_bytes)
+        (program, executable, need.temp_size_in_bytes)
+        for program, executable, need in zip(distinct.values(), executables, needs, strict=True)
+        if room_bytes is None or _needed_bytes(need) <= room_bytes
     ]
     seconds = (archive or Archive()).each(
         lambda i: ("seconds", surroundings(device), store.text(fitting[i][0], device)),
         len(fitting),
-        lambda missing: _in_turns([fitting[i][:2] for i in missing], device),
+        1,
+        lambda missing: [[s] for s in _in_turns([fitting[i][:2] for i in missing], device)],
     )
-    runs.update({program.key: Run(s, size) for (program, _, size), s in zip(fitting, seconds, strict=True)})
+    runs.update({program.key: Run(s, size) for (program, _, size), (s,) in zip(fitting, seconds, strict=True)})
     return runs
 
 

@@ -112,7 +112,13 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a loss cannot be called as it will be, or an optimizer is none of optax."""
+    """Raises ValueError if a loss cannot be called as it will be, or an optimizer is none of optax.
+
+    Args:
+        loss_fn: as the user gave it.
+        optimizer: likewise.
+        has_state: whether the loss takes and returns model state.
+    """
     check_loss(loss_fn, has_state=has_state)
     check_optimizer(optimizer)
 

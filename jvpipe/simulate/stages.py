@@ -218,6 +218,14 @@ class _Around(NamedTuple):
 
     @staticmethod
     def of(s: int, places: Sequence[int], on: Features, M: int) -> "_Around":
+        """The tasks around a stage.
+
+        Args:
+            s: the stage.
+            places: the device of each.
+            on: the parts that stages need.
+            M: micro-batches.
+        """
         stage = len(PARTS) * M  # from a task to the same of the next stage
         F, _, B, _, _, SEND, RETURN, I, _ = parts = tuple(range(s * stage, (s + 1) * stage, M))  # noqa: E741
         first, last = s == 0, s == len(places) - 1
