@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
+from jvpipe.ir.given import checked_flags
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_bytes, parse_limits
@@ -29,7 +30,7 @@ from jvpipe.session.arguments import (
     check_key,
     check_loss,
     checked_fates,
-    checked_flags,
+    checked_moment,
     checked_name,
     checked_replicas,
     checked_schedule,
@@ -138,7 +139,7 @@ class Pipeline:
         grad_norm: bool = False,
         remeasure: bool = False,
     ) -> None:
-        checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm)
+        checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure)
         check_functions(loss_fn, optimizer, has_state=has_state)
         find_planner(checked_name("planner", planner, "jvpipe"))
         schedule, microbatches = checked_schedule(schedule), whole_number("microbatches", microbatches)
@@ -237,6 +238,7 @@ class Pipeline:
 
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is not consumed.
+            MemoryLimitExceeded: a batch of other shapes than that of `init` does not keep the limit; likewise.
             StageError: this step failed, or the one before it; `restore` makes the pipeline work again.
         """
         state, metrics = self.session.advance(state, batch)
@@ -248,7 +250,8 @@ class Pipeline:
         """Steps through a stream of batches; a state is valid until the next one is asked for.
 
         Under an asynchronous schedule the pipeline stays full between the steps: the states are in flight. Such a
-        state can be saved, evaluated or drained; its parameters are each layer's newest.
+        state can be saved, evaluated or drained; its parameters are each layer's newest. A batch of other shapes than
+        that of `init` flows alone: what is in flight is finished before it, and it is within its step.
 
         Args:
             state: consumed.
@@ -294,6 +297,7 @@ class Pipeline:
             StageError: it failed; the state is whole.
         """
         self.session.check_state(state)
+        check_arrays(params, "parameter")
         leaves = () if params is None else self.session.trees.split_params(params)
         return evaluate(self.session, state, batch, leaves)
 
@@ -329,6 +333,7 @@ class Pipeline:
         Raises:
             ValueError: it is none of this optimizer.
         """
+        check_arrays(tree, "leaf of the optimizer's state")
         leaves = self.session.trees.split_optimizer_state(self.session.compiled.optimizer, tree)
         return self.session.replace_optimizer_state(state, leaves)
 
@@ -356,7 +361,7 @@ class Pipeline:
         self.session.check_state(state)
         if not isinstance(plan, Plan):
             raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {plan!r}")
-        self.session.migrations.request(state, plan, at, why)
+        self.session.migrations.request(state, plan, checked_moment(at), why)
         return self.session.migrations.run_due(state, self.drain)
 
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
@@ -364,6 +369,9 @@ class Pipeline:
 
         `session.history` tells what moved and why. Of several processes all call it, before the same step.
         """
+        checked_flags(on=on)
+        if not isinstance(rule, Rule | None):
+            raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {rule!r}")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()
@@ -420,7 +428,7 @@ class Pipeline:
             extra: kept with it (JSON); `jvpipe.checkpoint_extra` reads it.
         """
         self.session.check_state(state)
-        checkpoints.save(self.session, path, state, extra or {})
+        checkpoints.save(self.session, path, state, {} if extra is None else extra)
 
     def restore(self, path: str | Path) -> State:
         """Reads the state that `save` wrote, under this pipeline's own plan."""

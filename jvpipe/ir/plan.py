@@ -1,14 +1,14 @@
 """A plan: which layers run on which devices, each tensor's fate, and the schedule."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from jvpipe.ir.given import is_whole, several, whole_numbers
 
 
 class Fate(StrEnum):
@@ -20,6 +20,8 @@ class Fate(StrEnum):
 
 
 FATES = tuple(Fate)
+MOST_LAYERS = 1_000_000
+"""Far more than a model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +65,19 @@ class Plan:
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
         """
-        layers = list(layers) if isinstance(layers, Iterable) else [layers]
-        if not layers or any(not isinstance(n, (int, np.integer)) or n < 1 for n in layers):
+        given = several(layers) or [layers]
+        if not all(is_whole(n) and n >= 1 for n in given):
             raise ValueError(f"every stage needs at least one layer, the cuts are {layers}: write [5, 2, 2]")
-        layers = [int(n) for n in layers]
-        where = list(range(len(layers)) if devices is None else devices)
+        layers = [int(n) for n in given]
+        if sum(layers) > MOST_LAYERS:
+            raise ValueError(f"the cuts {layers} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}")
+        where = several(range(len(layers)) if devices is None else devices)
+        if where is None:
+            raise ValueError(f"devices must be one for each stage, or several, such as [(0, 1), 2], not {devices!r}")
         if len(where) != len(layers):
             raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
         bounds = [0, *accumulate(layers)]
-        places = [tuple(map(int, d)) if isinstance(d, Iterable) else (d,) for d in where]
+        places = [whole_numbers(f"the devices of stage {s}", several(d) or [d]) for s, d in enumerate(where)]
         stages = (Stage(tuple(range(a, b)), d) for (a, b), d in zip(pairwise(bounds), places, strict=True))
         return Plan(tuple(stages), **kwargs)
 
@@ -157,8 +163,8 @@ class Plan:
                 raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
             if missing := [device for device in stage.devices if device not in range(devices)]:
                 raise ValueError(f"stage {s} is on device {missing[0]}, there are {devices} devices")
-            if unknown := set(stage.fates.values()) - set(FATES):
-                raise ValueError(f"stage {s} has unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
+            if unknown := [fate for fate in stage.fates.values() if fate not in FATES]:
+                raise ValueError(f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}")
         if self.replicated:
             self._check_disjoint()
 
@@ -182,13 +188,20 @@ class Plan:
     def from_json(data: Any) -> "Plan":
         """Makes a plan of what `to_json` gave."""
         stages = tuple(
-            Stage(tuple(map(int, s["layers"])), tuple(map(int, s["devices"])), dict(s.get("fates", {})))
+            Stage(
+                whole_numbers("layers", s["layers"]), whole_numbers("devices", s["devices"]), dict(s.get("fates", {}))
+            )
             for s in data["stages"]
         )
-        splits = tuple(map(int, data.get("splits", ())))
-        schedule = None if data["schedule"] is None else str(data["schedule"])
-        tasks, unsplit = tuple(map(str, data.get("tasks", ()))), tuple(map(int, data.get("unsplit", ())))
-        return Plan(stages, schedule, str(data["planner"]), bool(data.get("keep_last", False)), splits, tasks, unsplit)
+        splits, unsplit = (whole_numbers(name, data.get(name, ())) for name in ("splits", "unsplit"))
+        schedule, tasks, keep_last = data["schedule"], data.get("tasks", ()), data.get("keep_last", False)
+        if not isinstance(keep_last, bool):
+            raise ValueError(f"keep_last must be true or false, not {keep_last!r}")
+        if isinstance(tasks, str) or not all(
+            isinstance(text, str) for text in (*tasks, schedule or "", data["planner"])
+        ):
+            raise ValueError(f"tasks {tasks!r}, schedule {schedule!r} and planner {data['planner']!r} must be texts")
+        return Plan(stages, schedule, data["planner"], keep_last, splits, tuple(tasks), unsplit)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -199,5 +212,5 @@ class Plan:
         """Reads a plan that `save` wrote."""
         try:
             return Plan.from_json(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a plan that jvpipe saved: {error!r}") from error

@@ -72,7 +72,8 @@ def trace_optimizer(
     def update(sums: list[list[Any]], weight: Any, params: Tree, state: Tree) -> tuple[Tree, Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
         grads = [_mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
-        updates, state = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
+        answer = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
+        updates, state = _checked_answer(answer, tree)
         return optax.apply_updates(params, updates), state, _norm(grads) if grad_norm else None
 
     traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(params)
@@ -178,6 +179,16 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
             f"{error}: gradients, state and parameters are all that an update of a pipeline knows. "
             "Use an optimizer that needs no more (for L-BFGS: linesearch=None)"
         ) from error
+
+
+def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
+    """What an optimizer's `update` returned; ValueError unless that is (updates, state)."""
+    if isinstance(answer, tuple) and len(answer) == 2 and jax.tree.structure(answer[0]) == tree:
+        return answer
+    raise ValueError(
+        "the optimizer's update must return (updates, state), the updates in the containers of the parameters, not "
+        f"{jax.tree.structure(answer)}"
+    )
 
 
 def _traced_in(eqn: JaxprEqn) -> str:

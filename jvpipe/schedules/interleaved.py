@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from jvpipe.ir.given import checked_flags
 from jvpipe.ir.kinds import Kind
+from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.schedule import Schedule, at_least
+from jvpipe.schedules.schedule import Schedule, at_least, numbers_of
 
 Work = tuple[int, int]  # a chunk and a micro-batch
 
@@ -86,11 +88,13 @@ class Interleaved(Schedule):
     """
 
     def __init__(self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None) -> None:
+        checked_flags(split=split)
         at_least(1, chunks=chunks)
-        late = None if late is None else tuple(late)
+        if chunks > MOST_LAYERS:
+            raise ValueError(f"chunks={chunks} are more than a model has layers: use 2 or 4")
+        late = None if late is None else numbers_of(0, "late", late)
         if late is not None and not split:
             raise ValueError(f"late={late} is for the second halves of backwards: add split=True")
-        at_least(0, late=min(late or (0,)))
         name = "interleaved" if chunks == 2 else f"interleaved-{chunks}"
         name = "zb-h1" if split and chunks == 1 else name + "-split" * split
         name += "" if late is None else f"-late-{'-'.join(map(str, late))}"

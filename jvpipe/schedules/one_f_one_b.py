@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from jvpipe.ir.given import checked_flags
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, numbers_of
 
 
 def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
@@ -64,12 +65,14 @@ class OneFOneB(Schedule):
     """
 
     def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
+        checked_flags(eager=eager)
+        most = None if most is None else numbers_of(0, "most", most)
         if eager and most is not None:
             raise ValueError(f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others")
         if most is not None and (min(most, default=0) < 1 or any(a < b for a, b in pairwise(most))):
             raise ValueError(f"most={list(most)} must fall from device to device, to 1 or more: a device would wait")
         name = "1f1b" + "-eager" * eager + (f"-most-{'-'.join(map(str, most))}" if most is not None else "")
-        lists = EagerLists(None if most is None else tuple(most)) if eager or most is not None else one_f_one_b
+        lists = EagerLists(most) if eager or most is not None else one_f_one_b
         super().__init__(name=name, lists=lists)
 
 

@@ -30,8 +30,8 @@ class PipeMare(Schedule):
     def __init__(
         self, *, decay: float = 0.5, anneal_updates: int = 1000, warmup_updates: int = 0, update_every: int = 1
     ) -> None:
-        if not 0 < decay < 1:
-            raise ValueError(f"decay must lie between 0 and 1, not be {decay}")
+        if not isinstance(decay, int | float) or not 0 < decay < 1:
+            raise ValueError(f"decay must lie between 0 and 1, not be {decay!r}")
         at_least(0, anneal_updates=anneal_updates, warmup_updates=warmup_updates)
         at_least(1, update_every=update_every)
         super().__init__(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jvpipe.ir.given import is_whole, whole_numbers
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.halves import merged
@@ -197,16 +198,36 @@ Holding = tuple[tuple[int, int], ...]
 the halves."""
 
 
-def at_least(least: int, **options: int) -> None:
-    """Raises ValueError if one of a schedule's options is less.
+def at_least(least: int, **options: Any) -> None:
+    """Raises ValueError if one of a schedule's options is less, or no whole number.
 
     >>> at_least(1, update_every=0)
     Traceback (most recent call last):
-    ValueError: update_every must be at least 1, not 0
+    ValueError: update_every must be a whole number of at least 1, not 0
     """
     for name, value in options.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
+        if not is_whole(value) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
+    """The numbers of an option that has one for each device.
+
+    Args:
+        least: that each must be.
+        name: of the option.
+        values: as the user gave them.
+
+    Raises:
+        ValueError: they are no such numbers.
+
+    >>> numbers_of(0, "late", [0, 1])
+    (0, 1)
+    """
+    numbers = whole_numbers(name, values)
+    for number in numbers:
+        at_least(least, **{f"each of {name}": number})
+    return numbers
 
 
 def _updates(task: Task, every: int) -> bool:

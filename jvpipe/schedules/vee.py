@@ -123,6 +123,6 @@ class VSchedule(Schedule):
     """
 
     def __init__(self, *, memory: Memory = "full") -> None:
-        if memory not in NAMES:
+        if memory not in tuple(NAMES):
             raise ValueError(f"memory must be one of {', '.join(NAMES)}, not {memory!r}")
         super().__init__(name=NAMES[memory], lists=VeeLists(memory), chunks=2, vee=True)

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Device, Tracer
+from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.replicas import REPLICA_PLANNERS
 from jvpipe.runtime.replicas import check_replicable
@@ -26,7 +27,7 @@ USUAL_STAGES = 2
 
 def whole_number(name: str, value: Any) -> int:
     """A number of Python or NumPy, as one of Python."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])" if isinstance(value, (list, tuple)) else ""
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}{cuts}")
     return int(value)
@@ -38,8 +39,8 @@ def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     >>> whole_numbers("replicas", "2:1"), whole_numbers("cuts", [5, 2])
     ((2, 1), (5, 2))
     """
-    parts = re.split("[:,]", value) if isinstance(value, str) else value
-    if not isinstance(parts, Iterable):
+    parts = re.split("[:,]", value) if isinstance(value, str) else several(value)
+    if parts is None:
         raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {value!r}")
     numbers = [int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts]
     return tuple(whole_number(f"each of {name}", number) for number in numbers)
@@ -65,31 +66,36 @@ def checked_schedule(schedule: Any) -> Schedule:
 
 def checked_fates(fates: Any) -> dict[str, str]:
     """Fates by patterns."""
-    if not isinstance(fates or {}, Mapping) or not all(isinstance(name, str) for name in fates or {}):
+    if fates is None:
+        return {}
+    if not isinstance(fates, Mapping) or not all(isinstance(text, str) for text in (*fates, *fates.values())):
         raise ValueError(f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {fates!r}")
-    return dict(fates or {})
-
-
-def checked_flags(**flags: Any) -> None:
-    """Options that are on or off."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, not {value!r}")
+    return dict(fates)
 
 
 def checked_devices(devices: Any) -> list[Device]:
     """The devices that are given, or all."""
-    given = (
-        list(jax.devices() if devices is None else devices)
-        if devices is None or isinstance(devices, Iterable)
-        else None
-    )
+    given = several(jax.devices() if devices is None else devices)
     if not given or not all(hasattr(device, "addressable_memories") for device in given):
         raise ValueError(
             "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
             f"{devices!r}"
         )
     return given
+
+
+def checked_moment(at: Any) -> tuple[int, int] | None:
+    """A step and a micro-batch of it, if they are given.
+
+    >>> checked_moment([3, np.int64(1)])
+    (3, 1)
+    """
+    if at is None:
+        return None
+    numbers = several(at)
+    if numbers is None or len(numbers) != 2 or not all(map(is_whole, numbers)):
+        raise ValueError(f"at must be a step and one of its micro-batches, such as (100, 0), not {at!r}")
+    return int(numbers[0]), int(numbers[1])
 
 
 def check_loss(loss_fn: Any, *, has_state: bool) -> None:
@@ -125,7 +131,8 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError for what is no optax transformation."""
-    if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    methods = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}")
 
 
@@ -311,9 +318,10 @@ def checked_replicas(
     Raises:
         ValueError: they are no such numbers, or not those of the stages.
     """
-    if isinstance(replicas, str) or not isinstance(replicas, Iterable | None):
+    given = None if isinstance(replicas, str) else several(replicas)
+    if given is None and replicas is not None:
         raise ValueError(f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {replicas!r}")
-    counts = None if replicas is None else tuple(whole_number("each of replicas", count) for count in replicas)
+    counts = None if given is None else tuple(whole_number("each of replicas", count) for count in given)
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):
             raise ValueError(

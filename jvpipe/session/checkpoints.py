@@ -1,5 +1,7 @@
 """The states of a session on disk: saved by parameter path, restored under the plan of whoever restores."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
         state: at rest, or in flight.
         extra: kept with it; what JSON can hold.
     """
+    check_json(extra)
     saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
     session.check_whole(session.compiled, state)
 
@@ -59,6 +62,22 @@ def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
     if hosts is None:
         return Snapshot(held(), meta, None)
     return Snapshot(hosts.together("state", held), meta, hosts.aside("checkpoints"))
+
+
+def check_json(extra: Any) -> None:
+    """Raises ValueError for what cannot be kept with a checkpoint.
+
+    >>> check_json({"seen": {1, 2}})
+    Traceback (most recent call last):
+    ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is not JSON serializable
+    """
+    usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"{usual}, not {extra!r}")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{usual}: {error}") from error
 
 
 def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:

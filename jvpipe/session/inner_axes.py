@@ -46,7 +46,7 @@ def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> t
             "one of them out"
         )
     axes = _common_axes(meshes)
-    if batch_axis is not None and batch_axis not in axes:
+    if batch_axis is not None and batch_axis not in tuple(axes):
         raise ValueError(f"batch_axis={batch_axis!r} is no axis of the meshes: they have {_listed(axes)}")
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]  # whose axes the compiler handles
     _check_apart(groups)

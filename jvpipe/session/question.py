@@ -9,6 +9,7 @@ import jax
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
+from jvpipe.ir.given import checked_flags
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import MOST_BYTES, limits_of_each
@@ -18,7 +19,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import check_functions, checked_flags
+from jvpipe.session.arguments import check_functions
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -284,6 +285,11 @@ class Session:
         self.controller.marks.clear()
         self.ledger.begin()
 
+    def _check_limits(self, compiled: CompiledPlan) -> None:
+        """Raises MemoryLimitExceeded, in all processes, if steps at the shapes of another batch keep none."""
+        hosts, check = self.settings.hosts, partial(self.limits.check, compiled.peaks, self.settings.devices)
+        hosts.together("limits", check) if hosts else check()
+
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""
         if compiled_plans is not self.compiled_plans:
@@ -298,12 +304,16 @@ class Session:
 
         What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
         another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
-        is not done before the one before it.
+        is not done before the one before it. What is in flight has the shapes of the first batch: it is finished before
+        a batch of other shapes, and this one within its step.
         """
         self.check_state(state)
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
         self.adapter.offer(state.step)
+        if (other := self.compiled_plans.for_batch(batch)) is not self.compiled:
+            self._check_limits(other)
+            state = self.drain(state)
         state = self.migrations.run_due(state, self.drain, self.compiled_plans.for_batch(batch))
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
@@ -323,7 +333,7 @@ class Session:
         self.controller.settle(earlier)
         updates = state.updates + run.updates
         after = replace(state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates)
-        return after, metrics
+        return after if compiled is self.compiled else self._finish(after, compiled), metrics
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
         """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
@@ -401,19 +411,26 @@ class Session:
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""
         self.check_state(state)
+        state = self._finish(state, self.compiled)
+        if self.compiled.previous:
+            self.compiled_plans.adopt(replace(self.compiled, previous=None))
+        return state
+
+    def _finish(self, state: State, compiled: CompiledPlan) -> State:
+        """Finishes what this compiled plan has in flight."""
         if not state.stream_steps:
             return state
-        step, bound = self.compiled.drain(state.stream_steps)
+        step, bound = compiled.drain(state.stream_steps)
         state.check(bound.lowered.persistent)
         arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
         self.ledger.versions.record(step.uses, state.step * self.settings.microbatches, state.updates)
         self.ledger.versions.drained()
-        if self.compiled.previous:
-            self.compiled_plans.adopt(replace(self.compiled, previous=None))
         return replace(state, arrays=arrays, stream_steps=0)
 
     def wait(self, state: State) -> State:
         """Waits until a state is there; raises what went wrong on the way to it."""
+        if isinstance(state, State):  # that of an earlier run too
+            state.check(len(state.arrays))
         try:
             jax.block_until_ready(state)
         except Exception as error:

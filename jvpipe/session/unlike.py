@@ -2,12 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.presets import accelerator_like
+from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.sizes import limits_of_each
 from jvpipe.runtime.hosts import Hosts
 
@@ -18,7 +21,7 @@ ALIKE = 0.98
 def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
     """How fast each device is beside the others; none if nobody says.
 
-    >>> checked_speeds([2, 1], 2)
+    >>> checked_speeds(np.array([2, 1]), 2)
     (2.0, 1.0)
     >>> checked_speeds([2, 0], 2)
     Traceback (most recent call last):
@@ -27,8 +30,8 @@ def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
     if speeds is None:
         return ()
     usual = "such as [2.0, 1.0] for a device twice as fast as the other"
-    given = list(speeds) if isinstance(speeds, Sequence) and not isinstance(speeds, str) else [speeds]
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in given)
+    given: list[Any] = [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
+    numbers = all((is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given)
     if not numbers:
         raise ValueError(f"speeds {speeds!r}: each must be a number above 0, {usual}")
     if len(given) != devices:

@@ -9,13 +9,14 @@ import numpy as np
 from jvpipe import _jax
 
 Tree = Any
-Role = Literal["parameter", "batch leaf", "leaf of the model state", "leaf of aux"]
+Role = Literal["parameter", "batch leaf", "leaf of the model state", "leaf of the optimizer's state", "leaf of aux"]
 
 _CURES: dict[Role, str] = {
     "parameter": "keep it out of the parameters and let the loss capture it, as `params, static = eqx.partition(model, "
     "eqx.is_array)` and `eqx.combine(params, static)` do for a module",
     "batch leaf": "keep it out of the batch and let the loss capture it",
     "leaf of the model state": "keep it out of the model state and let the loss capture it",
+    "leaf of the optimizer's state": "give the tree of pipe.optimizer_state, changed",
     "leaf of aux": "return arrays and numbers alone",
 }
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,17 @@ def test_a_stage_needs_a_layer(cuts: list) -> None:
         Plan.from_cuts(cuts)
 
 
+@pytest.mark.parametrize("devices", [2, [0, 0.5], [0, None], [(0, True), 1], ["0", 1]])
+def test_devices_are_whole_numbers(devices: Any) -> None:
+    with pytest.raises(ValueError, match=r"devices (of stage [01] )?must be"):
+        Plan.from_cuts([1, 1], devices)
+
+
+def test_no_plan_has_so_many_layers() -> None:
+    with pytest.raises(ValueError, match="are of 1000000001 layers: no plan has more than 1000000"):
+        Plan.from_cuts([10**9, 1])
+
+
 def test_a_stage_needs_a_device() -> None:
     with pytest.raises(ValueError, match="3 stages need 3 devices, 2 are given"):
         Plan.from_cuts([1, 1, 1], [0, 1])
@@ -47,8 +59,17 @@ def test_the_file_can_be_read_and_written_by_hand(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == Plan.from_cuts([2, 1], schedule="gpipe", planner="me")
 
 
+STAGE = '{"stages": [{"layers": [0], "devices": [0]}], "schedule": null, "planner": "me", %s}'
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"stages": []}', '{"stages": [{"layers": ["x"], "devices": [0]}]}']
+    "text",
+    [
+        *["", "{", "[]", "3", '{"stages": []}', '{"stages": [{"layers": ["x"], "devices": [0]}]}', "[" * 100_000],
+        *[STAGE % changed for changed in ('"keep_last": "false"', '"splits": "12"', '"tasks": [1]', '"schedule": 3')],
+        '{"stages": [{"layers": [0, 1.7], "devices": [0]}], "schedule": null, "planner": "me"}',
+    ],
+    ids=lambda text: text[-20:] or "nothing",
 )
 def test_another_file_is_not_a_plan(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
@@ -68,6 +89,7 @@ GOOD = Plan.from_cuts([2, 2])
         (Plan((Stage((0, 1, 1), (0,)), Stage((2, 3), (1,)))), r"hold layers \[0, 1, 1, 2, 3\]: .*each once"),
         (Plan((*GOOD.stages, Stage((), (0,)))), "stage 2 needs at least one layer and one device"),
         (Plan((replace(GOOD.stages[0], devices=()), GOOD.stages[1])), "stage 0 needs at least one layer and one"),
+        (Plan((replace(GOOD.stages[0], fates={"0:0": ["swap"]}), GOOD.stages[1])), r"unknown fates \[\['swap'\]\]"),
         (Plan.from_cuts([2, 2], [0, 2]), "stage 1 is on device 2, there are 2 devices"),
         (Plan.from_cuts([2, 2], [-1, 0]), "stage 0 is on device -1, there are 2 devices"),
         (

@@ -7,7 +7,7 @@ import pytest
 
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.one_f_one_b import one_f_one_b
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, numbers_of
 from tests.schedules.units import Clock, checked_order, drawings, drawn, letters, table
 
 INTERLEAVED = """
@@ -96,10 +96,14 @@ def test_lateness_is_chosen_per_device() -> None:
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"late=\(1,\) is for the second halves of backwards: add split=True"):
         Interleaved(late=[1])
-    with pytest.raises(ValueError, match="late must be at least 0, not -1"):
+    with pytest.raises(ValueError, match="each of late must be a whole number of at least 0, not -1"):
         ZBH1(late=[-1, 0])
-    with pytest.raises(ValueError, match="chunks must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="chunks must be a whole number of at least 1, not 0"):
         Interleaved(chunks=0)
+    with pytest.raises(ValueError, match="chunks=1000000000 are more than a model has layers: use 2 or 4"):
+        Interleaved(chunks=10**9)
+    with pytest.raises(ValueError, match=r"late must be whole numbers, such as \(0, 1\), not \[0.5, 1\]"):
+        numbers_of(0, "late", [0.5, 1])
 
 
 def test_schedules_of_equal_options_are_equal() -> None:

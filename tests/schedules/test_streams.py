@@ -6,7 +6,7 @@ from jvpipe.ir.task import text
 from jvpipe.schedules import pipedream
 from jvpipe.schedules.pipedream import PipeDream
 from jvpipe.schedules.pipemare import PipeMare
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, at_least
 from jvpipe.schedules.two_bw import TwoBW
 from jvpipe.schedules.xpipe import XPipe
 from tests.schedules.drawing import parse, started
@@ -60,9 +60,11 @@ def test_a_last_stage_neither_predicts_nor_corrects(stages: int) -> None:
 
 
 def test_options_are_named_where_they_are_refused() -> None:
-    with pytest.raises(ValueError, match="update_every must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="update_every must be a whole number of at least 1, not 0"):
         PipeDream(update_every=0)
-    with pytest.raises(ValueError, match="anneal_updates must be at least 0, not -1"):
+    with pytest.raises(ValueError, match="anneal_updates must be a whole number of at least 0, not -1"):
         PipeMare(anneal_updates=-1)
+    with pytest.raises(ValueError, match="update_every must be a whole number of at least 1, not '2'"):
+        at_least(1, update_every="2")
     with pytest.raises(ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"):
         TwoBW().check(3, 2)

@@ -78,6 +78,12 @@ def refused(call: Any, message: str) -> None:
         ({"microbatches": np.int64(0)}, "microbatches must be a whole number of at least 1"),
         ({"fates": "swap"}, "fates must map names of tensors, such as .*, not 'swap'"),
         ({"fates": {1: "swap"}}, "fates must map names of tensors"),
+        ({"fates": {"*": ["swap"]}}, "fates must map names of tensors"),
+        ({"fates": 0}, "fates must map names of tensors, such as .*, not 0"),
+        ({"devices": np.array(2)}, r"devices must be a list of JAX devices.*, not array\(2\)"),
+        ({"replicas": np.array(2)}, r"replicas must be the devices of each stage, .*, not array\(2\)"),
+        ({"remeasure": "no"}, "remeasure must be True or False, not 'no'"),
+        ({"optimizer": optax.sgd(0.1)._replace(update=None)}, "must be an optax transformation"),
         ({"checkpoint": True}, "checkpoint must be a name such as 'always', not True"),
         ({"has_aux": "yes"}, "has_aux must be True or False, not 'yes'"),
         ({"memory_limit": -1}, "memory limit -1 is not a size"),
@@ -86,6 +92,31 @@ def refused(call: Any, message: str) -> None:
 def test_what_cannot_be_an_argument(given: dict[str, Any], message: str) -> None:
     usual = {"loss": loss_fn, "optimizer": optax.sgd(0.1), "stages": 2, "microbatches": 2} | given
     refused(lambda: jvpipe.Pipeline(usual.pop("loss"), usual.pop("optimizer"), **usual), message)
+
+
+@pytest.mark.parametrize("answer", [3, (), ([1.0], ()), ([1.0] * 3, (), ())])
+def test_what_no_update_returns(answer: Any) -> None:
+    wrong = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: answer)
+    pipe = jvpipe.Pipeline(loss_fn, wrong, stages=2, microbatches=2, planner="even")
+    refused(
+        lambda: pipe.init(PARAMS, narrow(), None), r"update must return \(updates, state\), the updates in the .* not"
+    )
+
+
+def test_what_a_member_refuses() -> None:
+    pipe = pipeline()
+    state = pipe.init(PARAMS, narrow(), None)
+    for at in (5, (1,), ("1", 0), (1, 0.0), (None, None)):
+        refused(lambda at=at: pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2]), at=cast(Any, at)), "at.* must be")
+    refused(lambda: pipe.adapt(rule=cast(Any, 3)), "rule must be a jvpipe.session.trigger.Rule")
+    refused(
+        lambda: pipe.evaluate(state, narrow(), params=jax.eval_shape(lambda: PARAMS)), "'0' is a shape: give an array"
+    )
+    refused(
+        lambda: pipe.save("nowhere", state, {"seen": np.float32(1)}), "extra must be what JSON holds by name.*float32"
+    )
+    pipe.step(state, narrow())
+    refused(lambda: pipe.wait(state), "this state was consumed by an earlier step")
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

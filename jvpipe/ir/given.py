@@ -1,0 +1,57 @@
+"""Flags and whole numbers as a user gives them: Python's or NumPy's, one or several."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def checked_flags(**flags: Any) -> None:
+    """Raises ValueError unless these options are on or off."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; True and False are none, though Python counts with them.
+
+    >>> is_whole(2), is_whole(np.int64(2)), is_whole(True), is_whole(2.0)
+    (True, True, False, False)
+    """
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def several(values: Any) -> list[Any] | None:
+    """What a user gives where several of something are wanted, as a list; None for a single thing.
+
+    >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
+    ([2, 1], [np.int64(2), np.int64(1)], None, None)
+    """
+    if not isinstance(values, Iterable) or not getattr(
+        values, "shape", (1,)
+    ):  # an array of no axes says that it is one
+        return None
+    return list(values)
+
+
+def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
+    """Several whole numbers.
+
+    Args:
+        what: they are, for the message.
+        values: as the user gave them.
+
+    Raises:
+        ValueError: one is none.
+
+    >>> whole_numbers("devices", [0, np.int64(1)])
+    (0, 1)
+    >>> whole_numbers("devices", [0, 0.5])
+    Traceback (most recent call last):
+    ValueError: devices must be whole numbers, such as (0, 1), not [0, 0.5]
+    """
+    numbers = None if isinstance(values, str | bytes) else several(values)
+    if numbers is None or not all(map(is_whole, numbers)):
+        raise ValueError(f"{what} must be whole numbers, such as (0, 1), not {values!r}")
+    return tuple(map(int, numbers))
