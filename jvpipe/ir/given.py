@@ -28,11 +28,8 @@ def several(values: Any) -> list[Any] | None:
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
     """
-    if not isinstance(values, Iterable) or not getattr(
-        values, "shape", (1,)
-    ):  # an array of no axes says that it is one
-        return None
-    return list(values)
+    without_axes = getattr(values, "shape", None) == ()  # such an array says that it is iterable
+    return list(values) if isinstance(values, Iterable) and not without_axes else None
 
 
 def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
