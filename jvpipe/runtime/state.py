@@ -50,8 +50,9 @@ class State:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
         if len(self.arrays) != count:
             raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
-        if other := next((x for x in self.arrays if not isinstance(x, jax.Array | None)), None):
-            raise ValueError(f"this state is a copy, of {type(other).__name__}: use the one that the step returned")
+        kinds = {type(x) for x in self.arrays if x is not None}  # few, and faster than to ask each array
+        if other := next((kind for kind in kinds if not issubclass(kind, jax.Array)), None):
+            raise ValueError(f"this state is a copy, of {other.__name__}: use the one that the step returned")
         if any(x is not None and x.is_deleted() for x in self.arrays):
             raise ValueError(
                 "this state was consumed by an earlier step: use the state that the step returned, or save it before "
