@@ -32,6 +32,8 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
+    if path.suffix != ".safetensors":
+        raise ValueError(f"--export {path}: parameters are written as safetensors, name it {path.stem}.safetensors")
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from itertools import pairwise
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -26,15 +28,37 @@ def parsed(options: type[T], arguments: Sequence[str] | None, command: str, defa
         arguments: those of this process unless given.
         command: what comes after `python -m`.
         default: what holds for options that are not given.
+
+    Raises:
+        ValueError: what is given for a number is none.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if "--version" in given:
         print(f"jvpipe {jvpipe.__version__}")
         raise SystemExit(0)
+    _check_numbers(options, given)
     asked = {"-h", "--help"} & set(given)
     told = f"{options.__doc__}\n\n{names()}" if asked else None
     kept = {} if default is None else {"default": default}
     return tyro.cli(options, args=given, prog=f"python -m {command}", description=told, **kept)
+
+
+def _check_numbers(options: type[Any], given: Sequence[str]) -> None:
+    """Raises ValueError where tyro would tell in a page that a text is no number."""
+    types = get_type_hints(options)
+    for text, after in pairwise([*given, "--"]):
+        flag, equals, value = text.partition("=")
+        wanted = types.get(flag.removeprefix("--").replace("-", "_"))
+        kinds = get_args(wanted) or (wanted,)
+        number = next((kind for kind in (int, float) if kind in kinds), None)
+        value, none = value if equals else after, "None" if NoneType in kinds else None
+        if number is None or not flag.startswith("--") or value == none or (value.startswith("--") and not equals):
+            continue
+        try:
+            number(value)
+        except ValueError as error:
+            what = "a whole number" if number is int else "a number"
+            raise ValueError(f"{flag} must be {what}, not '{value}'") from error
 
 
 def names() -> str:

@@ -23,8 +23,8 @@ from jvpipe.session.replica_forecasts import ReplicaForecast
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake, 1 if no plan fits."""
-    options = parsed(Options, arguments, "jvpipe.plan")
     try:
+        options = parsed(Options, arguments, "jvpipe.plan")
         names = check(options)
         forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
     except (ValueError, OSError) as mistake:

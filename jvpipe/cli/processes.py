@@ -30,8 +30,8 @@ def join(options: Options) -> Hosts:
     Raises:
         ValueError: the options do not say where they meet, or nobody is there.
     """
-    if options.host_timeout <= 0:
-        raise ValueError(f"--host-timeout must be above 0 seconds, not {options.host_timeout:g}")
+    if not 0 < options.host_timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}")
     where = {} if options.distributed else _meeting(options)
     if where is None:
         return ALONE

@@ -38,6 +38,8 @@ COUNTS = (
     "profile",
 )
 """Options that are 1 at least."""
+MOST = 2**31 - 1
+"""What these are at most: steps are counted in 32 bits."""
 NOT_KEPT = ("config", "resume", "remeasure", "profile", "init_from", "tokenizer", "export", *OF_PROCESSES)
 """Options that hold for one start alone."""
 
@@ -212,6 +214,10 @@ def _check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{_flag(name)} must be at least 1, not {value}")
+        if value is not None and value > MOST:
+            raise ValueError(f"{_flag(name)} must be at most {MOST}, not {value}")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to {2**63 - 1}, not {options.seed}")
     if options.early_stop and not options.eval_every:
         raise ValueError(f"--early-stop {options.early_stop} needs --eval-every, the steps between evaluations")
     if options.devices and not options.shares:

@@ -33,6 +33,15 @@ def test_version(command: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert jvpipe.__version__ == version("jvpipe")
 
 
+@pytest.mark.parametrize("command", [plan.main, train.main])
+@pytest.mark.parametrize("given", [["--batch-size", "many"], ["--batch_size=many"]])
+def test_what_is_no_number_is_one_line(command: object, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(command)
+    assert command(["--model", "bert", *given]) == 2
+    flag = given[0].partition("=")[0]
+    assert capsys.readouterr().err == f"error: {flag} must be a whole number, not 'many'\n"
+
+
 def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert overview.main(["plan", "--model", "brt"]) == 2
     assert "unknown model 'brt'" in capsys.readouterr().err

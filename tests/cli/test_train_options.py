@@ -63,10 +63,12 @@ def test_how_many_stages_and_devices_there_are(options: list[str], stages: int |
     [
         (["--resume"], "--resume needs --run-dir"),
         (["--stages", "0"], "--stages must be at least 1, not 0"),
+        (["--steps", "99999999999999999999"], "--steps must be at most 2147483647, not 99999999999999999999"),
         (["--devices", "2"], "--devices 2 is for --replicas auto"),
         (["--replicas", "2;1"], "each of --replicas must be a whole number of at least 1, not '2;1'"),
         (["--replicas", "2,1", "--stages", "3"], "--replicas 2,1 says so of 2 stages, --stages of 3"),
         (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
+        (["--seed", "-1"], "--seed must be from 0 to 9223372036854775807, not -1"),
         (["--warmup", "-1"], "--warmup must be 0 steps or more, not -1"),
         (["--learning-rate", "0"], "--learning-rate must be above 0, not 0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, not nan"),
