@@ -80,6 +80,7 @@ def trace_optimizer(
     state = first
     for _ in range(3):
         closed = straight_line(update, sums, weight, params, state)
+        _check_shapes(params, closed.out_avals)
         new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
         settled = _settled(state, new_state)
         if list(map(_type, jax.tree.leaves(settled))) == list(map(_type, jax.tree.leaves(state))):
@@ -230,6 +231,15 @@ def _square_sum(x: jax.Array) -> jax.Array:
 
 def _norm(grads: Sequence[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(map(_square_sum, grads)))
+
+
+def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
+    for (path, before), after in zip(jax.tree_util.tree_leaves_with_path(params), new, strict=False):
+        if before.shape != after.shape:
+            raise ValueError(
+                f"the optimizer changes the shape of parameter '{path_name(path)}' from {before.shape} to {after.shape}: "
+                "give the parameter that shape, or use another optimizer"
+            )
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:

@@ -75,6 +75,11 @@ def test_state_whose_shape_or_leaves_change_is_refused() -> None:
         traced(more)
 
 
+def test_an_optimizer_that_changes_a_parameter_s_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape of parameter '0' from \(\) to \(1,\): give the parameter that shape"):
+        trace_optimizer(optax.scale_by_distance_over_gradients(), [np.float32(1)], [1], 1, grad_norm=False)
+
+
 def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_the_reason() -> None:
     def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
         return updates, state
