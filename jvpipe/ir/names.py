@@ -14,7 +14,9 @@ def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
 
     >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
     "unknown schedule '1f1p': did you mean '1f1b'? There are gpipe, 1f1b"
+    >>> did_you_mean("tensor", "*", [])
+    "unknown tensor '*': There are none"
     """
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean '{close[0]}'? " if close else ""
-    return f"unknown {kind} '{name}': {guess}There are {', '.join(known)}"
+    return f"unknown {kind} '{name}': {guess}There are {', '.join(known) or 'none'}"

@@ -237,8 +237,8 @@ def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
     for (path, before), after in zip(jax.tree_util.tree_leaves_with_path(params), new, strict=False):
         if before.shape != after.shape:
             raise ValueError(
-                f"the optimizer changes the shape of parameter '{path_name(path)}' from {before.shape} to {after.shape}: "
-                "give the parameter that shape, or use another optimizer"
+                f"the optimizer changes the shape of parameter '{path_name(path)}' from {before.shape} to "
+                f"{after.shape}: give the parameter that shape, or use another optimizer"
             )
 
 

@@ -192,9 +192,12 @@ class _Assembly:
             for v in wanted:
                 if v in self.loss.inputs or self.made[v] != layer:
                     readers.setdefault(v, []).append(layer)
+        writer = {ref: layer for layer, sink in enumerate(sinks) for _, ref in sink}
         for v, ref in self.loss.inputs.items():
             if ref.kind == ValueKind.PARAMETER:  # one that nothing reads has an owner too, and a gradient of zeros
                 readers.setdefault(v, [self.last])
+            elif ref.kind == ValueKind.STATE and ref in writer:  # where nothing reads it, the old one ends with the new
+                readers.setdefault(v, [writer[ref]])
         return readers
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:

@@ -99,3 +99,18 @@ def test_random_fates_of_random_graphs_are_exact_and_leak_nothing(seed: int, sch
     assert ours[1] == losses
     for a, b in zip(ours[0], params, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_model_state_that_is_written_and_never_read_does_not_pile_up(schedule: str) -> None:
+    def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        x = jnp.tanh(batch @ params[0]) @ params[1]
+        return jnp.mean(x**2), jnp.mean(x)
+
+    params, batch = [0.5 * np.eye(D, dtype=np.float32)] * 2, np.ones((MICRO, D), np.float32)
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, MICRO, schedule, planner="even", has_state=True)
+    state = pipe.init(params, batch, None, np.float32(0))
+    for _ in range(2):
+        state, _ = pipe.step(state, batch)
+        jax.block_until_ready(state)
+        assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays)

@@ -118,6 +118,19 @@ def test_state_is_written_where_it_is_made() -> None:
         assert sorted(block.writing(ValueKind.STATE)) == list(range(4 * i, 4 * i + 4))
 
 
+def test_state_that_nothing_reads_is_read_where_it_is_written_so_that_the_old_one_ends() -> None:
+    base = mlp(4)
+
+    def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> Any:
+        return base.loss_fn(params, batch, rng), {"first": jnp.sum(batch["x"] @ params[0]["w"]), "last": state["last"]}
+
+    state = {"first": np.float32(0), "last": np.float32(0)}
+    graph = traced(Case(loss_fn, base.params, base.batch, state=state, has_state=True)).graph
+    (writer,) = (layer for layer in graph.layers if layer.writing(ValueKind.STATE))
+    assert [layer.id for layer in graph.layers if layer.reading(ValueKind.STATE)] == [writer.id]
+    assert writer.reading(ValueKind.STATE) == writer.writing(ValueKind.STATE) == (0,)
+
+
 def test_state_may_hold_keys_and_counts() -> None:
     base = mlp(7)
     state = {"key": jax.random.key(1), "count": np.int32(3), "still": np.ones(2, np.float32)}
