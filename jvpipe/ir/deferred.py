@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jvpipe.ir.given import is_whole
+
 
 class BatchStatistics(NamedTuple):
     """The running statistics of each feature, and what the micro-batches of a batch have come to so far.
@@ -68,8 +70,8 @@ def deferred_batch_norm(
     >>> statistics.mean.tolist(), statistics.variance.tolist(), y[0].round(2).tolist()
     ([3.0, 4.0], [5.0, 5.0], [-1.0, -1.0])
     """
-    if microbatches < 1:
-        raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {microbatches}")
+    if not is_whole(microbatches) or microbatches < 1:
+        raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {microbatches!r}")
     values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jvpipe.runtime.checkpoints import skeleton
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
 from jvpipe.runtime.checkpoints.flight import restore_in_flight
@@ -16,6 +17,8 @@ from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.session.agreement import agreed_parts, agreed_rows
+from jvpipe.session.batches import shapes_of
+from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
 
 
@@ -115,6 +118,7 @@ def restore(session: Session, path: str | Path) -> State:
         compiled = replace(compiled, previous=None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
+        _check_shapes(session, path, saved.meta)
         if len(saved.meta["flight"]["legs"]) > 1:
             compiled = session.compiled_plans.from_spans(saved.meta["flight"]["legs"])
         state = _placed_in_flight(session, saved, compiled)
@@ -123,6 +127,17 @@ def restore(session: Session, path: str | Path) -> State:
     if compiled is not session.compiled:
         session.compiled_plans.adopt(compiled)
     return state
+
+
+def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+    """Raises ValueError if what was in flight has other shapes than the first batch of this pipeline."""
+    saved, here = meta["shapes"]["batch"], session.trees.batch
+    then = None if saved is None else skeleton.load(saved)
+    if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
+        raise ValueError(
+            f"{path} was saved in flight with batches of {shown(then)}, those of this pipeline are of {shown(here)}: "
+            "restore it in one that has begun with such a batch, or in a new one; or save what pipe.drain returned"
+        )
 
 
 def _placed(session: Session, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:

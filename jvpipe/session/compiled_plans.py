@@ -38,7 +38,8 @@ LeavesOf = Callable[[Stacks], Sequence[Leaf]]
 _log = logging.getLogger("jvpipe")
 
 
-def _shown(batch: Tree) -> str:
+def shown(batch: Tree) -> str:
+    """The leaves of a batch with their types and shapes, for people to read."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
     return ", ".join(f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves)
 
@@ -109,7 +110,7 @@ class CompiledPlans:
                 self.trace(trees.params, batch, trees.rng, trees.model_state)
             except Exception as error:
                 raise ValueError(
-                    f"the loss does not take a batch of {_shown(batch)}, init's was of {_shown(trees.batch)}: "
+                    f"the loss does not take a batch of {shown(batch)}, init's was of {shown(trees.batch)}: "
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
         return self._by_shapes[key]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jvpipe.session import checkpoints
-from tests.session.tiny import BATCH, THERE, begun, pipeline
+from tests.session.tiny import BATCH, PARAMS, THERE, begun, pipeline
 
 
 def test_a_session_without_a_model_takes_that_of_the_checkpoint(tmp_path: Path) -> None:
@@ -33,6 +33,13 @@ def test_a_stream_goes_on_from_where_it_was_with_its_ledger(tmp_path: Path) -> N
     jax.tree.map(np.testing.assert_array_equal, restored.arrays, state.arrays)
     with pytest.raises(ValueError, match=r"saved in flight under pipedream with cuts \[2, 1\]"):
         checkpoints.restore(pipeline(THERE, schedule="pipedream").session, tmp_path)
+    swapped = pipe.plan.on([(1,), (0,)])
+    with pytest.raises(ValueError, match=r"with cuts \[2, 1\] on devices \[\(0,\), \(1,\)\] and"):
+        checkpoints.restore(pipeline(swapped, schedule="pipedream").session, tmp_path)
+    larger = jax.tree.map(lambda x: np.concatenate([x, x]), BATCH)
+    other.init(PARAMS, larger, None)
+    with pytest.raises(ValueError, match=r"was saved in flight with batches of .*, those of this pipeline are of"):
+        checkpoints.restore(other.session, tmp_path)
 
 
 def test_a_migration_that_was_under_way_in_a_stream_is_forgotten_by_a_state_at_rest(tmp_path: Path) -> None:

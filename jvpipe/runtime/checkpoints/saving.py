@@ -122,13 +122,15 @@ class Saving:
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
-        """Raises ValueError if what was in flight belongs to another schedule, other cuts or fates."""
-        if in_flight["bound_to"] != self._binding:
+        """Raises ValueError if what was in flight belongs to another schedule, other cuts, fates or devices."""
+        plan = Plan.from_json(in_flight["legs"][-1][1])
+        then, now = ([stage.devices for stage in stages] for stages in (plan.stages, self.compiled.plan.stages))
+        if in_flight["bound_to"] != self._binding or then != now:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
-                f"{path} was saved in flight under {saved['name']} with cuts {cuts} and {micro} micro-batches: only "
-                "the same schedule, cuts, replicas, fates and micro-batches can go on from it. Use these (its plan is "
-                "jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on devices {then} and {micro} "
+                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these (its "
+                "plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
             )
 
     @property
