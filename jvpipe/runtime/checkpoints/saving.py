@@ -129,8 +129,8 @@ class Saving:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
                 f"{path} was saved in flight under {saved['name']} with cuts {cuts} on devices {then} and {micro} "
-                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these (its "
-                "plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these "
+                "(its plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
             )
 
     @property
