@@ -232,6 +232,11 @@ def _check_parameters(leaves: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> Non
                 f"parameter '{path_name(path)}' is of type {leaf.dtype}, which has no gradient: "
                 "keep it in the model state (has_state=True) or capture it in the loss"
             )
+        if leaf.dtype.itemsize < 2:
+            raise ValueError(
+                f"parameter '{path_name(path)}' is of type {leaf.dtype}, in which gradients cannot be added up: "
+                "give it as bfloat16 or wider, and cast it in the loss"
+            )
 
 
 def _check_loss(loss: Any) -> None:

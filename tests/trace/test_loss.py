@@ -69,9 +69,16 @@ def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
     np.testing.assert_array_equal(key_words(made), key_words(expected))
 
 
-def test_integer_parameters_are_refused_by_path() -> None:
-    params = {**PARAMS, "block": [{"w": np.ones((3, 3), np.int32)}]}
-    with pytest.raises(ValueError, match=r"'block/0/w' is of type int32, which has no gradient: keep it in the model"):
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [
+        (np.int32, "int32, which has no gradient: keep it in the model"),
+        (jnp.float8_e4m3fn, "float8_e4m3fn, in which gradients cannot be added up: give it as bfloat16 or wider"),
+    ],
+)
+def test_parameters_of_types_without_gradients_are_refused_by_path(dtype: Any, told: str) -> None:
+    params = {**PARAMS, "block": [{"w": np.ones((3, 3), dtype)}]}
+    with pytest.raises(ValueError, match=f"'block/0/w' is of type {told}"):
         trace(good, params)
 
 
