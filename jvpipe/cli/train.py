@@ -1,5 +1,6 @@
 """`python -m jvpipe.train`: trains a model, one's own or of `jvpipe.models`, as a pipeline, in a run directory."""
 
+import errno
 import math
 import os
 import sys
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {lost}", file=sys.stderr)
         code = TRY_AGAIN
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(f"error: {_told(mistake)}", file=sys.stderr)
         code = 2
     except BaseException as error:
         if hosts.count == 1:
@@ -54,6 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             traceback.print_exc()
     return code if hosts.count == 1 else leave(hosts, code)
+
+
+def _told(mistake: Exception) -> str:
+    """The line for a mistake; of a disk that is full the system does not say which."""
+    if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
+        return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
+    return str(mistake)
 
 
 def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:

@@ -1,0 +1,20 @@
+"""What the command says of what went wrong is one line, and has the cure."""
+
+import errno
+import os
+
+import pytest
+
+from jvpipe.cli import train
+
+
+def test_a_disk_that_is_full_is_told_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write that no path is known of
+
+    monkeypatch.setattr(train, "run", full)
+    assert train.main([]) == 2
+    told = "No space left on device: make room where the folder of the run lies, and go on with --resume"
+    assert capsys.readouterr().err == f"error: [Errno 28] {told}\n"
