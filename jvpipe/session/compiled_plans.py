@@ -21,6 +21,7 @@ from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
+from jvpipe.session.inner_axes import check_shard_maps
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import Planned
@@ -169,6 +170,7 @@ class CompiledPlans:
         with phase("tracing and cutting the loss"):
             model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
         traced = model.traced
+        check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
         if leaves_of:
             self._leaves = {("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))}
         if base is None:

@@ -1,14 +1,16 @@
 """Places of several devices, and the rules by which parameters lie over their axes, as a user gives them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jvpipe._jax import Device, DeviceGroup, devices_in
+from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in, inner_jaxprs
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.sharding import Sharding, named_axes, words
+from jvpipe.trace.jaxprs import every
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 
@@ -84,6 +86,22 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
             raise ValueError(
                 f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of {group}: give each a device "
                 "of its own, or name the same mesh twice for stages that share it"
+            )
+
+
+def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
+    """Raises ValueError for a `jax.shard_map` over another mesh than that of a stage.
+
+    Args:
+        eqns: of the loss.
+        axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
+    """
+    for eqn in chain.from_iterable((eqn, *chain.from_iterable(map(every, inner_jaxprs(eqn)))) for eqn in eqns):
+        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(axes):
+            stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
+            raise ValueError(
+                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
+                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
             )
 
 

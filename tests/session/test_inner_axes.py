@@ -90,3 +90,17 @@ def test_a_mesh_becomes_a_place_whose_axes_the_compiler_handles() -> None:
     assert laid is not None
     assert devices_in(places[0]) == tuple(DEVICES[:2])
     assert (laid.rules, laid.axes) == ({".*": (None, "model")}, {"model": 2})
+
+
+@pytest.mark.parametrize("devices", [None, meshes()])
+def test_a_shard_map_over_other_meshes_than_the_stages_is_refused(devices: Any) -> None:
+    other = Mesh(np.array(DEVICES[:2]), ("data",))
+
+    def loss(params: Any, batch: Any, rng: Any) -> jax.Array:
+        cut = PartitionSpec("data")
+        return jax.shard_map(lambda x: x @ params, mesh=other, in_specs=cut, out_specs=cut)(batch).sum()
+
+    sharding = {".*": PartitionSpec("model")} if devices else None
+    pipe = jvpipe.Pipeline(loss, optax.sgd(0.1), planner="even", devices=devices, sharding=sharding)
+    with pytest.raises(ValueError, match=r"jax.shard_map over a mesh of \{'data': 2\}, and stages are on .*devices=\["):
+        pipe.init(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32), None)
