@@ -432,6 +432,12 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
         other.init(params, batch(), None)
         with pytest.raises(ValueError, match=message):
             other.restore(tmp_path / "saved")
+    other = pipeline(optimizer=optax.sgd(1e-2, momentum=0.9))
+    other.init(PARAMS, batch(), None)
+    with pytest.raises(
+        ValueError, match="of another optimizer: it has no array of the optimizer's state '0/trace/0/0'"
+    ):
+        other.restore(tmp_path / "saved")
     with pytest.raises(ValueError, match="holds no checkpoint"):
         pipe.restore(tmp_path)
 

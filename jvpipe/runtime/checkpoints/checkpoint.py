@@ -155,10 +155,21 @@ def delete_checkpoint(path: Path) -> None:
     generations.delete(path)
 
 
-def check_paths(saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
+WORDS = {
+    "parameter": ("model", "parameter"),
+    "optimizer": ("optimizer", "array of the optimizer's state"),
+    "state": ("model", "leaf of the model state"),
+}
+"""For the arrays of each kind: of what another one was saved where they differ, and what they are."""
+
+
+def check_paths(
+    kind: str, saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str
+) -> None:
     """Checks that saved arrays have the wanted names, and those that were read the wanted shapes and types.
 
     Args:
+        kind: of the arrays, as in `WORDS`.
         saved: arrays by path, None for one that was not read.
         wanted: shapes and types by path.
         where: the checkpoint, for the message.
@@ -166,17 +177,17 @@ def check_paths(saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, 
     Raises:
         ValueError: they differ; the message names the first.
     """
+    whole, part = WORDS[kind]
+    other = f"{where} is of another {whole}: "
     for path, (shape, dtype) in wanted.items():
         if path not in saved:
-            raise ValueError(f"{where} is of another model: it has no parameter '{path}'")
+            raise ValueError(f"{other}it has no {part} '{path}'")
         array = saved[path]
         if array is not None and (tuple(array.shape), str(array.dtype)) != (tuple(shape), dtype):
-            raise ValueError(
-                f"{where} is of another model: its parameter '{path}' is {array.dtype}{list(array.shape)}, "
-                f"this model's is {dtype}{list(shape)}"
-            )
+            found, own = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+            raise ValueError(f"{other}its {part} '{path}' is {found}, this {whole}'s is {own}")
     if extra := sorted(set(saved) - set(wanted)):
-        raise ValueError(f"{where} is of another model: this one has no parameter '{extra[0]}'")
+        raise ValueError(f"{other}this one has no {part} '{extra[0]}'")
 
 
 def to_host(array: jax.Array) -> Any:

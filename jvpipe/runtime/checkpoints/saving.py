@@ -115,7 +115,7 @@ class Saving:
         leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
             named = arrays.get(kind, {})
-            check_paths(named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
+            check_paths(kind, named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
             leaves |= {
                 (kind, i): given_leaves([named[name]])[0] for i, name in enumerate(names) if named[name] is not None
             }
