@@ -67,10 +67,21 @@ class Stacks:
         return self.tree.unflatten(split)
 
     def join(self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
-        """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state."""
+        """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state.
+
+        Raises:
+            ValueError: the slices of a stack are not alike.
+        """
 
         def joined(part: Tree) -> Tree:
-            return jax.tree.map(stack, *part) if _is_slices(part) else part
+            if not _is_slices(part):
+                return part
+            if len(set(map(jax.tree.structure, part))) > 1:
+                raise ValueError(
+                    "the optimizer keeps other arrays for some layers of a parameter that a scan stacks than for the "
+                    "rest, so they cannot be stacked: choose its masks and labels by path, not by layer or leaf number"
+                )
+            return jax.tree.map(stack, *part)
 
         return jax.tree.map(joined, tree, is_leaf=_is_slices)
 

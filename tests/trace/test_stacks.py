@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jvpipe.trace.graph import Traced, build_graph
@@ -131,3 +132,11 @@ def test_shapes_are_taken_apart_like_arrays() -> None:
     for before, after in zip(jax.tree.leaves(case.params), jax.tree.leaves(stacks.join(arrays)), strict=True):
         np.testing.assert_array_equal(before, after)
     assert stacks == stacks_of(replace(case, params=abstract(case.params)))
+
+
+def test_slices_of_which_an_optimizer_keeps_other_arrays_are_refused_with_the_cure() -> None:
+    stacks = Stacks(jax.tree.structure({"blocks": 0}), (2,))
+    parts = stacks.split({"blocks": np.ones((2, 3))})
+    masked = optax.masked(optax.trace(0.9), lambda p: jax.tree.unflatten(jax.tree.structure(p), [True, False]))
+    with pytest.raises(ValueError, match=r"some layers of a parameter that a scan stacks .*choose its masks"):
+        stacks.join(masked.init(parts))
