@@ -46,10 +46,13 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
 def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
     near = sorted(_near(candidates, MOVED_NEAR), key=_step_s)
-    best = list({one.family.removesuffix(CLIMBED): one for one in reversed(near)}.values())[::-1][:most]
+    fastest: dict[str, Candidate] = {}
+    for one in near:
+        fastest.setdefault(one.family.removesuffix(CLIMBED), one)
+    best = list(fastest.values())[:most]
     few = all(len(one.decision.choices) <= FEW_LAYERS for one in near)
     others = [one for one in near if one not in best] if few else []
-    return [*sorted(best, key=_step_s), *others[:most]]
+    return [*best, *others[:most]]
 
 
 def _step_s(one: Candidate) -> float:
