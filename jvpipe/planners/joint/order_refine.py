@@ -46,13 +46,18 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
 def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
     near = sorted(_near(candidates, MOVED_NEAR), key=_step_s)
-    fastest: dict[str, Candidate] = {}
-    for one in near:
-        fastest.setdefault(one.family.removesuffix(CLIMBED), one)
-    best = list(fastest.values())[:most]
+    best = first_of_families(near)[:most]
     few = all(len(one.decision.choices) <= FEW_LAYERS for one in near)
     others = [one for one in near if one not in best] if few else []
     return [*best, *others[:most]]
+
+
+def first_of_families(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first candidate of each family."""
+    first: dict[str, Candidate] = {}
+    for one in candidates:
+        first.setdefault(one.family.removesuffix(CLIMBED), one)
+    return list(first.values())
 
 
 def _step_s(one: Candidate) -> float:

@@ -22,7 +22,7 @@ from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
-from jvpipe.planners.joint.order_refine import refined
+from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.rule_search import (
     REFINED_LAYERS,
@@ -127,7 +127,7 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
         others.setdefault(one.family, one.step_s)
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
     best = refined(candidates, seed)
-    some = [*best, *_unlike(candidates), *candidates[:CROWDED]] if crowded else best[:SIMULATED]
+    some = [*best, *first_of_families(candidates), *candidates[:CROWDED]] if crowded else best[:SIMULATED]
     answers = [answer for one in some if (answer := _simulated(one))]
     answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
     if not answers:
@@ -217,14 +217,6 @@ def _late(problem: Problem, loads: Loads, d: int) -> int:
 def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
     """The order in which W is equally late on all devices; that of a device depends on its own lateness alone."""
     return order_of(InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches))
-
-
-def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each family the best candidate."""
-    best: dict[str, Candidate] = {}
-    for one in candidates:
-        best.setdefault(one.family, one)
-    return list(best.values())
 
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
