@@ -143,6 +143,12 @@ class Placer:
         """A place that holds a value."""
         return next((place for place in self._known if (value, place) in self.current), None)
 
+    def metric(self, value: Value) -> int | None:
+        """A buffer of a metric: at home, or where the loss was under an earlier plan, whose forward may come last."""
+        home = self.where.home
+        place = home if (value, home) in self.current else self.holder(value)
+        return None if place is None else self.current[value, place]
+
     # Copies
 
     def send(self, value: Value, source: int, target: int, layer: int, m: int) -> int:

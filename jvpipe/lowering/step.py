@@ -206,5 +206,7 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
 
 
 def _lowered(placer: Placer, rows: Sequence[Row], metrics: Iterable[Value]) -> Lowered:
-    told = [placer.current[value, placer.where.home] for value in metrics]
+    values = list(metrics)
+    told = [b for b in map(placer.metric, values) if b is not None]
+    assert len(told) == len(values), "a step makes all of its metrics"
     return live(rows, placer.buffers, placer.persistent, [b for _, b in placer.lasting()], told)

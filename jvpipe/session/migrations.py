@@ -72,6 +72,11 @@ class Migrations:
         new = self._compiled_plans.with_plan(plan, old)
         self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
+    def plan_between(self, step: int) -> Plan:
+        """The plan of a step before which all is made that is due in it, for its batch has other shapes than init's."""
+        due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
+        return due[-1] if due else self._compiled_plans.current.plan
+
     def run_due(self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None) -> State:
         """Makes the migrations that are due between two steps; returns the state after them.
 

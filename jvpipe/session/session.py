@@ -312,7 +312,8 @@ class Session:
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
         self.adapter.offer(state.step)
         if (other := self.compiled_plans.for_batch(batch)) is not self.compiled:
-            self._check_limits(other)
+            plan = self.migrations.plan_between(state.step)
+            self._check_limits(other if plan == other.plan else self.compiled_plans.with_plan(plan, other))
             state = self.drain(state)
         state = self.migrations.run_due(state, self.drain, self.compiled_plans.for_batch(batch))
         run = self._step_run(state, batch)

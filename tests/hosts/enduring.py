@@ -78,6 +78,15 @@ def main(arguments: Sequence[str]) -> None:
         waiting = [loss for loss in (*waiting, metrics["loss"]) if not loss.is_ready()]
         ahead = max(ahead, len(waiting))
     pipe.wait(state)
+    larger = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch)
+    try:
+        pipe.step(state, larger)
+    except jvpipe.MemoryLimitExceeded as exceeded:
+        over = exceeded.smallest_limit_bytes
+    else:
+        raise AssertionError("a batch twice as large keeps the smallest limit of this one")
+    state, metrics = pipe.step(state, fed)
+    losses.append(float(metrics["loss"]).hex())
     held = {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)}
     explained = re.findall(r"; (peak .*)", pipe.explain())
     told = {
@@ -88,6 +97,6 @@ def main(arguments: Sequence[str]) -> None:
         "losses": losses,
         "levels": levels,
     }
-    print(json.dumps(told | {"peaks": held, "ahead": ahead}), flush=True)
+    print(json.dumps(told | {"peaks": held, "ahead": ahead, "over": over}), flush=True)
     if count > 1:
         jax.distributed.shutdown()

@@ -108,6 +108,18 @@ def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
 
 
 @pytest.mark.usefixtures("copies_never_late")
+def test_the_last_loss_may_be_that_of_a_micro_batch_of_the_plan_before() -> None:
+    """All forwards of one stage come before the last forward of three, where the loss is elsewhere."""
+    m = CASES["with-aux"]()
+    pipe, state = started(m, 1)
+    layers = len(pipe.session.graph.layers)
+    expected = trained(m, pipe, state, steps=2)
+    pipe, state = started(m, jvpipe.Plan.from_cuts([1, layers - 2, 1]), "gpipe")
+    there = jvpipe.Plan.from_cuts([layers], devices=[3])
+    assert_same(trained(m, pipe, state, [((0, 2), there)], steps=2), expected)
+    assert pipe.session.history[0].how == "inside"
+
+
 def test_a_move_is_counted_to_the_byte() -> None:
     """At every task of a step with a move inside, what the ledger counts is what JAX holds."""
     m = CASES["resnet"]()

@@ -1,5 +1,6 @@
 """Migrations wait for their moment, one per step, and are forgotten with their run."""
 
+import jax
 import pytest
 
 import jvpipe
@@ -63,3 +64,14 @@ def test_a_run_forgets_what_was_to_come_and_what_has_been(caplog: pytest.LogCapt
     migrations.begin_run()
     assert (list(migrations.queue), migrations.history) == ([], [])
     assert "they were of the run before" in caplog.text
+
+
+def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_it_is() -> None:
+    """All forwards of gpipe come first: those through the stages before end after those that the new one has alone."""
+    losses = []
+    for moves in (False, True):
+        pipe, state = begun(schedule="gpipe", devices=jax.devices()[:3])
+        if moves:
+            state = pipe.migrate(state, jvpipe.Plan.from_cuts([3], devices=[2]), at=(0, 1))
+        losses.append(float(pipe.step(state, BATCH)[1]["loss"]))
+    assert losses[0] == losses[1]

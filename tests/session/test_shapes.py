@@ -21,8 +21,8 @@ def batch(size: int) -> np.ndarray:
     return np.random.default_rng(size).normal(size=(size, 4)).astype(np.float32)
 
 
-def pipeline(schedule: str = "1f1b", limit: int | None = None) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 3, 4, schedule, planner="even", memory_limit=limit)
+def pipeline(schedule: str = "1f1b", limit: int | None = None, stages: int | jvpipe.Plan = 3) -> jvpipe.Pipeline:
+    return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, 4, schedule, planner="even", memory_limit=limit)
 
 
 def test_a_stream_takes_batches_of_other_shapes() -> None:
@@ -46,3 +46,17 @@ def test_a_larger_batch_over_the_limit_is_refused_and_the_state_is_whole() -> No
     assert max(pipe.ledger.peak_bytes.values()) <= limit
     enough = pipeline(limit=refused.value.smallest_limit_bytes)
     enough.step(enough.init(PARAMS, batch(8), None), batch(80))
+
+
+def test_a_larger_batch_keeps_the_limit_under_the_plan_that_layers_move_to_before_it() -> None:
+    plans = [jvpipe.Plan.from_cuts(cuts) for cuts in ([1, 1, 1], [3])]
+    pipe = pipeline(stages=plans[0])
+    state, _ = pipe.step(pipe.init(PARAMS, batch(8), None), batch(32))
+    pipe = pipeline(stages=plans[0], limit=max(pipe.ledger.peak_bytes.values()))
+    state = pipe.migrate(pipe.init(PARAMS, batch(8), None), plans[1], at=(0, 2))
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as refused:
+        pipe.step(state, batch(32))
+    state, _ = pipe.step(state, batch(8))
+    assert pipe.plan.cuts == (3,)
+    enough = pipeline(stages=plans[0], limit=refused.value.smallest_limit_bytes)
+    enough.step(enough.migrate(enough.init(PARAMS, batch(8), None), plans[1], at=(0, 2)), batch(32))

@@ -244,10 +244,8 @@ class _Unrolling:
         """Lists the metrics of step n, then the losses of its micro-batches."""
         M, placer = self.timeline.M, self.placer
         losses = [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(n * M, n * M + M)]
-        home = placer.where.home
-        values = [*metrics_of(placer.graph, n * M), *losses]
-        places = [(value, home if (value, home) in placer.current else placer.holder(value)) for value in values]
-        return [placer.current[value, place] for value, place in places if place is not None]
+        buffers = map(placer.metric, (*metrics_of(placer.graph, n * M), *losses))
+        return [b for b in buffers if b is not None]
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
