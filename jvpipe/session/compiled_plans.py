@@ -165,10 +165,10 @@ class CompiledPlans:
         micro = micro_batch_shapes(batch, settings.microbatches)
         params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
         base = self.current if self._by_shapes else None
-        cuts, splits = (base.traced.cuts, base.traced.splits) if base else (None, ())
+        present = base and base.traced
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state, "sharding": settings.sharding}
         with phase("tracing and cutting the loss"):
-            model = trace_model(settings.loss_fn, params, micro, rng, model_state, cuts, splits, **options)
+            model = trace_model(settings.loss_fn, params, micro, rng, model_state, present, **options)
         traced = model.traced
         check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
         if leaves_of:

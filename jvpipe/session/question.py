@@ -1,6 +1,6 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,12 +56,12 @@ class Question:
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
-    def trace(self, examples: int | None = None, cuts: Sequence[int] | None = None) -> Model:
+    def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
         """The model at the shapes of a micro-batch.
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            cuts: of an earlier trace; None: the narrow places.
+            present: the model with other examples, whose layers it is to have; None: it is cut anew.
         """
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
@@ -75,7 +75,7 @@ class Question:
             micro_batch,
             key,
             self.model_state,
-            cuts,
+            present,
             has_aux=self.has_aux,
             has_state=self.has_state,
         )

@@ -1,6 +1,7 @@
 """What is asked of the planner of replicated stages about a model whose shapes alone are known."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,6 +22,7 @@ from jvpipe.session.arguments import whole_number, whole_numbers
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.question import Question
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.reshaped import OtherLayersError
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class ReplicaQuestion:
         for b in smaller(most, self.devices):
             if 1 in costs:
                 break
-            traced = self.question.trace(b, whole.traced.cuts).traced
-            if _operations(traced) == _operations(whole.traced):  # else replicas cannot have so few examples
-                costs[b] = estimate(traced, self.cluster, optimizer, fates=False)
+            with suppress(OtherLayersError):  # then replicas cannot have so few examples
+                traced = self.question.trace(b, whole.traced).traced
+                if _operations(traced) == _operations(whole.traced):  # likewise
+                    costs[b] = estimate(traced, self.cluster, optimizer, fates=False)
         local = local_costs(costs.__getitem__, sorted(costs))
         pins = replace(self.pins, least_slice=1 if 1 in costs else 2)
         problem = ReplicaProblem(local, self.cluster, self.devices, self.batch, self.limit_bytes, pins=pins)

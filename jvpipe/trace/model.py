@@ -1,6 +1,6 @@
 """A model made ready for planning and running: its loss traced, layers stacked for a scan taken apart, cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -12,6 +12,7 @@ from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import trace_loss
+from jvpipe.trace.reshaped import reshaped
 from jvpipe.trace.stacks import Stacks, find_stacks
 
 Tree = Any
@@ -32,8 +33,7 @@ def trace_model(
     micro_batch: Tree,
     rng: jax.Array | None,
     model_state: Tree = None,
-    cuts: Sequence[int] | None = None,
-    splits: Sequence[int] = (),
+    present: Traced | None = None,
     *,
     has_aux: bool = False,
     has_state: bool = False,
@@ -41,22 +41,19 @@ def trace_model(
 ) -> Model:
     """Traces at the shapes of a micro-batch; `params` may be shapes alone.
 
-    `cuts` and `splits` are those of an earlier trace.
-
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays or shapes.
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: with `has_state`.
-        cuts: of an earlier trace; None: the narrow places.
-        splits: of an earlier trace.
+        present: the model at the shapes of another batch, whose layers it is to have; None: it is cut anew.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
         sharding: how parameters lie over the devices of a place, if there are several.
 
     Raises:
-        ValueError: the parameters cannot lie so.
+        ValueError: the parameters cannot lie so, or not in the layers that the model has at present.
     """
     specs = {} if sharding is None else _specs(sharding, params)
     loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
@@ -67,7 +64,7 @@ def trace_model(
     if sharding is not None:
         slices = (_of_slices(path, spec, n) for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True))
         loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
-    return Model(build_graph(loss, cuts, splits), stacks, params)
+    return Model(reshaped(loss, present) if present else build_graph(loss), stacks, params)
 
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
