@@ -58,10 +58,10 @@ def costings(
 
     @cache
     def traced(size: int) -> Model:
-        cuts = None if size == anchors[0] else traced(anchors[0]).traced.cuts
+        present = None if size == anchors[0] else traced(anchors[0]).traced
         batch, state, key = workload.abstract_batch(size), workload.initial_state(), jax.random.key(0)
         aux, stateful = workload.has_aux, workload.has_state
-        return trace_model(workload.loss_fn, params, batch, key, state, cuts, has_aux=aux, has_state=stateful)
+        return trace_model(workload.loss_fn, params, batch, key, state, present, has_aux=aux, has_state=stateful)
 
     @cache
     def pieces() -> OptimizerCut:
