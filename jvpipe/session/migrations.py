@@ -65,6 +65,8 @@ class Migrations:
             step, microbatch = earliest, 0
         old = self.queue[-1].new if self.queue else self._compiled_plans.current
         stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
+        if old.previous and not stream_steps:  # what is in flight by then is known when it is due
+            old = replace(old, previous=None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"

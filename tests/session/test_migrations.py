@@ -1,10 +1,13 @@
 """Migrations wait for their moment, one per step, and are forgotten with their run."""
 
 import jax
+import numpy as np
+import optax
 import pytest
 
 import jvpipe
-from tests.session.tiny import BATCH, HERE, MICRO, THERE, begun
+from jvpipe.schedules import PipeDream
+from tests.session.tiny import BATCH, HERE, MICRO, PARAMS, THERE, begun, loss_fn
 
 
 def test_a_moment_that_is_over_or_none_is_refused_with_those_to_come() -> None:
@@ -75,3 +78,32 @@ def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_
             state = pipe.migrate(state, jvpipe.Plan.from_cuts([3], devices=[2]), at=(0, 1))
         losses.append(float(pipe.step(state, BATCH)[1]["loss"]))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_two_moves_soon_after_each_other_in_a_stream_that_has_not_begun(schedule: str) -> None:
+    """Versions lie for a while where their layer was between the two; asked for before anything is in flight."""
+    places = [(2, 3), (4, 5)]
+    results = []
+    for moves in ([], [(0, 1), (1, 0)], [(0, 3), (1, 2)]):
+        pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.5), HERE, 4, schedule)
+        state = pipe.init(PARAMS, BATCH, None)
+        for at, devices in zip(moves, places[: len(moves)], strict=True):
+            state = pipe.migrate(state, jvpipe.Plan.from_cuts([2, 1], devices=devices), at=at)
+        told = []
+        for after, metrics in pipe.run(state, [BATCH] * 4):
+            state = after
+            told.append(float(metrics["loss"]))
+        assert [change.how for change in pipe.session.history] == ["inside"] * len(moves)
+        results.append((told, jax.tree.map(np.asarray, pipe.params(pipe.drain(state)))))
+    for told, params in results[1:]:
+        assert told == results[0][0]
+        jax.tree.map(np.testing.assert_array_equal, params, results[0][1])
+
+
+def test_a_second_move_may_be_asked_for_before_a_stream_begins() -> None:
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.5), jvpipe.Plan.from_cuts([3]), 4, PipeDream(update_every=2))
+    state = pipe.init(PARAMS, BATCH, None)
+    for at, devices in (((0, 3), (0, 1)), ((1, 2), (3, 1))):
+        state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2], devices=devices), at=at)
+    assert [migration.change.microbatch for migration in pipe.session.migrations.queue] == [3, 2]

@@ -99,7 +99,8 @@ class LastReads:
                     for p in layer.reading(ValueKind.PARAMETER):
                         v = weights.version(p, m, back=back)
                         self._last[p, layout.plan.stages[s].devices[0], v] = number
-                        self._last[p, self._left_at(p, v, m), v] = number
+                        for place in self._left(p, v, m):
+                            self._last[p, place, v] = number
 
     def after(self, p: int, place: int, version: int, task: int) -> bool:
         """Tells whether a version is read at a place after a task.
@@ -112,15 +113,16 @@ class LastReads:
         """
         return self._last.get((p, place, version), -1) > task
 
-    def _left_at(self, p: int, v: int, m: int) -> int:
-        """The place at which a version was made, if its owner has left it; else -1."""
-        if len(self._timeline.spans) == 1:
-            return -1
+    def _left(self, p: int, v: int, m: int) -> set[int]:
+        """The places that a version's owner has been at from when it was made, and has left by a micro-batch."""
+        spans = self._timeline.spans
+        if len(spans) == 1:
+            return set()
         owner = self._timeline.graph.parameters[p].owner
 
         def place(micro: int) -> int:
             layout = self._timeline.layout(micro)
             return layout.plan.stages[layout.stage[owner]].devices[0]
 
-        made = place(max(v * self._timeline.every - 1, 0))
-        return made if made != place(m) else -1
+        made = max(v * self._timeline.every - 1, 0)
+        return {place(micro) for micro in (made, *(span.start for span in spans if made < span.start < m))} - {place(m)}
