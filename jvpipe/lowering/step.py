@@ -205,8 +205,7 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
     return expander.losses(layer, batch, weight)
 
 
-def _lowered(placer: Placer, rows: Sequence[Row], metrics: Iterable[Value]) -> Lowered:
-    values = list(metrics)
-    told = [b for b in map(placer.metric, values) if b is not None]
-    assert len(told) == len(values), "a step makes all of its metrics"
+def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> Lowered:
+    told = [b for b in map(placer.metric, metrics) if b is not None]
+    assert len(told) == len(metrics), "a step makes all of its metrics"
     return live(rows, placer.buffers, placer.persistent, [b for _, b in placer.lasting()], told)

@@ -310,6 +310,17 @@ class Hosts:
         return {i: other for i, (other, _) in enumerate(told) if i != self.process}
 
 
+def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
+    """Does something; of several processes all must succeed in it.
+
+    Args:
+        hosts: the processes, if there are several.
+        name: of what is done.
+        act: does it here.
+    """
+    return hosts.together(name, act) if hosts else act()
+
+
 def _has_come(array: jax.Array) -> bool:
     if not _jax.is_ready(array):
         return False

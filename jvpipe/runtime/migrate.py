@@ -13,9 +13,9 @@ Over several processes nothing is left behind between two steps before every pro
 what fails in one of them leaves all with the old state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,12 +30,11 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Moment
 from jvpipe.runtime.failures import StageError
-from jvpipe.runtime.hosts import Disagreement, Hosts
+from jvpipe.runtime.hosts import Disagreement, Hosts, together
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
-T = TypeVar("T")
 UNFORESEEN = -1
 """Stands for the steps of a stream where a migration is made ready anew when it is due."""
 
@@ -121,15 +120,15 @@ def prepare_migration(
     Raises:
         MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
     """
-    _together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
+    together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
     (step, microbatch), stream_steps = at, old.representative(stream_steps)
     changes = old.plan.replicated or new.plan.replicated
     ways = ["inside"] if (microbatch or stream_steps) and not changes else []
     ways += ["between"] if new.hosts else ["between", "by host"]
     for how in ways:
-        way = _together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))
+        way = together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))
         try:
-            _together(hosts, "limits", lambda peaks=way.peaks: limits.check(peaks, new.devices, "while layers move"))
+            together(hosts, "limits", lambda peaks=way.peaks: limits.check(peaks, new.devices, "while layers move"))
         except MemoryLimitExceeded:
             if how == ways[-1]:
                 raise
@@ -139,11 +138,6 @@ def prepare_migration(
         change = PlanChange(step, way.microbatch, why, old.plan, new.plan, layers, moved_bytes, how)
         return Migration(change, old, way.made, way.bound, stream_steps, way.steps, way.leaving)
     raise AssertionError("the last way raises")
-
-
-def _together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
-    """Does something; of several processes all must succeed in it."""
-    return hosts.together(name, act) if hosts else act()
 
 
 def _way(how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int) -> _Way:

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in, inner_jaxprs
+from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.sharding import Sharding, named_axes, words
 from jvpipe.trace.jaxprs import every
@@ -96,7 +95,7 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
         eqns: of the loss.
         axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
     """
-    for eqn in chain.from_iterable((eqn, *chain.from_iterable(map(every, inner_jaxprs(eqn)))) for eqn in eqns):
+    for eqn in every(eqns):
         if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(axes):
             stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Feeds, Moment
+from jvpipe.runtime.hosts import together
 from jvpipe.runtime.losses import Losses, LossWatch
 from jvpipe.runtime.migrate import Migration, PlanChange
 from jvpipe.runtime.model_change import ModelChange
@@ -276,7 +276,7 @@ class Session:
             limits.check(compiled.peaks, self.settings.devices)
             limits.check(making, self.settings.devices, "while its arrays are made")
 
-        hosts.together("limits", check) if hosts else check()
+        together(hosts, "limits", check)
         self._told_peaks = compiled.plan, told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
         self.known_models.parked.clear()
         self.migrations.begin_run()
@@ -287,8 +287,8 @@ class Session:
 
     def _check_limits(self, compiled: CompiledPlan) -> None:
         """Raises MemoryLimitExceeded, in all processes, if steps at the shapes of another batch keep none."""
-        hosts, check = self.settings.hosts, partial(self.limits.check, compiled.peaks, self.settings.devices)
-        hosts.together("limits", check) if hosts else check()
+        devices = self.settings.devices
+        together(self.settings.hosts, "limits", lambda: self.limits.check(compiled.peaks, devices))
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""
@@ -311,11 +311,13 @@ class Session:
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
         self.adapter.offer(state.step)
-        if (other := self.compiled_plans.for_batch(batch)) is not self.compiled:
+        fitting = self.compiled_plans.for_batch(batch)
+        if fitting is not self.compiled:
             plan = self.migrations.plan_between(state.step)
-            self._check_limits(other if plan == other.plan else self.compiled_plans.with_plan(plan, other))
+            self._check_limits(fitting if plan == fitting.plan else self.compiled_plans.with_plan(plan, fitting))
             state = self.drain(state)
-        state = self.migrations.run_due(state, self.drain, self.compiled_plans.for_batch(batch))
+            fitting = self.compiled_plans.for_batch(batch)  # adopted anew if something was in flight
+        state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
         earlier, feeds = len(self.controller.marks), self.feeds(batch, state.words, state.step, run.bound)

@@ -56,7 +56,7 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     >>> [str(eqn.primitive) for eqn in silent(jax.make_jaxpr(loud)(1.0)).jaxpr.eqns]
     ['add']
     """
-    effects = {effect for eqn in every(closed.jaxpr) if eqn.primitive.name in DEBUGGING for effect in eqn.effects}
+    effects = {effect for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING for effect in eqn.effects}
     return ClosedJaxpr(_without(closed.jaxpr, effects), closed.consts) if effects else closed
 
 
@@ -76,12 +76,12 @@ def _without(jaxpr: Jaxpr, effects: set[Any]) -> Jaxpr:
     return jaxpr.replace(eqns=prune(eqns, jaxpr.outvars), effects=frozenset(jaxpr.effects - effects))
 
 
-def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, also those inside of loops and calls."""
-    for eqn in jaxpr.eqns:
+def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yields equations, and those inside of their loops and calls."""
+    for eqn in eqns:
         yield eqn
         for inner in _jax.inner_jaxprs(eqn):
-            yield from every(inner)
+            yield from every(inner.eqns)
 
 
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:

@@ -274,7 +274,7 @@ def _check_state(old: Tree, new: Tree) -> None:
 
 
 def _check_effects(closed: _jax.ClosedJaxpr) -> None:
-    for eqn in jaxprs.every(closed.jaxpr):
+    for eqn in jaxprs.every(closed.jaxpr.eqns):
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
             raise ValueError(
