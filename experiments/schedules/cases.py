@@ -18,7 +18,9 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.planners import find_planner
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.question import on_cluster
@@ -80,6 +82,11 @@ def drawn(
     forward_s = sum(layer.forward_s for layer in some) / devices
     link = Link(SENT / (send * forward_s), 0.0) if send else INFINITE
     return Problem(Costs(tuple(some), edges), devices, ONE_F_ONE_B, microbatches, peer=link, peer_uses_host=False)
+
+
+def bytes_of_1f1b(problem: Problem) -> int:
+    """What the fullest device holds under 1F1B with everything kept: limits are shares of it."""
+    return evaluate(problem, find_planner("jvpipe").decide(problem)).peak_bytes
 
 
 def drawn_cases() -> Iterator[Case]:

@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import product
 
-from experiments.schedules.cases import DEVICES, HALVES, KB, LAYERS, drawn
+from experiments.schedules.cases import DEVICES, HALVES, KB, LAYERS, bytes_of_1f1b, drawn
 from jvpipe.cost.costs import LayerCost, SplitCost
-from jvpipe.planners import find_planner
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
 
 ROUNDS, SEND, LIMITS = (1, 2), 0.1, (0.8, 0.6)
 PRODUCT_BYTES, PRODUCT_SHARE = 1_050 * KB, 0.5
@@ -31,7 +29,7 @@ def main() -> None:
     columns: list[list[float]] = [[] for _ in range(len(AGAIN) + 1)]
     for devices, rounds, halves, uneven in product(DEVICES, ROUNDS, HALVES, (False, True)):
         free = drawn(devices, devices * rounds, halves, SEND, uneven)
-        full_bytes = evaluate(free, find_planner("jvpipe").decide(free)).peak_bytes
+        full_bytes = bytes_of_1f1b(free)
         for limit in LIMITS:
             problem = replace(free, memory_limit_bytes=int(limit * full_bytes))
             others = [*(again(problem, layers) for layers in AGAIN.values()), for_nothing(problem)]

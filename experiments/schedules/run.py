@@ -18,7 +18,7 @@ from multiprocessing import get_context
 
 import tyro
 
-from experiments.schedules.cases import SHARES, Case, drawn_cases, real_cases
+from experiments.schedules.cases import SHARES, Case, bytes_of_1f1b, drawn_cases, real_cases
 from jvpipe.planners import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
@@ -93,7 +93,7 @@ class Row:
 def row_of(case: Case) -> Row:
     """Plans and simulates a case."""
     free = case.make()
-    full_bytes = evaluate(free, find_planner("jvpipe").decide(free)).peak_bytes
+    full_bytes = bytes_of_1f1b(free)
     problem = replace(free, memory_limit_bytes=case.share and int(case.share * full_bytes))
     planned = {schedule.name: one for schedule in FAMILIES if (one := by_rule(problem, schedule))}
     if (one := by_search(problem)) or planned:

@@ -7,10 +7,8 @@ import sys
 import time
 from dataclasses import replace
 
-from experiments.schedules.cases import SHARES, drawn
-from jvpipe.planners import find_planner
+from experiments.schedules.cases import SHARES, bytes_of_1f1b, drawn
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.model.stage_cost import evaluate
 
 BOUNDS_S = {(100, 8): 5.0, (200, 16): 20.0}
 """By layers and devices."""
@@ -23,7 +21,7 @@ def main() -> int:
     print("| layers, devices | limit | sought, s | bound, s | step, s | comes from |\n|---|---|---|---|---|---|")
     for (layers, devices), bound_s in BOUNDS_S.items():
         free = drawn(devices, 2 * devices, HALVES, SEND, uneven=True, layers=layers)
-        full_bytes = evaluate(free, find_planner("jvpipe").decide(free)).peak_bytes
+        full_bytes = bytes_of_1f1b(free)
         for share in SHARES:
             problem = replace(free, memory_limit_bytes=share and int(share * full_bytes))
             start_s = time.process_time()
