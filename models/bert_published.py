@@ -6,7 +6,6 @@ Layer norm stands after each sublayer; positions and segments have vectors of th
 segment); there is no next-sentence task.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import Block, TransformerConfig, dropped, embedding, layer_norm, linear, normed
-from jvpipe.models.weights import Format, Source, only
+from jvpipe.models.folder_settings import Settings
+from jvpipe.models.weights import Folder, Format, Source
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
@@ -66,11 +66,20 @@ class Head(nnx.Module):
         return tokens.attend(y).astype(jnp.float32) + self.bias[...][None, None]
 
 
-def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `BertConfig` that config.json tells."""
-    only(told, "hidden_act", "gelu")
-    only(told, "type_vocab_size", 2)
-    only(told, "position_embedding_type", "absolute")
+    dropout = told.get("hidden_dropout_prob", 0.1)
+    for key, known in (
+        ("hidden_act", "gelu"),
+        ("type_vocab_size", 2),
+        ("position_embedding_type", "absolute"),
+        ("attention_probs_dropout_prob", dropout),
+        ("is_decoder", False),
+        ("add_cross_attention", False),
+        ("is_encoder_decoder", False),
+        ("tie_word_embeddings", True),
+    ):
+        told.only(key, known)
     positions = told["max_position_embeddings"]
     return {
         "blocks": told["num_hidden_layers"],
@@ -81,7 +90,7 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": min(128, positions),
         "feed_forward": told["intermediate_size"],
         "epsilon": told.get("layer_norm_eps", 1e-12),
-        "dropout": told.get("hidden_dropout_prob", 0.1),
+        "dropout": dropout,
         "published": True,
     }
 
@@ -106,5 +115,17 @@ def _sources(config: TransformerConfig) -> dict[str, Source]:
     return sources | {"head.bias": Source(("cls.predictions.bias",))}
 
 
-FORMAT = Format(_fields, _sources, ("pooler", "seq_relationship", "position_ids", "cls.predictions.decoder"))
-"""BertForMaskedLM and BertForPreTraining."""
+FORMAT = Format(
+    _fields,
+    _sources,
+    harmless=(
+        *("directionality", "initializer_range", "pooler_fc_size", "pooler_num_attention_heads"),
+        *("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    ),
+    copies={
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=("pooler.dense.*", "cls.seq_relationship.*", "embeddings.position_ids"),
+)
+"""BertForMaskedLM and BertForPreTraining; whether sentences follow each other is not predicted."""

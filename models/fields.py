@@ -44,7 +44,7 @@ def with_fields(kind: str, config: Config, given: Mapping[str, Any]) -> Config:
 
 
 def _read(told: str, value: Any, present: Any) -> Any:
-    """A value as the type of the present one; of none that is a number, if it can be."""
+    """A value as the type of the present one; of none that is a truth or a number, if it can be."""
     if not isinstance(value, str) or isinstance(present, str):
         return value
     match present:
@@ -58,6 +58,8 @@ def _read(told: str, value: Any, present: Any) -> Any:
             except ValueError:
                 wanted = "a whole number" if isinstance(present, int) else "a number"
                 raise ValueError(f"{told} is {present}: give {wanted}, not '{value}'") from None
+        case None if value.lower() in ("true", "false"):
+            return value.lower() == "true"
         case None:
             return next((number for kind in (int, float) if (number := _number(kind, value)) is not None), value)
         case _:

@@ -6,7 +6,7 @@ Layer norm stands before each sublayer and after the last block; positions are l
 token embedding transposed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from jvpipe.models.blocks import (
     normed,
     predicting,
 )
-from jvpipe.models.weights import Format, Source, linear, norm, only, table
+from jvpipe.models.folder_settings import Settings
+from jvpipe.models.weights import Folder, Format, Source, linear, norm, table
 from jvpipe.models.workload import Data, Workload, sized
 
 
@@ -121,9 +122,21 @@ def open_data(config: TextConfig, data_path: Path | None, run_dir: Path, seed: i
     return open_next_tokens(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
 
 
-def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `Gpt2Config` that config.json tells."""
-    only(told, "activation_function", "gelu_new")
+    dropout = told.get("resid_pdrop", 0.1)
+    for key, *known in (
+        ("activation_function", "gelu_new"),
+        ("embd_pdrop", dropout),
+        ("attn_pdrop", dropout),
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+        ("is_encoder_decoder", False),
+        ("is_decoder", False, True),
+        ("tie_word_embeddings", True),
+    ):
+        told.only(key, *known)
     return {
         "blocks": told["n_layer"],
         "width": told["n_embd"],
@@ -133,7 +146,7 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": told["n_positions"],
         "feed_forward": told.get("n_inner") or 0,
         "epsilon": told.get("layer_norm_epsilon", 1e-5),
-        "dropout": told.get("resid_pdrop", 0.1),
+        "dropout": dropout,
     }
 
 
@@ -151,8 +164,18 @@ def _sources(config: Gpt2Config) -> dict[str, Source]:
     return sources
 
 
-FORMAT = Format(_fields, _sources, (".attn.bias", ".attn.masked_bias", "lm_head"))
-"""GPT2LMHeadModel and GPT2Model."""
+FORMAT = Format(
+    _fields,
+    _sources,
+    harmless=(
+        *("initializer_range", "n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+        *("summary_use_proj", "vocab"),
+    ),
+    copies={"lm_head.weight": "wte.weight"},
+    ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
+)
+"""GPT2LMHeadModel and GPT2Model; the masks of attention are no weights."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:

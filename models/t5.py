@@ -43,7 +43,8 @@ class T5Config(TransformerConfig):
     """The shape of a T5; `blocks` are those of the encoder, and as many has the decoder.
 
     `published`: as in the paper (`t5_published.py`), with heads of `head_width`, `buckets` for distances up to
-    `distance`, a feed-forward network that may be `gated`, and a projection `tied` to the embedding or not.
+    `distance`, a feed-forward network that may be `gated`, and a projection `tied` to the embedding or not; it reads
+    vectors that are `scaled` by D^-0.5, or are not. None: those for a tied one are.
     """
 
     vocabulary: int = 32128
@@ -54,6 +55,7 @@ class T5Config(TransformerConfig):
     distance: int = 128
     gated: bool = False
     tied: bool = True
+    scaled: bool | None = None
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
         """Less, the farther away a token is."""

@@ -7,7 +7,7 @@ learned distances, one table for all blocks of the encoder and one for those of 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import Parts, TransformerConfig, dropped, embedding, mixture
-from jvpipe.models.weights import Format, Source, only
+from jvpipe.models.folder_settings import Settings
+from jvpipe.models.weights import Folder, Format, Source
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
 
 Key = jax.Array | None
+_TABLE, _HEAD = "shared.weight", "lm_head.weight"
+"""The tensors that are one if the projection is tied to the embedding."""
 
 
 def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[Array, "T T"]:
@@ -158,13 +161,16 @@ class Head(nnx.Module):
     """From a position's vector to the logits of the next token, by the embedding if that is `tied`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        self.norm, self.scale = _norm(config, rngs), config.width**-0.5
-        self.output = None if config.tied else _linear(config, rngs, config.width, config.vocabulary, self.scale)
+        spread = config.width**-0.5
+        scaled = config.tied if config.scaled is None else config.scaled
+        self.norm, self.scale = _norm(config, rngs), spread if scaled else None
+        self.output = None if config.tied else _linear(config, rngs, config.width, config.vocabulary, spread)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32."""
         x = _normed(self.norm, x)
-        logits = tokens.attend(x * self.scale) if self.output is None else self.output(x)
+        x = x if self.scale is None else x * self.scale
+        logits = tokens.attend(x) if self.output is None else self.output(x)
         return logits.astype(jnp.float32)
 
 
@@ -229,10 +235,25 @@ def _keys(key: Key, count: int) -> Any:
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
-def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `T5Config` that config.json tells."""
-    only(told, "feed_forward_proj", "relu", "gated-gelu")
-    only(told, "num_decoder_layers", told["num_layers"], None)
+def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+    """The fields of a `T5Config` that a folder tells.
+
+    Newer config.json say of every head that it is tied: what it is, its tensor tells. Older ones do not say whether
+    logits are `scaled`: they are unless the embedding is told not to be tied.
+    """
+    gated = told.get("feed_forward_proj", "relu") == "gated-gelu"
+    tied = told.get("tie_word_embeddings", True)
+    for key, *known in (
+        ("feed_forward_proj", "relu", "gated-gelu"),
+        ("is_gated_act", gated),
+        ("dense_act_fn", "gelu_new" if gated else "relu"),
+        ("num_decoder_layers", told["num_layers"], None),
+        ("is_encoder_decoder", True),
+        ("is_decoder", False),
+        ("tie_word_embeddings", True, False),
+        ("scale_decoder_outputs", tied, not tied),
+    ):
+        told.only(key, *known)
     return {
         "blocks": told["num_layers"],
         "width": told["d_model"],
@@ -245,22 +266,23 @@ def _fields(told: Mapping[str, Any]) -> dict[str, Any]:
         "distance": told.get("relative_attention_max_distance", 128),
         "epsilon": told.get("layer_norm_epsilon", 1e-6),
         "dropout": told.get("dropout_rate", 0.1),
-        "gated": told.get("feed_forward_proj", "relu") == "gated-gelu",
-        "tied": told.get("tie_word_embeddings", True),
+        "gated": gated,
+        "tied": _HEAD not in folder.files or folder.repeats(_HEAD, _TABLE),
+        "scaled": told.get("scale_decoder_outputs", tied),
         "published": True,
     }
 
 
 def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    sources = table_of("embeddings.tokens", "shared")
+    sources = table_of("embeddings.tokens", _TABLE.removesuffix(".weight"))
     for half, own in (("encoder", "read"), ("decoder", "head")):
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
         sources |= table_of(f"{half}_distances.table", first)
         sources |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
             sources |= _block(config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder")
-    return sources | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
+    return sources | ({} if config.tied else linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False))
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
@@ -278,5 +300,11 @@ def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, S
     return sources
 
 
-FORMAT = Format(_fields, _sources, ("embed_tokens", "lm_head", "1.EncDecAttention.relative_attention_bias"))
-"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1."""
+FORMAT = Format(
+    _fields,
+    _sources,
+    harmless=("initializer_factor", "n_positions", "vocab"),
+    copies={"encoder.embed_tokens.weight": _TABLE, "decoder.embed_tokens.weight": _TABLE, _HEAD: _TABLE},
+    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+)
+"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1; of looks at what was read, distances are never used."""

@@ -3,15 +3,20 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jvpipe.models.folder_settings import Settings
+
 _PREFIXES = ("bert.", "transformer.")
 _ALSO = {".gamma": ".weight", ".beta": ".bias"}
 """Endings of names that have changed."""
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Types of numbers that are read."""
 
 
 class Source(NamedTuple):
@@ -19,19 +24,6 @@ class Source(NamedTuple):
 
     names: tuple[str, ...]
     turned: bool = False
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a kind of model lies in folders.
-
-    `fields` maps what config.json tells to fields of our configuration; `sources` maps a configuration to the source
-    of each parameter, by its path joined by dots. Tensors whose names hold one of `ignored` are not read.
-    """
-
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]]
-    sources: Callable[[Any], dict[str, Source]]
-    ignored: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,10 +41,38 @@ class Folder:
             return tuple(tensors.get_slice(own).get_shape())
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor in float32."""
+        """A tensor in float32.
+
+        Raises:
+            ValueError: its numbers are of a type that stands for others, as those of quantized models.
+        """
         file, own = self.files[name]
         with safe_open(file, "numpy") as tensors:
+            dtype = tensors.get_slice(own).get_dtype()
+            if dtype not in _DTYPES:
+                raise ValueError(f"{file}: {own} is of {dtype}: save the model in one of {', '.join(_DTYPES)}")
             return tensors.get_tensor(own).astype(np.float32)
+
+    def repeats(self, name: str, other: str) -> bool:
+        """Whether a tensor has the numbers of another."""
+        return other in self.files and np.array_equal(self.array(name), self.array(other))
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of model lies in folders.
+
+    `fields` maps the settings of a folder to fields of our configuration; settings that it does not ask for and that
+    are not `harmless` are refused. `sources` maps a configuration to the source of each parameter, by its path joined
+    by dots. Of other tensors, `copies` maps those that repeat a source to it, and patterns of `ignored` tell those
+    that our model has no use for.
+    """
+
+    fields: Callable[[Settings, Folder], dict[str, Any]]
+    sources: Callable[[Any], dict[str, Source]]
+    harmless: tuple[str, ...]
+    copies: Mapping[str, str]
+    ignored: tuple[str, ...]
 
 
 def open_folder(path: Path) -> Folder:
@@ -62,14 +82,17 @@ def open_folder(path: Path) -> Folder:
         ValueError: there is none, or a file of it cannot be read.
     """
     try:
-        told = json.loads((path / "config.json").read_text())
+        told = _table(path / "config.json")
         index = path / "model.safetensors.index.json"
-        parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        parts = set(map(str, _table(index, "weight_map").values())) if index.exists() else {"model.safetensors"}
         files: dict[str, tuple[Path, str]] = {}
         for part in sorted(parts):
             with safe_open(path / part, "numpy") as tensors:
-                files |= {usual(name): (path / part, name) for name in tensors.keys()}  # noqa: SIM118 - no dict
-    except (OSError, ValueError, KeyError, SafetensorError) as problem:
+                for name in tensors.keys():  # noqa: SIM118 - no dict
+                    twin = files.setdefault(usual(name), (path / part, name))[1]
+                    if twin != name:
+                        raise ValueError(f"{twin} and {name} are two tensors for one parameter")
+    except (OSError, ValueError, RecursionError, SafetensorError) as problem:
         told = (
             f"{problem.filename}: {problem.strerror}" if isinstance(problem, OSError) and problem.filename else problem
         )
@@ -78,6 +101,15 @@ def open_folder(path: Path) -> Folder:
             f"transformers writes them ({told})"
         ) from problem
     return Folder(path, told, files)
+
+
+def _table(path: Path, key: str | None = None) -> dict[str, Any]:
+    """What a file of JSON maps names to, or what it has under a key."""
+    told = json.loads(path.read_text())
+    table = told.get(key) if key is not None and isinstance(told, dict) else told
+    if not isinstance(table, dict):
+        raise ValueError(f"{path.name} {'maps no names' if key is None else f'has no {key}'}")
+    return table
 
 
 def usual(name: str) -> str:
@@ -91,6 +123,21 @@ def usual(name: str) -> str:
     for old, new in _ALSO.items():
         name = name.removesuffix(old) + new if name.endswith(old) else name
     return name
+
+
+def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
+    """The fields of a model's configuration, read from a folder of its kind.
+
+    Raises:
+        ValueError: a setting has a value that our model lacks, or is not known, or a needed one is missing.
+    """
+    settings = Settings(folder.told)
+    try:
+        fields = form.fields(settings, folder)
+    except KeyError as missing:
+        raise ValueError(f"config.json does not tell {missing}") from missing
+    settings.all_understood(form.harmless)
+    return fields
 
 
 def read_params(folder: Folder, form: Format, config: Any, shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +161,22 @@ def read_params(folder: Folder, form: Format, config: Any, shapes: Mapping[str, 
         if there != shape:
             told = "is missing" if there is None else f"is {list(there)}"
             raise ValueError(f"{folder.path} is of another architecture: {name} {told} there, {list(shape)} here")
-    for name in folder.files:
-        if name not in wanted and not any(part in name for part in form.ignored):
-            there = list(folder.shape(name))
-            raise ValueError(f"{folder.path} is of another architecture: {name} is {there} there, missing here")
+    for name in sorted(folder.files.keys() - wanted):
+        _check_unread(folder, form, name)
     return _read(folder, sources, shapes)
+
+
+def _check_unread(folder: Folder, form: Format, name: str) -> None:
+    """Checks that nothing is lost with a tensor that no parameter is read from."""
+    if name in form.copies:
+        if not folder.repeats(name, form.copies[name]):
+            raise ValueError(
+                f"{folder.path} is of another architecture: {name} differs there from {form.copies[name]}, "
+                "here both are one parameter"
+            )
+    elif not any(fnmatchcase(name, pattern) for pattern in form.ignored):
+        there = list(folder.shape(name))
+        raise ValueError(f"{folder.path} is of another architecture: {name} is {there} there, missing here")
 
 
 def _leaves(shapes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -169,11 +227,3 @@ def norm(path: str, name: str, bias: bool = True) -> dict[str, Source]:
 def table(path: str, name: str) -> dict[str, Source]:
     """The source of a table of vectors."""
     return {f"{path}.embedding": Source((f"{name}.weight",))}
-
-
-def only(told: Mapping[str, Any], key: str, *known: Any) -> None:
-    """Raises ValueError for a setting of config.json that our model does not have; what is not told is the first."""
-    if told.get(key, known[0]) not in known:
-        raise ValueError(
-            f"config.json has {key} {told[key]!r}: of such models only {' or '.join(map(repr, known))} is known"
-        )

@@ -30,16 +30,14 @@ def as_in_folder(options: Options) -> Options:
         raise ValueError(f"{told}: a run that is resumed has its parameters, leave it out")
     if options.model not in _SIZES:
         raise ValueError(f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}")
-    from jvpipe.models.weights import open_folder  # needs an extra
+    from jvpipe.models.weights import open_folder, read_fields  # needs an extra
 
     folder = open_folder(Path(options.init_from))
     kind = folder.told.get("model_type")
     if kind != options.model:
         raise ValueError(f"{told} is a folder of {kind}, and --model is {options.model}: give --model {kind}")
     try:
-        fields = format_of(options.model).fields(folder.told)
-    except KeyError as missing:
-        raise ValueError(f"{told}: config.json does not tell {missing}") from missing
+        fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
         raise ValueError(f"{told}: {problem}") from problem
     if options.size is not None:

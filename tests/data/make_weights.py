@@ -1,4 +1,4 @@
-"""Makes tests/data/weights: tiny random BERT, GPT-2 and T5 as transformers saves them, each with its logits.
+"""Makes tests/data/weights: tiny random BERT, GPT-2 and T5s as transformers saves them, each with its logits.
 
     python tests/data/make_weights.py tests/data/weights
 
@@ -42,7 +42,7 @@ def gpt2() -> tuple[Any, dict[str, Any]]:
     return transformers.GPT2LMHeadModel(config), {"tokens": ids(2)}
 
 
-def t5() -> tuple[Any, dict[str, Any]]:
+def t5(**more: Any) -> tuple[Any, dict[str, Any]]:
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=16,
@@ -52,8 +52,16 @@ def t5() -> tuple[Any, dict[str, Any]]:
         num_heads=2,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=10,
+        **more,
     )
     return transformers.T5ForConditionalGeneration(config), {"inputs": ids(3), "tokens": ids(4)}
+
+
+def t5_untied() -> tuple[Any, dict[str, Any]]:
+    """As version 1.1: gated, with a head of its own, which config.json does not tell."""
+    model, batch = t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 16))
+    return model, batch
 
 
 def shaken(model: Any) -> None:
@@ -64,13 +72,13 @@ def shaken(model: Any) -> None:
 
 
 def main(folder: Path) -> None:
-    for make in (bert, gpt2, t5):
+    for make in (bert, gpt2, t5, t5_untied):
         torch.manual_seed(0)
         model, batch = make()
         shaken(model)
         model.eval()
         given = {"decoder_input_ids": batch["tokens"], "input_ids": batch.get("inputs", batch["tokens"])}
-        if make is not t5:
+        if make not in (t5, t5_untied):
             del given["decoder_input_ids"]
         with torch.no_grad():
             logits = model(**given).logits

@@ -14,31 +14,177 @@ from safetensors.numpy import load_file, save_file
 from jvpipe import models
 from jvpipe.cli.export import parameter_names
 from jvpipe.models import bert, gpt2, t5
-from jvpipe.models.weights import Format, open_folder, read_params
+from jvpipe.models.weights import Format, open_folder, read_fields, read_params
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "weights"
-MODELS = {"bert": bert, "gpt2": gpt2, "t5": t5}
+MODELS = {"bert": bert, "gpt2": gpt2, "t5": t5, "t5_untied": t5}
 
 
 def given(name: str, path: Path, **options: Any) -> tuple[Any, Any]:
     """The configuration and the parameters of a folder."""
     form: Format = MODELS[name].FORMAT
     folder = open_folder(path)
-    config = models.load(name, **(form.fields(folder.told) | options)).config
+    config = models.load(name.split("_")[0], **(read_fields(folder, form) | options)).config
     shapes = jax.eval_shape(MODELS[name].parts(config).init, jax.random.key(0))
     return config, read_params(folder, form, config, shapes)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_logits_are_those_of_transformers(name: str) -> None:
-    config, params = given(name, WEIGHTS / name)
+def logits(name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Those of a folder's model, and those that transformers found for the folder of this name."""
+    config, params = given(name, path)
     told = load_file(WEIGHTS / name / "logits.safetensors")
     batch = {key: jnp.asarray(value) for key, value in told.items() if key != "logits"}
     if name == "bert":
         batch["positions"] = jnp.broadcast_to(jnp.arange(12), (2, 12))
-    logits = jax.jit(MODELS[name].logits_function(config))(params, batch, None)
     assert float(np.std(told["logits"])) > 0.1
-    np.testing.assert_allclose(logits[:, :, ::7], told["logits"], rtol=0, atol=1e-4)
+    return np.asarray(jax.jit(MODELS[name].logits_function(config))(params, batch, None)[:, :, ::7]), told["logits"]
+
+
+def changed(name: str, into: Path, **settings: Any) -> Path:
+    """A copy of a folder whose config.json has other settings; None: it lacks them."""
+    shutil.copytree(WEIGHTS / name, into)
+    told = json.loads((into / "config.json").read_text()) | settings
+    (into / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    return into
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_transformers(name: str) -> None:
+    ours, theirs = logits(name, WEIGHTS / name)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "factor"),
+    [
+        ("t5", {"scale_decoder_outputs": False}, 16**0.5),
+        ("t5_untied", {"scale_decoder_outputs": True}, 16**-0.5),
+        ("t5", {"scale_decoder_outputs": None}, 1),
+        ("t5_untied", {"scale_decoder_outputs": None, "tie_word_embeddings": False}, 1),
+    ],
+)
+def test_whether_logits_are_scaled_is_told_apart_from_whose_head_it_is(
+    tmp_path: Path, name: str, settings: dict[str, bool | None], factor: float
+) -> None:
+    ours, theirs = logits(name, changed(name, tmp_path / "t5", **settings))
+    np.testing.assert_allclose(ours, factor * theirs, rtol=0, atol=1e-4 * max(1, factor))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("gpt2", {"rope_theta": 1e4}, "config.json has rope_theta 10000.0, which is not known here: .* take the key"),
+        ("t5", {"quantization_config": {"bits": 8}}, "has quantization_config {'bits': 8}, which is not known"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx True: of such models only False is known"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings False: of such models only True is known"),
+        ("bert", {"is_decoder": True}, "is_decoder True: of such models only False is known"),
+        ("bert", {"attention_probs_dropout_prob": 0.0}, "prob 0.0: of such models only 0.1 is known"),
+        ("bert", {"pruned_heads": {"0": [1]}}, "pruned_heads {'0': .1.}: of such models only {} or None is known"),
+        ("t5", {"dense_act_fn": "gelu"}, "dense_act_fn 'gelu': of such models only 'relu' is known"),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "'gated-silu': of such models only 'relu' or 'gated-gelu'"),
+        ("t5", {"d_kv": None}, "config.json does not tell 'd_kv'"),
+    ],
+)
+def test_a_setting_that_may_change_what_is_computed_is_refused(
+    tmp_path: Path, name: str, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        given(name, changed(name, tmp_path / name, **settings))
+
+
+PUBLISHED = {
+    "bert": {
+        "finetuning_task": None,
+        "gradient_checkpointing": False,
+        "directionality": "bidi",
+        "torch_dtype": "float16",
+        "pooler_fc_size": 768,
+        "pooler_type": "first_token_transform",
+        "position_embedding_type": "absolute",
+        "_name_or_path": "bert",
+        "output_past": True,
+        "id2label": {"0": "no"},
+        "classifier_dropout": 0.5,
+    },
+    "gpt2": {
+        "n_ctx": 16,
+        "model_max_length": 16,
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+        "gradient_checkpointing": False,
+        "_num_labels": 1,
+        "n_special": 0,
+        "predict_special_tokens": True,
+    },
+    "t5": {
+        "n_positions": 512,
+        "output_past": True,
+        "decoder_start_token_id": 0,
+        "max_length": 20,
+        "num_beams": 4,
+        "task_specific_params": {"summarization": {"prefix": "summarize: "}},
+        "tokenizer_class": "T5Tokenizer",
+    },
+}
+"""What configurations of published models hold beside what newer ones do."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_of_published_models_are_understood(tmp_path: Path, name: str) -> None:
+    folder = open_folder(changed(name, tmp_path / name, **PUBLISHED[name]))
+    there = open_folder(WEIGHTS / name)
+    assert read_fields(folder, MODELS[name].FORMAT) == read_fields(there, MODELS[name].FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "source"),
+    [
+        ("gpt2", "lm_head.weight", "transformer.wte.weight"),
+        ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("t5", "encoder.embed_tokens.weight", "shared.weight"),
+    ],
+)
+def test_a_tensor_that_repeats_another_is_to_be_equal_to_it(
+    tmp_path: Path, name: str, tensor: str, source: str
+) -> None:
+    file = changed(name, tmp_path / name) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {tensor: tensors[source]}, file)
+    given(name, file.parent)
+    save_file(tensors | {tensor: tensors[source] + 1}, file)
+    with pytest.raises(ValueError, match=f"{tensor} differs there from .*, here both are one parameter"):
+        given(name, file.parent)
+
+
+def test_a_head_that_repeats_the_embedding_is_tied(tmp_path: Path) -> None:
+    file = changed("t5", tmp_path / "t5") / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["shared.weight"]}, file)
+    assert given("t5", file.parent)[0].tied
+    with pytest.raises(ValueError, match=r"lm_head.weight differs there from shared.weight"):
+        given("t5_untied", WEIGHTS / "t5_untied", tied=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"h.0.attn.lora": np.ones(2, np.float32)}, r"h.0.attn.lora is \[2\] there, missing here"),
+        ({"h.0.attn.c_attn.bias_scale": np.ones(1, np.float32)}, r"bias_scale is \[1\] there, missing here"),
+        ({"wte.weight": np.ones((300, 16), np.float32)}, "are two tensors for one parameter"),
+        ({"transformer.ln_f.weight": np.ones(16, np.int8)}, "ln_f.weight is of I8: save the model in one of F64, F32"),
+    ],
+)
+def test_a_tensor_that_nobody_reads_is_refused(tmp_path: Path, tensors: dict[str, np.ndarray], told: str) -> None:
+    file = changed("gpt2", tmp_path / "gpt2") / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+    with pytest.raises(ValueError, match=told):
+        given("gpt2", file.parent)
+
+
+def test_masks_and_positions_are_no_weights(tmp_path: Path) -> None:
+    file = changed("gpt2", tmp_path / "gpt2") / "model.safetensors"
+    buffers = {f"transformer.h.1.attn.{name}": np.ones((1, 1, 4, 4), np.float32) for name in ("bias", "masked_bias")}
+    save_file(load_file(file) | buffers, file)
+    jax.tree.map(np.testing.assert_array_equal, given("gpt2", file.parent)[1], given("gpt2", WEIGHTS / "gpt2")[1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,9 +242,12 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="holds no weights"):
         open_folder(tmp_path)
-
-
-def test_a_setting_that_is_not_known_is_refused() -> None:
-    told = json.loads((WEIGHTS / "t5" / "config.json").read_text())
-    with pytest.raises(ValueError, match="feed_forward_proj 'gated-silu': of such models only 'relu' or 'gated-gelu'"):
-        t5.FORMAT.fields(told | {"feed_forward_proj": "gated-silu"})
+    for config in ("[1]", '"text"', "[" * 100_000):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ValueError, match="holds no weights"):
+            open_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for index in ("[]", "{}", '{"weight_map": ["part"]}', '{"weight_map": {"a": [1]}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match="holds no weights"):
+            open_folder(tmp_path)
