@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from jvpipe.ir.kinds import Kind
 
-_TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)")
+_TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
+_OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""Kinds that lists of torch have too, by the same letters."""
 
 
 class Task(NamedTuple):
@@ -39,10 +41,33 @@ class Task(NamedTuple):
 TaskLists = tuple[tuple[Task, ...], ...]
 
 
-def write_csv(path: str | Path, lists: TaskLists) -> None:
-    """Writes task lists, a line per stage, as torch.distributed.pipelining reads them."""
+def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
+    """Writes task lists, a line per device, as torch.distributed.pipelining reads them (`compute_only`).
+
+    Args:
+        path: of the file.
+        lists: the tasks of each device, or their text, as `Plan.tasks` holds them.
+
+    Raises:
+        ValueError: there are none, a text is no task, or torch has no word for a task.
+    """
+    if not lists or isinstance(lists, str):
+        raise ValueError(
+            f"{lists!r} holds no lists: give plan.tasks of a plan whose order was chosen, else those of a rule, "
+            "jvpipe.schedules.find_schedule('1f1b').tasks(devices, microbatches)"
+        )
+    rows = [row.split() if isinstance(row, str) else row for row in lists]
+    told = [[_for_torch(str(task)) for task in row] for row in rows]
     with Path(path).open("w", newline="") as file:
-        csv.writer(file).writerows([[str(task) for task in row] for row in lists])
+        csv.writer(file).writerows(told)
+
+
+def _for_torch(text: str) -> str:
+    """The text of a task that torch has a word for."""
+    task = Task.parse(text)
+    if task.kind not in _OF_TORCH:
+        raise ValueError(f"{task} cannot be written: torch knows {', '.join(_OF_TORCH)}, and adds all else itself")
+    return str(task)
 
 
 def read_csv(path: str | Path) -> TaskLists:

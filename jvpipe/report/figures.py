@@ -20,6 +20,9 @@ from jvpipe.report.timeline import COMPUTE, in_order
 from jvpipe.simulate.timeline import Curve, Timeline
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
+_THIN_PT, _SEEN_PT = 3.0, 0.8
+"""Boxes up to the first width have no white edge, and none is narrower than the second: it would vanish."""
+_Corners = list[tuple[float, float]]
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
 
 
@@ -72,12 +75,12 @@ def timeline_figure(
 def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float) -> None:
     """Boxes; the first row is the top one."""
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
-    by_look: dict[tuple[str, str], list[tuple[list[tuple[float, float]], float]]] = {}
+    by_look: dict[tuple[str, str], list[tuple[_Corners, float]]] = {}
     for span in spans:
         low, high = bottoms[span.device] + _GAP, bottoms[span.device] + rows[span.device] - _GAP
         corners = [(span.start_s, low), (span.start_s, high), (span.end_s, high), (span.end_s, low)]
         width_pt = (span.end_s - span.start_s) / total_s * _WIDTH * 72 * 0.9
-        by_look.setdefault(KINDS[span.kind].look, []).append((corners, 0.5 if width_pt > 3 else 0.0))
+        by_look.setdefault(KINDS[span.kind].look, []).append((corners, width_pt))
         label = str(span.args.get("microbatch", ""))
         size = 7.5 if rows[span.device] > 0.3 else 5.5
         if not label.startswith("-") and width_pt > size * (0.6 * len(label) + 0.3):
@@ -85,8 +88,7 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
                 (span.start_s + span.end_s) / 2, (low + high) / 2, label, ha="center", va="center_baseline", size=size
             )
     for (_, colour), boxes in by_look.items():
-        shapes, edges = zip(*boxes, strict=True)
-        axes.add_collection(PolyCollection(shapes, facecolors=colour, edgecolors="white", linewidths=edges))
+        _draw_boxes(axes, colour, boxes)
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
     axes.set_yticks([bottoms[row] + rows[row] / 2 for row in rows], list(rows))
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
@@ -95,6 +97,23 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
     axes.spines[:].set_visible(False)
     known = [look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look]
     _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
+
+
+def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
+    """Boxes with their widths in points; thin ones lie on top, since a neighbour's white edge may be wider."""
+    wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
+    axes.add_collection(PolyCollection(wide, facecolors=colour, edgecolors="white", linewidths=0.5))
+    thin = [(corners, width_pt) for corners, width_pt in boxes if width_pt <= _THIN_PT]
+    axes.add_collection(
+        PolyCollection(
+            [corners for corners, _ in thin],
+            facecolors=colour,
+            edgecolors=colour,
+            linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
+            snap=False,  # to the nearest pixel's edge both sides of a narrow box are the same
+            zorder=1.5,
+        )
+    )
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limits: Sequence[int]) -> None:

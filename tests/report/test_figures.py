@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.span import Span
 from jvpipe.report.figures import timeline_figure
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -16,6 +18,40 @@ from jvpipe.simulate.stages import StageLoad
 def words(path: Path) -> str:
     """What an svg says: its writer leaves each text in a comment."""
     return "\n".join(line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- "))
+
+
+def sends_by_row(path: Path) -> np.ndarray:
+    """How many marks in the colour of sends each row of pixels has, between the labels and the legend."""
+    dark = 1 - plt.imread(path)[:, 100:1380, :3]
+    ink = 1 - np.asarray(to_rgb(KINDS[Kind.SEND].look[1]))
+    share = dark @ ink / (ink @ ink)
+    plain = np.abs(dark - share[:, :, None] * ink).max(2) < 0.05
+    marked = np.pad((share > 0.25) & (share < 1.05) & plain, ((0, 0), (1, 0))).astype(int)
+    return (np.diff(marked, axis=1) == 1).sum(1)
+
+
+@pytest.mark.parametrize("width_s", [0.0, 1e-4, 3e-3])
+def test_every_box_is_seen_however_thin(tmp_path: Path, width_s: float) -> None:
+    starts_s = np.linspace(0.1, 0.9, 48) + np.random.default_rng(0).uniform(0, 1e-3, 48)
+    sends = [Span("stage 0 to 1", f"0SEND{m}", s, s + width_s, Kind.SEND) for m, s in enumerate(starts_s)]
+    path = tmp_path / "sends.png"
+    timeline_figure([Span("stage 0", "0F0", 0.0, 1.0, Kind.F), *sends], path)
+    assert 48 in sends_by_row(path)
+
+
+def test_a_thin_box_between_wide_ones_is_seen(tmp_path: Path) -> None:
+    work = [Span("stage 0", f"0F{m}", 0.1 * m, 0.1 * (m + 1), Kind.F) for m in range(10)]
+    copies = [Span("stage 0", f"0SEND{m}", 0.1 * m, 0.1 * m + 1e-5, Kind.SEND) for m in range(1, 10)]
+    path = tmp_path / "between.png"
+    timeline_figure([*copies, *work], path)
+    assert 9 in sends_by_row(path)
+
+
+def test_the_picture_of_the_readme_shows_all_sends() -> None:
+    by_row = sends_by_row(Path(__file__).parents[2] / "docs" / "plan.png")
+    edges = np.flatnonzero(np.diff(np.pad(by_row == 8, 1)))
+    heights = edges[1::2] - edges[::2]
+    assert (heights > 10).sum() == 6  # a row for each direction between four stages, eight sends in each
 
 
 def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:
