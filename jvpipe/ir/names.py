@@ -20,3 +20,18 @@ def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean '{close[0]}'? " if close else ""
     return f"unknown {kind} '{name}': {guess}There are {', '.join(known) or 'none'}"
+
+
+def nearest(name: str, known: Sequence[str], most: int = 4) -> list[str]:
+    """The known names that a name or a pattern is most like, the closest first.
+
+    >>> nearest("*/atention/*", ["embed/dot_0", "blocks/0/mlp/dot_0", "blocks/0/attention/dot_0"], most=1)
+    ['blocks/0/attention/dot_0']
+    """
+    matcher = difflib.SequenceMatcher(b=name)
+
+    def unlike(other: str) -> float:
+        matcher.set_seq1(other)
+        return -matcher.ratio()
+
+    return sorted(dict.fromkeys(known), key=unlike)[:most]

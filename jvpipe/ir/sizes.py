@@ -18,7 +18,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES):
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f"memory limit {size!r} is not a size: write bytes, or a text such as '16GiB' or '500MiB'")
     size_bytes = float(match[1]) * _UNITS[match[2].lower()]

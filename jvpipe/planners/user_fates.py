@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.names import did_you_mean, nearest
 from jvpipe.ir.plan import FATES, Plan, Stage
 
 MODES = ("always", "except_last", "never")
@@ -33,8 +33,9 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
 def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
     """Changes the fates of a plan's tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
 
-    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern that names
-    a layer or another of its values takes the layer's candidates that the value is computed from, and says so.
+    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern of a layer
+    that is named, and of another of its values, takes the layer's candidates, which the value is computed from, and
+    says so.
 
     Args:
         graph: the model's layers.
@@ -53,7 +54,8 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
-                raise ValueError(did_you_mean("tensor", pattern, [name for known in names for name in known][:40]))
+                close = ", ".join(nearest(pattern, [name for known in names for name in known])) or "none"
+                raise ValueError(f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}")
             taken = ", ".join(name for names in matches for name in names)
             _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
         for fates, matched in zip(stages, matches, strict=True):
@@ -103,11 +105,9 @@ def _names(graph: LayerGraph, stage: Stage, fate: str) -> list[str]:
 
 
 def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
-    """The candidates of the layers that a pattern points into: each shorter form of it is tried against their names."""
-    parts = pattern.split("/")
-    for length in range(len(parts) - 1, 0, -1):
-        start = "/".join(parts[:length])
-        layers = [graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)]
-        if names := [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]:
-            return names
-    return []
+    """The candidates of the layers of which a pattern names another value; wildcards alone name no layer."""
+    start = pattern.rpartition("/")[0]
+    if not start.strip("*?/"):
+        return []
+    layers = [graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)]
+    return [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]

@@ -23,7 +23,7 @@ def test_sizes_are_read(text: str | int | None, size: int | None) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "16 giga", "-1GiB", "0", 0, -5, True, "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "16 giga", "-1GiB", "0", 0, -5, True, "1e9", "\u0661"])
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     with pytest.raises(ValueError, match=r"is not a size: write bytes, or a text such as '16GiB' or '500MiB'"):
         parse_bytes(text)

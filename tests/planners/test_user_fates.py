@@ -1,6 +1,7 @@
 """Fates that a user gives."""
 
 import logging
+import re
 
 import pytest
 
@@ -74,6 +75,13 @@ def test_a_value_that_is_no_candidate_takes_the_nearest(caplog: pytest.LogCaptur
         plan = with_fates(chain(), PLAN, {"blocks/*/attention/softmax": "recompute"})
     assert set(plan.stages[0].fates) == {"blocks/0/attention/dot_0", "blocks/0/attention/dot_1"}
     assert "'blocks/*/attention/softmax' is no candidate: the nearest are taken" in caplog.text
+
+
+@pytest.mark.parametrize("pattern", ["*/atention/*", "*/softmax", "blocks/*/atention/dot_0", "?/atention/*"])
+def test_a_misspelt_pattern_takes_nothing(pattern: str) -> None:
+    told = rf"unknown tensor '{re.escape(pattern)}' in fates: no name matches, the nearest are .*blocks/0/"
+    with pytest.raises(ValueError, match=told):
+        with_fates(chain(), PLAN, {pattern: "swap"})
 
 
 def test_mistakes_are_named() -> None:

@@ -136,13 +136,13 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
         if "float32" not in rates.entries:
             raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
-        flops_per_s = {dtype: rates.number(dtype) for dtype in rates.entries}
+        flops_per_s = {dtype: rates.number(dtype, finite=True) for dtype in rates.entries}
     else:
         flops_per_s = like.flops_per_s
     return Accelerator(
         device.text_of("name", like.name if like else "device"),
         like.memory_bytes if like and "memory_bytes" not in entry else device.size("memory_bytes"),
-        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None),
+        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None, finite=True),
         flops_per_s,
         device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
         device.number("elementwise_per_s", like.elementwise_per_s if like else math.inf),
@@ -184,16 +184,18 @@ class _Table:
             raise self.wrong(key, f"must be {what}, not {value!r}")
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
-    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A rate, which may be infinite, or with `zero` a time, which may be 0.
+    def number(self, key: str, default: float | None = None, *, zero: bool = False, finite: bool = False) -> float:
+        """A rate, which may be infinite unless it must be `finite`, or with `zero` a time, which may be 0.
 
         Args:
             key: of the table.
             default: where the key is missing; None: it must be there.
             zero: a time is meant.
+            finite: work would take no time at an infinite rate, and nothing could be balanced.
         """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
-        least, most = ("of at least 0", sys.float_info.max) if zero else ("above 0", math.inf)
+        least = "of at least 0" if zero else "above 0 that is finite" if finite else "above 0"
+        most = sys.float_info.max if zero or finite else math.inf
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not (0 < value <= most or (zero and value == 0)):
             raise self.wrong(key, f"must be a number {least}, not {value!r}")

@@ -8,6 +8,7 @@ Times are milliseconds per micro-batch, sizes are bytes; `activation_size` may b
 any order. An `Input` node carries the time of the data loader, which no device works: it counts as nothing.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.files.graph_parts import GraphFile, flaw, topological_order, wrong
 
-_NODE = re.compile(r"node(\d+)")
+_log = logging.getLogger("jvpipe")
+_NODE = re.compile(r"node([0-9]+)")
 _STAGE = re.compile(r" -- stage_id=\S*$")
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]*)")
-_INPUT = re.compile(r"Input\d*")
+_INPUT = re.compile(r"Input[0-9]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     r"""The costs in the text of a graph.txt; `file` is what errors call it.
 
     Each node is a layer, named by its description. What it leaves is its activation, to be kept, swapped or computed
-    again. An edge from a node to itself and an edge that is there twice are stale, and are passed over.
+    again. An edge from a node to itself is stale, and passed over with a warning; one that is there twice is one.
 
     >>> numbers = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=[8; 4], parameter_size=0"
     >>> lines = [f"node1 -- Embed(8, 4) -- {numbers}", f"node2 -- Add -- {numbers}", "  node1 -- node2"]
@@ -66,7 +68,11 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
             for end in (source, target):
                 if end not in nodes:
                     raise wrong(file, line, f"the edge dangles: node{end} is not described in this file")
-            if source != target:
+            if source == target:
+                _log.warning(
+                    "%s, line %d: the edge from node%d to itself is passed over: remove it", file, line, source
+                )
+            else:
                 edges.setdefault((source, target), line)
     return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
 
@@ -96,13 +102,20 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
     given = fields[field].strip()
     texts = given[1:-1].split(";") if field == "activation_size" and given.startswith("[") else [given]
     try:
-        numbers = [float(text) for text in texts]
+        numbers = [_read_number(text) for text in texts]
     except ValueError:
-        raise wrong(file, line, f"{field}={given} is not a number") from None
+        raise wrong(file, line, f"{field}={given} is not a number: write digits, such as 1000.5") from None
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={given} {reason}")
     return sum(numbers)
+
+
+def _read_number(text: str) -> float:
+    """A number as profilers write it; Python reads underscores and the digits of other scripts as well."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return float(text)
 
 
 def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:

@@ -140,6 +140,7 @@ def test_devices_that_are_alike_are_as_one_device(tmp_path: Path) -> None:
         (MIXED, "like =", "lik =", r"lab.toml: devices\[2\].lik is unknown.*did you mean 'like'"),
         (TABLES, '"a100-40gb"', '"a100"', r"lab.toml:6: devices\[0\].like unknown hardware 'a100': did you mean"),
         (TABLES, "5e11", "-5e11", r"lab.toml:11: devices\[1\].memory_bytes_per_s must be a number above 0"),
+        (TABLES, "5e11", "inf", r"lab.toml:11: devices\[1\].memory_bytes_per_s must be .* finite, not inf"),
         (TABLES, "machines = 2", "devices_per_machine = 3", r"devices names 2 devices, there are 1 x 3 = 3: name one"),
         (TABLES, "machines = 2", 'device = "p40"', r"lab.toml:1: device and devices are both there"),
         (

@@ -22,7 +22,7 @@ def text(*lines: str) -> str:
     return "\n".join(line.replace("NUMBERS", NUMBERS) for line in lines)
 
 
-def node(number: int, **fields: str) -> str:
+def node(number: int | str, **fields: str) -> str:
     """A node's line with some fields changed."""
     found = {name: value for name, _, value in (pair.partition("=") for pair in NUMBERS.split(", "))} | fields
     return f"node{number} -- Add -- " + ", ".join(f"{name}={value}" for name, value in found.items())
@@ -58,9 +58,10 @@ def test_edges_are_indented_in_any_way(indent: str) -> None:
     assert [(edge.producer, edge.readers) for edge in costs.edges] == [(0, (1,))]
 
 
-def test_stale_edges_are_passed_over() -> None:
+def test_stale_edges_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     lines = [node(1), node(2), "\tnode1 -- node2", "\tnode2 -- node2", "\tnode1 -- node2"]
     costs = read_graph_txt(text(*lines), "graph.txt").costs
+    assert caplog.messages == ["graph.txt, line 4: the edge from node2 to itself is passed over: remove it"]
     assert [(edge.producer, edge.readers) for edge in costs.edges] == [(0, (1,))]
 
 
@@ -90,6 +91,11 @@ def test_a_description_may_hold_anything_but_the_end_of_a_line() -> None:
         ([node(1, activation_size="[8.0; -1]")], "line 1: activation_size=.* must be finite and not negative"),
         ([node(1, activation_size="[8.0; x]")], "line 1: activation_size=.* is not a number"),
         ([node(1, activation_size="[8.0; 4")], "line 1: activation_size=.* is not a number"),
+        ([node(1, forward_compute_time="1_000")], "line 1: forward_compute_time=1_000 is not a number: write digits"),
+        ([node(1, parameter_size="\u0661\u0662")], "line 1: parameter_size=.* is not a number: write digits"),
+        ([node(1, activation_size="[8.0; 1_0]")], "line 1: activation_size=.* is not a number"),
+        ([node("\u0661")], "line 1: a line starts with `node` and a number"),
+        ([node(1), node(2), "\tnode1 -- node\u0662"], "line 3: an indented line is an edge"),
         ([node(1, activation_size="[]")], "line 1: activation_size=.* is not a number"),
         ([node(1, parameter_size="[8.0; 4.0]")], "line 1: parameter_size=.* is not a number"),
         ([node(1, parameter_size="")], "line 1: parameter_size= is not a number"),
