@@ -87,10 +87,15 @@ class Fork:
         """Whether it has."""
         return self._told[0].exists() and text in self._told[0].read_text()
 
+    @property
+    def pid(self) -> int:
+        """Its number to the system."""
+        assert self._process.pid
+        return self._process.pid
+
     def send(self, signum: signal.Signals) -> None:
         """A signal."""
-        assert self._process.pid
-        os.kill(self._process.pid, signum)
+        os.kill(self.pid, signum)
 
     def ended(self) -> CompletedProcess[str]:
         """Once it has ended: its exit code and what it said."""

@@ -7,16 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.train_options import Options
-from jvpipe.runtime.hosts import ALONE, Hosts, present_hosts
+from jvpipe.cli.meeting import Given, MeetingServer, meet
+from jvpipe.cli.secret_file import read_secret
+from jvpipe.cli.train_options import Options, agreed_options
+from jvpipe.runtime.hosts import ALONE, Hosts, digest, present_hosts
+from jvpipe.session.agreement import versions
 
 TRY_AGAIN = 75
 """The exit code where another process is gone: the same command with --resume goes on."""
-_KNOCK_S = 0.2
 _FAREWELL_S = 3.0
 """How long a process that ends lets the others say why they do."""
 _LOOK_S = 0.01
@@ -28,14 +32,16 @@ def join(options: Options) -> Hosts:
     """Brings the processes together that the options tell of; to be called before JAX makes any device.
 
     Raises:
-        ValueError: the options do not say where they meet, or nobody is there.
+        ValueError: the options do not say where they meet, nobody is there, or one was given something else.
+        HostLost: some do not come, or there is such a process already.
     """
     if not 0 < options.host_timeout <= threading.TIMEOUT_MAX:
         raise ValueError(f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}")
-    where = {} if options.distributed else _meeting(options)
+    secret = read_secret(options.secret_file)
+    where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
     if where is None:
         return ALONE
-    with _given_up_after(options.host_timeout, f"the others at {options.coordinator or 'the coordinator'}"):
+    with _given_up_after(options.host_timeout):
         try:
             jax.distributed.initialize(
                 **where,
@@ -56,8 +62,19 @@ def join(options: Options) -> Hosts:
     return hosts
 
 
-def _meeting(options: Options) -> dict[str, Any] | None:
-    """Where the processes meet, as `jax.distributed.initialize` takes it; None for one process alone."""
+def _of_cluster(secret: bytes) -> dict[str, Any]:
+    """Says that JAX finds the processes; they meet through it alone."""
+    if secret:
+        raise ValueError(
+            "with --distributed the processes meet through JAX, which knows no secret: give --coordinator HOST:PORT, "
+            "--process-id and --num-processes, or no --secret-file"
+        )
+    print("waiting for the others", file=sys.stderr)
+    return {}
+
+
+def _meeting(options: Options, secret: bytes) -> dict[str, Any] | None:
+    """Meets the others; returns where JAX is to, as `jax.distributed.initialize` takes it, and None for one alone."""
     told = {name: getattr(options, name) for name in ("coordinator", "process_id", "num_processes")}
     flags = {name: f"--{name.replace('_', '-')}" for name in told}
     if all(value is None for value in told.values()):
@@ -72,53 +89,61 @@ def _meeting(options: Options) -> dict[str, Any] | None:
         raise ValueError(f"--coordinator must be HOST:PORT, such as host0:12345, not {coordinator}")
     if not 0 <= process < count:
         raise ValueError(f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}")
+    given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
+    if process:
+        own_port = meet(host.strip("[]"), int(port), process, given, options.host_timeout)
+        address = {"coordinator_address": f"{host}:{own_port}"}
+    else:
+        address = _opened(options.host_address or host.strip("[]"), int(port), count, given, options.host_timeout)
     if count == 1:
         return None
-    _check_coordinator(host.strip("[]"), int(port), process, options.host_timeout)
-    return {
-        "coordinator_address": coordinator,
+    return address | {
         "process_id": process,
         "num_processes": count,
         "cluster_detection_method": "deactivate",
     }
 
 
-def _check_coordinator(host: str, port: int, process: int, timeout_s: float) -> None:
-    """Raises ValueError where JAX would end the process: a port that is taken, or nobody there."""
+def _opened(host: str, port: int, count: int, given: Given, timeout_s: float) -> dict[str, str]:
+    """Opens the meeting as process 0; once all have come, returns the address for JAX, which nobody else can take."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
         raise ValueError(f"--coordinator: the host {host} is not known here: {problem.strerror}") from problem
-    if process == 0:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as problem:
-                raise ValueError(
-                    f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name a port that "
-                    "is free on the host where process 0 runs"
-                ) from problem
-        return
-    until_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(_KNOCK_S, until_s - time.monotonic())).close()
-            return
-        except OSError as problem:
-            if time.monotonic() > until_s:
-                raise ValueError(
-                    f"the coordinator {host}:{port} has not answered process {process} for {timeout_s:g} s "
-                    f"({problem}): is process 0 started there, and the port open?"
-                ) from problem
-            time.sleep(_KNOCK_S)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError as problem:
+        listener.close()
+        raise ValueError(
+            f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name a port that is free "
+            "on the host where process 0 runs, and that host, or its address by --host-address"
+        ) from problem
+    here = str(address[0])
+    if not given.secret and not ip_address(here).is_loopback:
+        print(f"warning: whoever reaches {here} can join or end this run: give --secret-file", file=sys.stderr)
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # JAX's server, which sets it too, can open the port
+    held.bind((here, 0))
+    MeetingServer(listener, held, count, given).wait(timeout_s)
+    own_port = held.getsockname()[1]
+    own = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
+    return {"coordinator_address": own, "coordinator_bind_address": own}
+
+
+def _model_file(model: str) -> tuple[str, str]:
+    """The file of a model of one's own, as the processes compare it; empty for other models."""
+    file = Path(model.rpartition(":")[0])
+    is_own = file.suffix == ".py" and file.is_file()
+    return "the digest of --model's file", digest(file.read_text(errors="replace")) if is_own else ""
 
 
 @contextmanager
-def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
+def _given_up_after(timeout_s: float) -> Iterator[None]:
     """Ends the process if the block, which no signal can interrupt, takes longer."""
-    print(f"waiting for {awaited}", file=sys.stderr)
-    told = f"error: not all processes have come within {timeout_s:g} s: waited for {awaited}"
+    told = f"error: not all processes have come within {timeout_s:g} s: JAX waited for the others"
 
     def give_up() -> None:
         print(told, file=sys.stderr, flush=True)

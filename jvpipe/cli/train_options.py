@@ -18,7 +18,7 @@ from jvpipe.session.arguments import USUAL_STAGES, whole_numbers
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
-OWN = ("process_id", "host_address")
+OWN = ("process_id", "host_address", "secret_file")
 """Options that differ from process to process."""
 OF_PROCESSES = ("coordinator", "num_processes", "distributed", "host_timeout", *OWN)
 """Options that tell of the processes of one start."""
@@ -142,6 +142,9 @@ class Options:
     """Finds the other processes as Slurm, Open MPI, Kubernetes or a TPU pod tells, in place of the three above."""
     host_address: str | None = None
     """This host's address for the other processes; by default that over which it reaches the coordinator."""
+    secret_file: str | None = None
+    """A file of mode 0600 with a secret that all processes have: who has another one is refused. Without it the file
+    that JVPIPE_SECRET_FILE names; needs the three options above."""
     host_timeout: float = 300.0
     """Seconds without a sign of another process, or without a step, after which a run over several is given up."""
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -141,20 +141,62 @@ def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(page: Path, t
 
 def test_what_differs_is_named_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
     run = tmp_path / "new" / "run"
-    other = arguments(page, run, "--seed", "1")
-    port = f"127.0.0.1:{free_port()}"
-    meet = ("--coordinator", port, "--num-processes", "2")
+    first = {"--stages": "3", "--steps": "100", "--batch-size": "8", "--schedule": "1f1b", "--num-processes": "3"}
+    other = {"--stages": "2", "--steps": "90", "--batch-size": "4", "--schedule": "gpipe", "--num-processes": "2"}
+    meet = ("--coordinator", f"127.0.0.1:{free_port()}")
+    flags = [[text for pair in each.items() for text in pair] for each in (first, other)]
     with (
-        running(*arguments(page, run), *meet, "--process-id", "0") as a,
-        running(*other, *meet, "--process-id", "1") as b,
+        running(*arguments(page, run), *flags[0], *meet, "--process-id", "0") as a,
+        running(*arguments(page, run), *flags[1], *meet, "--process-id", "1") as b,
     ):
         told = last_lines([a, b])
-    differ = "error: the options of the processes differ between processes: --seed is"
-    assert told == [
-        (2, f"{differ} '0' in process 0 and '1' in process 1"),
-        (2, f"{differ} '1' in process 1 and '0' in process 0"),
-    ]
+    assert [code for code, _ in told] == [2, 2]
+    for name, value in first.items():
+        assert f"{name} is {value!r} in process 0 and {other[name]!r} in process 1" in told[0][1]
+        assert f"{name} is {other[name]!r} in process 1 and {value!r} in process 0" in told[1][1]
+    assert told[0][1].startswith("error: the processes were not given the same: ")
+    assert "--data" not in told[0][1]
     assert not (tmp_path / "new").exists()
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses and ports where a process listens, as the system tells; addresses in its hexadecimal form."""
+    sockets: set[str] = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(path))
+    tables = [Path(f"/proc/{pid}/net/{kind}").read_text().splitlines() for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table[1:]]
+    is_listening = "0A"
+    own = [row[1] for row in rows if row[3] == is_listening and f"socket:[{row[9]}]" in sockets]
+    return {(where.split(":")[0], int(where.split(":")[1], 16)) for where in own}
+
+
+def test_second_and_strange_processes_are_refused_and_the_run_goes_on(page: Path, tmp_path: Path) -> None:
+    run, secret, other = (tmp_path / name for name in ("run", "secret", "other"))
+    for path in (secret, other):
+        path.write_text(f"{path.name} of a test")
+        path.chmod(0o600)
+    given = arguments(page, run, "--stages", "2", "--steps", "150")
+    with processes(2, [*given, "--secret-file", str(secret)]) as commands:
+        commands[0].wait_for(lambda: has_trained(run, 1))
+        meet = commands[1].arguments
+        second = finished(*meet)
+        stranger = finished(*meet, "--secret-file", str(other))
+        opened = [listening(command.pid) for command in commands]
+        ends = [command.ended() for command in commands]
+    assert second.returncode == TRY_AGAIN
+    assert second.stderr == "error: there is a process 1 already: the run goes on without another one\n"
+    assert stranger.returncode == 2
+    assert "has another secret than process 1" in error(stranger)
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr[-500:] for end in ends]
+    said = ends[0].stderr
+    assert "refused a second process 1, on 127.0.0.1" in said
+    assert "refused a process on 127.0.0.1: its secret is another" in said
+    port = int(meet[meet.index("--coordinator") + 1].split(":")[1])
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, and the same as IPv6 has it
+    assert port in {port for _, port in opened[0]}
+    assert {address for process in opened for address, _ in process} <= loopback
 
 
 def test_a_mistake_that_all_make_is_told_by_all(page: Path, tmp_path: Path) -> None:
@@ -219,7 +261,7 @@ def test_who_never_comes_is_waited_for_no_longer_than_allowed(page: Path, tmp_pa
     ):
         told = last_lines([first, second])
     assert told[0][0] == TRY_AGAIN
-    assert told[0][1].startswith("error: not all processes have come within 2 s: waited for the others at 127.0.0.1:")
+    assert told[0][1] == f"error: not all processes have come within 2 s: waited for process 1 at {meet[1]}"
     assert told[1][0] == 2
     assert "has not answered process 1 for 2 s" in told[1][1]
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,281 @@
+"""The meeting of a command's processes before JAX brings them together: who each is, and what it was given."""
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from jvpipe.cli.signed_lines import LINE_BYTES, AnotherSecretError, SignedLines
+from jvpipe.runtime.failures import HostLost
+from jvpipe.runtime.hosts import digest
+
+_HANDSHAKE_S = 5.0
+"""How long a connection may take to say who it is."""
+_KNOCK_S = 0.2
+_SAY_S = 3.0
+"""How often who waits says for whom."""
+_FAREWELL_S = 1.0
+"""How long process 0 takes at most to tell the others how the meeting ended."""
+_CROWD = 256
+"""So many connections are open at a time: strangers must not use up the files of the process."""
+_SHOWN = 80
+"""So many characters of a value are shown."""
+
+Parts = Mapping[str, Sequence[str]]
+"""By name the digest of a value and its beginning."""
+
+
+class Given(NamedTuple):
+    """What a process was given: named values that all must have alike, and the secret, which may be empty."""
+
+    values: Sequence[tuple[str, str]]
+    secret: bytes
+
+    @property
+    def parts(self) -> Parts:
+        """The values as the processes tell them to one another."""
+        return {name: [digest(value), value[:_SHOWN]] for name, value in self.values}
+
+
+class MeetingServer:
+    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
+
+    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense holds up
+    nobody. Only a process with the secret, and a number that is free, can end the meeting by what it was given.
+
+    Args:
+        listener: a socket that listens.
+        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
+        count: of the processes, this one included.
+        given: to this process.
+    """
+
+    def __init__(self, listener: socket.socket, kept: socket.socket, count: int, given: Given) -> None:
+        self._listener, self._kept, self._count, self._given = listener, kept, count, given
+        self._present: set[int] = set()
+        self._visits: set[asyncio.Task[None]] = set()
+        self._refusals: set[str] = set()
+        self._met: Future[dict[str, Any]] = Future()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once all processes are there.
+
+        Args:
+            timeout_s: how long they may take.
+
+        Raises:
+            ValueError: one was given something else.
+            HostLost: some have not come in time.
+        """
+        run = threading.Thread(target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True)
+        run.start()
+        _port_in(self._met.result())
+
+    def _run(self, timeout_s: float) -> None:
+        try:
+            asyncio.run(self._serve(timeout_s))
+        except Exception as error:
+            if self._met.done():
+                raise
+            self._met.set_exception(error)  # else this process would wait for ever
+
+    async def _serve(self, timeout_s: float) -> None:
+        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._end_if_complete()
+        server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
+        until_s = time.monotonic() + timeout_s
+        while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.wait({self._end}, timeout=min(_SAY_S, left_s))
+            if not self._end.done() and left_s > _SAY_S:
+                _say(f"waiting for {self._missing()}")
+        if not self._end.done():
+            self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
+        if self._visits:  # this process may end as soon as it knows, so the others hear first
+            await asyncio.wait(self._visits, timeout=_FAREWELL_S)
+        self._met.set_result(self._end.result())
+        await server.serve_forever()
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection; one of a stranger ends without a word."""
+        lines = SignedLines(reader, writer, self._given.secret, "server")
+        visit = asyncio.current_task()
+        assert visit is not None, "the server runs each in a task"
+        self._visits.add(visit)
+        try:
+            if len(self._visits) <= _CROWD:
+                host, *_ = writer.get_extra_info("peername") or ["unknown"]
+                await self._receive(lines, host)
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._visits.discard(visit)
+            lines.close()
+
+    async def _receive(self, lines: SignedLines, host: str) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await lines.greet()
+                process, parts = _introduced(await lines.hear())
+        except AnotherSecretError:
+            self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
+            await lines.say()  # the client sees by itself that this is not proved with its secret
+            return
+        own = self._given.parts
+        if process in self._present:
+            self._refuse(f"a second process {process}, on {host}")
+            why = f"there is a process {process} already: the run goes on without another one"
+            await lines.say(refused=why, again=True)
+        elif differing := _differing(own, parts, 0, process):
+            self._refuse(f"process {process} on {host}: {differing}")
+            if not self._end.done():
+                self._end.set_result({"refused": differing, "again": False})
+            await lines.say(refused=_differing(parts, own, process, 0), again=False)
+        elif process < self._count:
+            await self._keep(lines, process)
+
+    async def _keep(self, lines: SignedLines, process: int) -> None:
+        """Counts a process as present until the meeting ends, or the process leaves."""
+        self._present.add(process)
+        self._end_if_complete()
+        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
+        try:
+            while not self._end.done() and not left.done():
+                await lines.say(missing=self._missing())
+                awaited = {self._end, left}
+                await asyncio.wait(awaited, timeout=_SAY_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                await lines.say(**self._end.result())
+        finally:
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+            if not self._end.done():
+                self._present.discard(process)
+
+    def _end_if_complete(self) -> None:
+        if len(self._present) == self._count - 1 and not self._end.done():
+            self._end.set_result({"port": self._kept.getsockname()[1]})
+
+    def _missing(self) -> str:
+        missing = [i for i in range(1, self._count) if i not in self._present]
+        host, port, *_ = self._listener.getsockname()
+        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
+
+    def _refuse(self, whom: str) -> None:
+        """Says each refusal once, so that who knocks again and again does not fill the log."""
+        if whom not in self._refusals and len(self._refusals) < _CROWD:
+            self._refusals.add(whom)
+            _say(f"refused {whom}")
+
+
+def meet(host: str, port: int, process: int, given: Given, timeout_s: float) -> int:
+    """Returns the port where JAX brings the processes together, once all have come to process 0.
+
+    Args:
+        host: of process 0.
+        port: where its server listens.
+        process: the number of this one.
+        given: to this process.
+        timeout_s: how long the others may take.
+
+    Raises:
+        ValueError: process 0 has never answered, or was given something else.
+        HostLost: there is such a process already, or some have not come in time.
+    """
+    return asyncio.run(_meet(host, port, process, given, timeout_s))
+
+
+async def _meet(host: str, port: int, process: int, given: Given, timeout_s: float) -> int:
+    until_s = time.monotonic() + timeout_s
+    lines = await _reached(host, port, process, given.secret, timeout_s)
+    missing = ""
+    try:
+        # process 0 may have come first: it is the one who says that the time is over
+        async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + _FAREWELL_S):
+            await lines.say(process=process, parts=given.parts)
+            while True:
+                told = await lines.hear()
+                if "missing" not in told:
+                    return _port_in(told)
+                missing = ascii(told["missing"]).strip("'")
+                _say(f"waiting for {missing}")
+    except AnotherSecretError as problem:
+        raise ValueError(
+            f"process 0 at {host}:{port} has another secret than process {process}, or one of them "
+            "has none: --secret-file must name a file with the same secret in all processes"
+        ) from problem
+    except TimeoutError as problem:
+        raise HostLost(_late(timeout_s, missing or "an answer of process 0")) from problem
+    except OSError as problem:
+        raise HostLost(f"process 0 left before all had come: {problem}") from problem
+    finally:
+        lines.close()
+
+
+async def _reached(host: str, port: int, process: int, secret: bytes, timeout_s: float) -> SignedLines:
+    """Connects to process 0, which may come later."""
+    start_s = said_s = time.monotonic()
+    while True:
+        lines = None
+        try:
+            async with asyncio.timeout(min(_HANDSHAKE_S, timeout_s)):
+                connection = await asyncio.open_connection(host, port, limit=LINE_BYTES)
+                lines = SignedLines(*connection, secret, "client")
+                await lines.greet()
+            return lines
+        except (OSError, ValueError) as problem:
+            if lines:
+                lines.close()
+            why, now_s = str(problem) or "no answer", time.monotonic()
+            if now_s - start_s >= timeout_s:
+                raise ValueError(
+                    f"the coordinator {host}:{port} has not answered process {process} for "
+                    f"{timeout_s:g} s ({why}): is process 0 started there, and the port open?"
+                ) from problem
+            if now_s - said_s >= _SAY_S:
+                _say(f"waiting for process 0 at {host}:{port}: {why}")
+                said_s = now_s
+        await asyncio.sleep(_KNOCK_S)
+
+
+def _introduced(told: Mapping[str, Any]) -> tuple[int, Parts]:
+    """Returns a process's number and what it was given; raises ValueError for what is neither."""
+    process, parts = told.get("process"), told.get("parts")
+    if type(process) is not int or not 0 < process < 2**31 or not isinstance(parts, dict):
+        raise ValueError("not a process")
+    for part in parts.values():
+        if not (isinstance(part, list) and [type(text) for text in part] == [str, str]):
+            raise ValueError("not what a process was given")
+    return process, parts
+
+
+def _port_in(told: Mapping[str, Any]) -> int:
+    """Returns the port that a meeting ended with; raises what it says if it ended otherwise."""
+    match told:
+        case {"port": int(port)} if 0 < port < 2**16:
+            return port
+        case {"refused": str(why), "again": bool(again)} if why.isprintable():
+            raise HostLost(why) if again else ValueError(why)
+    raise ValueError("what process 0 says makes no sense: is it this version of jvpipe?")
+
+
+def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
+    """Says which parts differ, as a process sees it; nothing if none does."""
+    absent = ("", "")
+    told = [
+        f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
+        for name, part in mine.items()
+        if list(part) != list(theirs.get(name, absent))
+    ]
+    return f"the processes were not given the same: {'; '.join(told)}" if told else ""
+
+
+def _late(timeout_s: float, missing: str) -> str:
+    return f"not all processes have come within {timeout_s:g} s: waited for {missing}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
