@@ -119,7 +119,7 @@ def measured_costs(
         archive: where seconds are found that were measured before, and kept.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
-    kept = {share: layer_programs(store, traced, share) for share in shares}
+    kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
     backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
     made = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))

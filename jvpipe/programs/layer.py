@@ -46,6 +46,12 @@ class LayerPrograms:
         return jaxprs.silent(self.forward)
 
     @cached_property
+    def on_trial(self) -> "LayerPrograms":
+        """The same with a backward that prints nothing."""
+        backward = jaxprs.silent(self.backward)
+        return self if backward is self.backward else replace(self, backward=backward)
+
+    @cached_property
     def halves(self) -> Halves | None:
         """The backward in two programs; None if all of it yields cotangents, or all of it gradients."""
         return halve(self.backward, self.signature)
@@ -78,7 +84,8 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     leaves = closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
     own = list(dict.fromkeys(v for v in leaves if sources[v][0] == "residual"))
-    backward, signature = _trace_backward(body, tree, [(sources[v], _jax.aval(v)) for v in leaves], summed)
+    shapes = [(sources[v], _jax.aval(v)) for v in leaves]
+    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.told(closed))
     used = [v for v in own if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
@@ -189,8 +196,9 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 
 
 def _trace_backward(
-    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], summed: Sequence[int]
+    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], summed: Sequence[int], told: Collection[Hashable]
 ) -> tuple[ClosedJaxpr, Signature]:
+    """The backward, which says what derivative rules say in it, and not again what the forward has `told`."""
     variable = [i for i, d in enumerate(body.differentiable) if d]
     gradients = [i for i in variable if body.reads[i].kind == ValueKind.PARAMETER]
     returned = [i for i in variable if body.reads[i].kind == ValueKind.TENSOR]
@@ -214,7 +222,7 @@ def _trace_backward(
         [_shape(body.inputs[i]) for i in summed],
         [_shape(body.inputs[i]) for i in gradients],
     )
-    closed = settle(upright(jaxprs.silent(flat)), len(gradients))
+    closed = settle(upright(jaxprs.silent(flat, told)), len(gradients))
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]

@@ -47,9 +47,10 @@ class Alike:
 
     def tell(self, eqn: JaxprEqn, same: Atom | None = None) -> None:
         """Numbers the result of an equation, if it is one that can be compared; `same`: what else it counts as."""
-        name, (out, *others) = eqn.primitive.name, eqn.outvars
-        if others or (name not in _COMPARED and name not in _SAME):
+        name = eqn.primitive.name
+        if len(eqn.outvars) != 1 or (name not in _COMPARED and name not in _SAME):
             return
+        (out,) = eqn.outvars
         operands = tuple(map(self.number, eqn.invars))
         if same is not None:
             self._numbers[out] = self.number(same)

@@ -1,6 +1,6 @@
 """Jaxprs as lists of equations: run, prune, silence."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jvpipe import _jax
@@ -46,8 +46,12 @@ def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> ClosedJaxpr:
     """The same without what only prints and the like, `jax.debug.callback`: for recomputing.
+
+    Args:
+        closed: any jaxpr.
+        heard: what is left out, of `told`; None: all.
 
     >>> import jax
     >>> def loud(x):
@@ -56,24 +60,43 @@ def silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     >>> [str(eqn.primitive) for eqn in silent(jax.make_jaxpr(loud)(1.0)).jaxpr.eqns]
     ['add']
     """
-    effects = {effect for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING for effect in eqn.effects}
-    return ClosedJaxpr(_without(closed.jaxpr, effects), closed.consts) if effects else closed
+    calls = told(closed)
+    left_out = calls if heard is None else calls & set(heard)
+    return ClosedJaxpr(_without(closed.jaxpr, left_out), closed.consts) if left_out else closed
 
 
-def _without(jaxpr: Jaxpr, effects: set[Any]) -> Jaxpr:
+def told(closed: ClosedJaxpr) -> set[Hashable]:
+    """The calls of `jax.debug` in a jaxpr, by what they are wherever they are traced again."""
+    return {_told(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
+
+
+def _told(eqn: JaxprEqn) -> Hashable:
+    """Tells calls apart: each has parameters of its own, the same objects wherever JAX traces it again."""
+    return tuple(sorted((name, id(value)) for name, value in eqn.params.items()))
+
+
+def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
+    """The same without some calls of `jax.debug`; a loop has an effect as long as something in it has."""
+
     def quiet(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(_without(value.jaxpr, effects), value.consts)
+            return ClosedJaxpr(_without(value.jaxpr, calls), value.consts)
         if isinstance(value, (tuple, list)):
             return type(value)(map(quiet, value)) if type(value) in (tuple, list) else value
-        return _without(value, effects) if isinstance(value, Jaxpr) else value
+        return _without(value, calls) if isinstance(value, Jaxpr) else value
 
-    eqns = [
-        eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()}, effects=frozenset(eqn.effects - effects))
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name not in DEBUGGING
-    ]
-    return jaxpr.replace(eqns=prune(eqns, jaxpr.outvars), effects=frozenset(jaxpr.effects - effects))
+    def quieted(eqn: JaxprEqn) -> JaxprEqn:
+        made = eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()})
+        inner = _jax.inner_jaxprs(made)
+        return made.replace(effects=_effects(inner)) if inner and made.effects else made
+
+    kept = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls]
+    eqns = prune([quieted(eqn) for eqn in kept], jaxpr.outvars)
+    return jaxpr.replace(eqns=eqns, effects=_effects([jaxpr.replace(eqns=eqns)]))
+
+
+def _effects(bodies: Iterable[Jaxpr]) -> frozenset[Any]:
+    return frozenset(effect for body in bodies for eqn in body.eqns for effect in eqn.effects)
 
 
 def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:

@@ -60,6 +60,54 @@ def test_a_callback_runs_once_per_micro_batch(options: Any) -> None:
     assert heard.after(pipe.evaluate(state, BATCH)) == {0: MICRO, 1: MICRO, 2: 2 * MICRO}
 
 
+def hears(told: Counter[str], when: str, x: jax.Array) -> jax.Array:
+    jax.debug.callback(lambda _: told.update([when]), jnp.sum(x))
+    return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fates": {"*": "recompute"}}, {"schedule": "zb-h1"}, {"planner": "jvpipe", "memory_limit": "1GB"}],
+    ids=["kept", "computed again", "in halves", "timed"],
+)
+def test_what_a_derivative_rule_prints_is_printed_once_per_micro_batch(options: Any) -> None:
+    told = Counter[str]()
+
+    @jax.custom_vjp
+    def spy(x: jax.Array) -> jax.Array:
+        return x
+
+    spy.defvjp(lambda x: (hears(told, "forward", x), None), lambda _, g: (hears(told, "backward", g),))
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(spy(jnp.tanh(batch @ params[0])) @ params[1]) ** 2)
+
+    options = {"planner": "even", "stages": 2, "microbatches": MICRO} | options
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), **options)
+    state = pipe.init(PARAMS[:2], BATCH, None)
+    jax.effects_barrier()
+    assert not told
+    jax.block_until_ready(pipe.step(state, BATCH)[0])
+    jax.effects_barrier()
+    assert told == {"forward": MICRO, "backward": MICRO}
+
+
+def test_each_replica_calls_back_with_its_own_examples() -> None:
+    told: list[tuple[int, ...]] = []
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = jnp.tanh(batch @ params[0])
+        jax.debug.callback(lambda x: told.append(x.shape), x)
+        jax.debug.callback(lambda mean: told.append(mean.shape), jnp.mean(x))
+        return jnp.mean(x @ params[1])
+
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, MICRO, planner="even", replicas=(2, 1))
+    state, _ = pipe.step(pipe.init(PARAMS[:2], BATCH, None), BATCH)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    assert Counter(told) == {(1, D): 2 * MICRO, (): 2 * MICRO}
+
+
 def test_callbacks_change_no_bit_whatever_is_kept() -> None:
     def run(**options: Any) -> list[np.ndarray]:
         pipe = jvpipe.Pipeline(Heard().loss_fn, optax.sgd(0.1), planner="even", microbatches=MICRO, **options)
