@@ -6,7 +6,8 @@
     then        bounds of the best move, their orders are climbed from, and the simulator has the last word
 
 Every rule's best plan and those of other planners (`rivals`) are simulated beside: the answer is not slower than one of
-them.
+them. Under a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of all:
+where that fits there is an answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.order_cuts import balanced, with_fates
+from jvpipe.planners.joint.order_cuts import with_fates
+from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
@@ -29,7 +31,6 @@ from jvpipe.planners.joint.rule_search import (
     Candidate,
     first_cuts,
     fitting,
-    layer_s,
     others_cuts,
     ruled,
 )
@@ -118,8 +119,10 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    begin, rivals = list(_candidates(problem)), [*rivals, *_planned(problem, ONE_F_ONE_B)]
-    rivals += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
+    begin, own = list(_candidates(problem)), list(_own_rivals(problem))
+    own += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
+    floors = [] if begin or own else list(_floors(problem))
+    rivals = [*rivals, *own, *((one.schedule, one.decision) for one in floors)]
     begin += [one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)]
     candidates = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
@@ -133,7 +136,7 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     if not answers:
         limit = problem.memory_limit_bytes
         assert limit is not None, "without a limit everything may be kept"
-        least = _least_bytes(problem)
+        least = min(one.limit_bytes for one in floors)
         raise Infeasible(
             f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. Raise the limit, add "
             f"devices, or use smaller micro-batches",
@@ -168,11 +171,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem) -> Iterator[Candidate]:
     """Yields a plan with an order for all placements, rules and ways to make room."""
     cuts = Segments(problem).cuts
-    for rules in PLACEMENTS:
-        stages = rules[0].stages_on(problem.devices)
-        if stages >= len(cuts) or (rules[0].chunks > 1 and (problem.devices == 1 or problem.costs.carried)):
-            continue
-        placed = [replace(problem, stages=stages, schedule=rule) for rule in rules]
+    for rules in _placements(problem):
+        placed = [replace(problem, stages=rule.stages_on(problem.devices), schedule=rule) for rule in rules]
         tried: dict[Decision, None] = {}
         even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[1])]
         for bounds, one in product(dict.fromkeys((even, *others)), placed):
@@ -184,6 +184,15 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
         tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], even, share)))
         for decision in tried:
             yield from _listed(placed[0], decision)
+
+
+def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
+    """Yields the rules of each placement of which the problem has enough layers and devices."""
+    most_stages = len(Segments(problem).cuts) - 1
+    together = problem.devices == 1 or bool(problem.costs.carried)
+    for rules in PLACEMENTS:
+        if rules[0].stages_on(problem.devices) <= most_stages and not (together and rules[0].chunks > 1):
+            yield rules
 
 
 def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
@@ -230,10 +239,30 @@ def _simulated(one: Candidate) -> OrderedPlan | None:
     return _ordered(problem, one.decision, evaluation.stages, one.family, one.loads.bound_s())
 
 
-def _planned(problem: Problem, rule: Schedule) -> Iterator[tuple[Schedule, Decision]]:
+def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[tuple[Schedule, Decision]]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
-        yield rule, jvpipe(replace(problem, schedule=rule), refine=len(problem.costs.layers) <= REFINED_LAYERS)
+        refine = refine and len(problem.costs.layers) <= REFINED_LAYERS
+        yield rule, jvpipe(replace(problem, schedule=rule), refine)
+
+
+def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
+    """Yields the plan of 1F1B; if it may not keep everything, those of half as many in flight, and so on, down to one.
+
+    With fewer in flight there is less idle time to fill, but less has to be computed again.
+    """
+    usual = list(_planned(problem, ONE_F_ONE_B))
+    yield from usual
+    most = problem.devices
+    while most > 1 and all(any(decision.choices) for _, decision in usual):
+        most //= 2
+        fewer = OneFOneB(most=[min(most, problem.devices - d) for d in range(problem.devices)])
+        yield from _planned(problem, fewer, refine=False)
+
+
+def _floors(problem: Problem) -> Iterator[OrderFloor]:
+    """Yields the plans that hold the least, which decide whether there is any."""
+    return order_floors(problem, [rules[0] for rules in _placements(problem)])
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
@@ -247,14 +276,16 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
 
 
 def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[Candidate]:
-    """Yields other orders for another planner's plan of one stage per device, if it swaps nothing."""
+    """Yields other orders for another planner's plan, if it swaps nothing."""
     swaps = any(
         layer.options[c].swapped_bytes
         for layer, c in zip(problem.costs.layers, decision.choices, strict=True)
         if c >= 0
     )
-    if schedule.chunks == 1 and not swaps:
-        yield from _listed(replace(problem, schedule=ZBH1()), decision)
+    for rules in PLACEMENTS:
+        if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee) and not swaps:
+            placed = replace(problem, stages=schedule.stages_on(problem.devices), schedule=rules[0])
+            yield from _listed(placed, decision)
 
 
 def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedPlan | None:
@@ -278,17 +309,3 @@ def _ordered(
         copies_s = problem.microbatches * sum(stage.comm_s for stage in stages)
         idle = max(0.0, bubble_fraction(problem, stages) - copies_s / (problem.devices * step_s))
     return OrderedPlan(decision, problem.schedule, family, step_s, bound_s, idle=idle, lent=problem.lent)
-
-
-def _least_bytes(problem: Problem) -> int:
-    """What the cuts of one chunk take with everything computed again, one micro-batch in flight less at a time."""
-    cuts = Segments(problem).cuts
-    bounds = balanced(problem, cuts, layer_s(problem))
-    low, high = problem.memory_limit_bytes or 0, 1
-    while with_fates(replace(problem, memory_limit_bytes=high), bounds) is None:
-        high *= 2
-    while high - low > max(1, high // 100):
-        middle = (low + high) // 2
-        tight = replace(problem, memory_limit_bytes=middle)
-        low, high = (low, middle) if with_fates(tight, bounds) is not None else (middle, high)
-    return high

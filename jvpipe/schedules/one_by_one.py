@@ -1,0 +1,53 @@
+"""One micro-batch in flight: it goes forward through all stages, and all the way back, before the next one begins.
+
+    F<m>, B<m>: forward and backward of micro-batch m. S = 3, M = 2:
+
+    stage 0  F0             B0 F1             B1
+    stage 1     F0       B0       F1       B1
+    stage 2        F0 B0             F1 B1
+
+No order of the same stages holds less: each stage has some micro-batch in flight at some time. None takes longer.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.task import Task, TaskLists
+from jvpipe.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class OneByOneLists:
+    """The lists of `one_by_one`; stages lie on devices as those of `placed` do.
+
+    >>> from jvpipe.ir.task import text
+    >>> from jvpipe.schedules import find_schedule
+    >>> text(OneByOneLists(find_schedule("interleaved"))(2, 2)[1])
+    '1F0 3F0 3B0 1B0 1F1 3F1 3B1 1B1'
+    """
+
+    placed: Schedule
+
+    def __call__(self, devices: int, microbatches: int) -> TaskLists:
+        """Makes a list per device."""
+        lists: list[list[Task]] = [[] for _ in range(devices)]
+        stages = range(self.placed.stages_on(devices))
+        trip = [*((Kind.F, s) for s in stages), *((Kind.B, s) for s in reversed(stages))]
+        for m, (kind, s) in product(range(microbatches), trip):
+            lists[self.placed.device_of(s, devices)].append(Task(s, kind, m))
+        return tuple(map(tuple, lists))
+
+
+def one_by_one(placed: Schedule) -> Schedule:
+    """The schedule of one micro-batch in flight whose stages lie on devices as those of another one do.
+
+    Args:
+        placed: the other one.
+
+    >>> from jvpipe.schedules import find_schedule
+    >>> one_by_one(find_schedule("v-half")).held(2, 3)
+    ((((1, 0), (1, 0)),), (((1, 0), (1, 0)),))
+    """
+    lists = OneByOneLists(placed)
+    return Schedule(name="one by one", lists=lists, chunks=placed.chunks, vee=placed.vee)
