@@ -130,8 +130,9 @@ class MeetingServer:
             why = f"there is a process {process} already: the run goes on without another one"
             await lines.say(refused=why, again=True)
         elif differing := _differing(own, parts, 0, process):
-            self._refuse(f"process {process} on {host}: {differing}")
-            if not self._end.done():
+            if self._end.done():
+                self._refuse(f"process {process} on {host}: {differing}")
+            else:
                 self._end.set_result({"refused": differing, "again": False})
             await lines.say(refused=_differing(parts, own, process, 0), again=False)
         elif process < self._count:

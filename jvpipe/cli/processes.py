@@ -34,11 +34,16 @@ def join(options: Options) -> Hosts:
     Raises:
         ValueError: the options do not say where they meet, nobody is there, or one was given something else.
         HostLost: some do not come, or there is such a process already.
+        SystemExit: the user stops it before all have come.
     """
     if not 0 < options.host_timeout <= threading.TIMEOUT_MAX:
         raise ValueError(f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}")
     secret = read_secret(options.secret_file)
-    where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
+    try:
+        where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
+    except KeyboardInterrupt as stop:
+        print("stopped before all processes had come", file=sys.stderr)
+        raise SystemExit(130) from stop
     if where is None:
         return ALONE
     with _given_up_after(options.host_timeout):

@@ -1,5 +1,8 @@
 """What the command says where processes meet, each in a thread and none of them in JAX's hands yet."""
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +53,17 @@ def test_a_model_file_that_differs_is_named_by_both(tmp_path: Path) -> None:
         (tmp_path / str(i) / "own.py").write_text(f"RATE = {i}\n")
     told = refusals(*(("--num-processes", "2", "--model", f"{tmp_path}/{i}/own.py:Model") for i in range(2)))
     assert all("the digest of --model's file is " in line for line in told)
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_who_waits_can_be_stopped(process: str, capsys: pytest.CaptureFixture[str]) -> None:
+    meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--process-id", process, "--num-processes", "2"]
+    stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    stop.start()
+    with pytest.raises(SystemExit) as end:
+        join(given([*meet, "--host-timeout", str(LIMIT_S)]))
+    assert end.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "stopped before all processes had come\n"
 
 
 def test_a_network_without_a_secret_is_warned_of_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
