@@ -12,6 +12,7 @@ from jvpipe._jax import Device
 from jvpipe.ir.given import checked_flags
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
 from jvpipe.planners import find_planner
@@ -83,8 +84,8 @@ class Pipeline:
             of stages, for all devices that there are; one each where schedule or loss allow no more. Counts take
             `devices` in their order, those of the first stage, of the second, and so on. Every replica computes its
             examples as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and
-            dropout its masks. Of batch norm each replica uses and remembers the statistics of its own examples, and
-            those of the first one are kept. Gradients are added up once per update. Without a flush, whole
+            dropout its masks. Of batch norm each replica uses the statistics of its own examples, and the
+            means of these are kept. Gradients are added up once per update. Without a flush, whole
             micro-batches take turns on the devices of a stage instead.
         sharding: how parameters lie over the axes of meshes, where `devices` are such: a regular expression for whole
             paths, and what lies so, as in `{".*/kernel": PartitionSpec(None, "model")}`. What is not named is whole on
@@ -92,8 +93,15 @@ class Pipeline:
             as the compiler finds best. All meshes have the same axes; limits and the ledger are of one device of each.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut. What couples examples,
             such as batch norm, sees all of them.
-        has_aux: the loss returns something beside.
+        has_aux: the loss returns something beside. Of it a step tells the mean over micro-batches if it is a
+            floating-point scalar, the quotient of the sums if it is `jvpipe.Weighted`, and all else stacked.
         has_state: the loss carries a model state (batch norm).
+        aux_reduce: of leaves of aux by their paths, such as `{"largest": "max"}`: "mean", "sum", "max" or "last", over
+            the replicas' parts of a micro-batch, where the trace cannot say how these make the whole, and then over
+            micro-batches, in their order. Later patterns win.
+        model_state_reduce: of leaves of the model state by their paths, such as `{"*/seen": "sum"}`: how the whole is
+            made of what replicas have made, where the trace cannot say: the "mean" over examples, the "sum" of what
+            each has added, or the "same" on all.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
@@ -136,10 +144,12 @@ class Pipeline:
         *,
         has_aux: bool = False,
         has_state: bool = False,
+        aux_reduce: Mapping[str, str] | None = None,
+        model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
         remeasure: bool = False,
     ) -> None:
-        checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure)
+        flags = checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure)
         check_functions(loss_fn, optimizer, has_state=has_state)
         find_planner(checked_name("planner", planner, "jvpipe"))
         schedule, microbatches = checked_schedule(schedule), whole_number("microbatches", microbatches)
@@ -165,15 +175,13 @@ class Pipeline:
                 checkpoint=None if checkpoint is None else checked_name("checkpoint", checkpoint, "always"),
                 devices=used,
                 places=places,
-                has_aux=has_aux,
-                has_state=has_state,
-                grad_norm=grad_norm,
-                remeasure=remeasure,
                 hosts=hosts,
                 speeds=checked_speeds(speeds, planned),
                 replicas=() if counts is None else replicas_at(counts),
                 shares=shares,
                 sharding=laid,
+                reductions=checked_reductions(aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state),
+                **flags,
             )
         )
 

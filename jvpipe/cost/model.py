@@ -204,7 +204,7 @@ def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
 
 def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
     """The results of a step: loss, weight, norm of the gradient; aux values, averaged or one per micro-batch."""
-    groups = [(graph.aux[members[0]].bytes, graph.aux_reduced(i)) for i, members in enumerate(graph.aux_groups)]
+    groups = [(graph.aux[members[0]].bytes, graph.aux_reduction(i)) for i, members in enumerate(graph.aux_groups)]
     return 3 * graph.loss_bytes + sum(size * (1 if reduced else microbatches) for size, reduced in groups)
 
 

@@ -45,6 +45,10 @@ class Over(StrEnum):
     SUM = "sum"  # a sum over them
     MEAN = "mean"  # a mean over them
     MIXED = "mixed"  # in any other way
+    MAX = "max"  # the largest over slices of them, as the user says
+    LAST = "last"  # what the last slice gives, as the user says
+    FIRST = "first"  # of the model state, as the user says: what any slice gives, such as the first
+    ADDED = "added"  # of the model state, as the user says: what it was, and what each slice adds to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How the edges between layers, the aux of a loss and the loss lie over the examples of a micro-batch."""
+    """How the edges between layers, the aux of a loss and the loss lie over the examples of a micro-batch.
+
+    So do the leaves of the model state that a loss makes; None: each replica makes all of it.
+    """
 
     tensors: tuple[Spread, ...]
     aux: tuple[Spread, ...] = ()
     loss: Spread = Spread(Over.MEAN)
+    state: tuple[Spread | None, ...] = ()

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 
-def checked_flags(**flags: Any) -> None:
-    """Raises ValueError unless these options are on or off."""
+def checked_flags(**flags: Any) -> dict[str, bool]:
+    """Returns these options; raises ValueError unless they are on or off."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, not {value!r}")
+    return flags
 
 
 def is_whole(value: Any) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from jvpipe.ir.reductions import AuxReduction, StateReduction
 from jvpipe.ir.values import ValueKind
 
 
@@ -129,6 +130,8 @@ class LayerGraph:
     weighted: bool = False
     loss_bytes: int = 4
     seed_bytes: int = 16
+    aux_chosen: tuple[AuxReduction | None, ...] = ()  # what the user says of each leaf of aux
+    state_chosen: tuple[StateReduction | None, ...] = ()  # likewise of the model state
 
     def label(self, layer: Layer) -> str:
         """Names a layer as plans do: with its id where several layers have that name.
@@ -154,10 +157,12 @@ class LayerGraph:
         """The layer that makes the loss."""
         return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)
 
-    def aux_reduced(self, group: int) -> bool:
-        """Tells whether a leaf of aux is averaged over the micro-batches; else they are stacked."""
+    def aux_reduction(self, group: int) -> AuxReduction | None:
+        """How a leaf of aux is reduced over the micro-batches; None: they are stacked. A pair is `Weighted`: a mean."""
         first = self.aux[self.aux_groups[group][0]]
-        return len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
+        is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
+        said = self.aux_chosen[group] if self.aux_chosen else None
+        return said or (AuxReduction.MEAN if is_mean else None)
 
     def skips(self) -> Iterator[Tensor]:
         """The tensors that are read beyond the next layer."""

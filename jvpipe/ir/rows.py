@@ -76,6 +76,11 @@ class AddRun:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRun:
+    """Model state made of what replicas have made of their examples, rather than a sum of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
 class OfferRun:
     """The source's half of a copy between processes: the `number`-th row of all offers it to a `process`."""
 
@@ -108,6 +113,7 @@ Run = (
     | SliceRun
     | ConcatRun
     | AddRun
+    | StateRun
     | OfferRun
     | AskRun
     | ArriveRun

@@ -294,7 +294,7 @@ class Expander:
         writes = [Write(loss, graph.loss_bytes), *([Write(weight, graph.loss_bytes)] if graph.weighted else [])]
         for group, (value, members) in enumerate(zip(groups, graph.aux_groups, strict=True)):
             size = sum(graph.aux[i].bytes for i in members[:1])
-            writes.append(Write(value, size * (1 if graph.aux_reduced(group) else len(batch))))
+            writes.append(Write(value, size * (1 if graph.aux_reduction(group) else len(batch))))
         yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
 
     # Parts of them

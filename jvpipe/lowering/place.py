@@ -312,22 +312,18 @@ class Placer:
         """The model state as it is now, wherever the plan has it."""
         for k in range(len(self.graph.state)):
             for place in self.where.holding(k):
-                value = self.newest_state(k)
-                if value.examples is None:
-                    self.bring(value, place, NONE)
-                elif (source := self.holder(value)) is not None:
-                    self.send(value, source, place, NONE, NONE)
+                self.bring(self.newest_state(k), place, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """A leaf of the model state as the last micro-batch left it; of replicas the first one."""
+        """A leaf of the model state as the last micro-batch left it: the whole, not a replica's part."""
         made = [value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k]
-        return max(made, key=lambda value: (value.microbatch, -value.examples.start if value.examples else 0))
+        return max((value for value in made if value.examples is None), key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
         """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
-            if VALUES[value.kind].lasts:
+            if VALUES[value.kind].lasts and value.examples is None:
                 key, number = (value.kind, value.index, value.layer, place), max(value.version, value.microbatch)
                 newest[key] = max(newest.get(key, (number, b)), (number, b))
         plain = [buffer.spot for buffer in self.where.lasting(self.optimizer)]

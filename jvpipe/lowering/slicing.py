@@ -4,6 +4,7 @@
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
     F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
     U(layer 3)                          ->  REDUCE  U(layer 3)                     at one replica, for all
+    F(layer 3) makes model state        ->  F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE    at the first, for all
 
 Parts are cut at the bounds of both stages, so that each is sent once. Names tell the examples, never the replica: what
 depends on no example keeps its name and is made alike at every replica. Replicas add their gradients up by themselves
@@ -18,8 +19,8 @@ from functools import partial
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Ref
-from jvpipe.ir.rows import ConcatRun, LayerRun, SliceRun, ZeroRun
-from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.ir.rows import ConcatRun, LayerRun, SliceRun, StateRun, ZeroRun
+from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.placement import Placement
@@ -58,6 +59,8 @@ class Slicing:
                     direct, cut = self._delivered(op, number, examples)
                     yield self._replica(op, examples, direct)
                     yield from cut
+                if op.kind is Kind.F:
+                    yield from self._remembered(op)
             case Kind.LOSS:
                 reads = [self.named(value, e) for value in op.reads for e in self._makers(value)]
                 yield replace(op, reads=tuple(reads))
@@ -94,13 +97,12 @@ class Slicing:
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:
                 return value
-            case ValueKind.STATE if value.microbatch in (NEVER, 0):  # as the step finds it
+            case ValueKind.STATE:  # replicas find the whole of it
                 return value
             case ValueKind.TENSOR if self._batching.tensors[value.index].over is Over.NONE:
                 return value
             case (
-                ValueKind.STATE
-                | ValueKind.TENSOR
+                ValueKind.TENSOR
                 | ValueKind.BATCH
                 | ValueKind.COTANGENT
                 | ValueKind.RESIDUAL
@@ -148,7 +150,12 @@ class Slicing:
             sliced = self._layouts[op.run.layout].sliced[examples]
             left = sliced.halves[op.layer].handed if value.kind is ValueKind.HANDED else None
             size = (left or sliced.signatures[op.layer].residuals)[value.index].bytes
-        return Write(self.named(value, examples), self._part_bytes(value, size, examples), copy)
+        made = value._replace(examples=examples) if self._is_shared(value) else self.named(value, examples)
+        return Write(made, self._part_bytes(value, size, examples), copy)
+
+    def _is_shared(self, value: Value) -> bool:
+        """Whether replicas make parts of a leaf of the model state, rather than each all of it."""
+        return value.kind is ValueKind.STATE and self._batching.state[value.index] is not None
 
     def _whole(self, examples: Slice) -> Examples:
         return examples or Examples(0, self._graph.examples)
@@ -180,6 +187,38 @@ class Slicing:
             delivers=tuple(delivers),
             examples=examples,
         )
+
+    def _remembered(self, op: Operation) -> Iterator[Operation]:
+        """Yields what makes the model state of what the replicas of a layer have made of it, for the next micro-batch.
+
+        Every replica is told: the loss may read it.
+        """
+        slices = self._where.slices(op.layer)
+        writes = tuple(write for write in op.writes if self._is_shared(write.value))
+        if not writes or len(slices) == 1:
+            return
+        parts, reads = list[Value](), list[Value]()
+        for value, *_ in writes:
+            own = [value._replace(examples=e) for e in slices]
+            spread = self._batching.state[value.index]
+            before = [value._replace(microbatch=op.microbatch)] if spread and spread.over is Over.ADDED else []
+            parts, reads = [*parts, *own], [*reads, *before, *own]
+        readers = {value: layers for value, layers, _ in op.delivers}
+        yield Operation(
+            Kind.REDUCE,
+            op.layer,
+            op.microbatch,
+            tuple(reads),
+            writes,
+            StateRun(),
+            delivers=tuple(d for value, *_ in writes for d in self._told(value, (op.layer, *readers[value]))),
+            forgets=tuple(parts),
+            examples=slices[0],
+        )
+
+    def _told(self, value: Value, layers: Sequence[int]) -> list[Delivery]:
+        """Deliveries of a leaf of the model state to all replicas of some layers."""
+        return [Delivery(value, (i,), self._where.slices(i)) for i in layers]
 
     def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
         """Yields what joins the parts that have come from a stage of another width."""
@@ -234,8 +273,13 @@ class Slicing:
                         (direct if is_whole else parts.setdefault(delivery.value, [])).append(delivery)
                 case ValueKind.AUX:
                     direct += [Delivery(self.named(value, examples), layers)] if examples in self._makers(value) else []
-                case ValueKind.STATE:  # of a replica it stays there
-                    direct += [Delivery(value, layers)] if examples is None else []
+                case ValueKind.STATE if examples is not None and self._is_shared(value):  # the first makes the whole
+                    first = self._where.slices(op.layer)[:1]
+                    direct.append(Delivery(value._replace(examples=examples), (op.layer,), first))
+                case ValueKind.STATE:  # replicas have made it too
+                    own = self._where.stage[op.layer]
+                    layers = tuple(i for i in layers if examples is None or self._where.stage[i] != own)
+                    direct += self._told(value, layers) if number == 0 else []
                 case _:
                     raise AssertionError(f"nobody says where {value} goes to")
         if examples is not None:  # losses are summed where the first replica is

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 
 from jvpipe.ir.examples import Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.reductions import AuxReduction
 from jvpipe.programs.store import Program
 
 
@@ -25,7 +26,7 @@ class Parts:
         """Joins what the slices of a micro-batch gave."""
         examples = sum(s.size for s in self.slices)
         match self.spread.over:
-            case Over.NONE:
+            case Over.NONE | Over.FIRST:
                 return values[0]
             case Over.SUM:
                 return _total(values)
@@ -34,6 +35,10 @@ class Parts:
                 return _total([value * share for share, value in zip(shares, values, strict=True)])
             case Over.ALONG:
                 return jnp.concatenate(values, self.spread.axis)
+            case Over.MAX:
+                return _largest(values)
+            case Over.LAST:
+                return values[-1]
             case _:
                 raise AssertionError(f"{self.spread} cannot be joined")
 
@@ -44,7 +49,8 @@ def loss_program(
     """Reduces what the micro-batches gave, in ascending order.
 
     The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
-    reduced likewise if it is `Weighted` or a floating-point scalar; others are stacked along a new first axis.
+    reduced as the user says. Else it is reduced as the loss is if it is `Weighted` or a floating-point scalar; others
+    are stacked along a new first axis.
 
     Args:
         graph: whose losses and aux.
@@ -67,16 +73,38 @@ def loss_program(
             if len(leaves) == 2:
                 sums = _total(leaves[0]), _total(leaves[1])
                 out.append(sums[0] / sums[1].astype(sums[0].dtype))
-            elif graph.aux_reduced(group):
-                out.append(_total(leaves[0]) / np.asarray(microbatches, leaves[0][0].dtype))
             else:
-                out.append(jnp.stack(leaves[0]))
+                out.append(_reduced(leaves[0], graph.aux_reduction(group)))
         return out
 
     shapes = tuple(inputs)
     told = tuple((s.shape, str(s.dtype)) for s in shapes)
-    key = ("loss", graph.weighted, graph.aux_groups, told, microbatches, tuple(parts))
+    key = ("loss", graph.weighted, graph.aux_groups, graph.aux_chosen, told, microbatches, tuple(parts))
     return Program(key, reduce, shapes)
+
+
+def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array:
+    """What the micro-batches made of a leaf of aux, as one."""
+    match how:
+        case None:
+            return jnp.stack(values)
+        case AuxReduction.MEAN:
+            return _total(values) / np.asarray(len(values), values[0].dtype)
+        case AuxReduction.SUM:
+            return _total(values)
+        case AuxReduction.MAX:
+            return _largest(values)
+        case AuxReduction.LAST:
+            return values[-1]
+        case _:
+            assert_never(how)
+
+
+def _largest(values: Sequence[jax.Array]) -> jax.Array:
+    result = values[0]
+    for value in values[1:]:
+        result = jnp.maximum(result, value)
+    return result
 
 
 def _total(values: Sequence[jax.Array]) -> jax.Array:

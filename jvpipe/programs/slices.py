@@ -1,11 +1,14 @@
 """The small programs between replicas: parts of values, parts joined, and sums of gradients added up."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
 
+from jvpipe.ir.examples import Over
 from jvpipe.ir.rows import SliceRun
+from jvpipe.programs.loss import Parts
 from jvpipe.programs.store import Program
 
 
@@ -47,3 +50,31 @@ def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int, *, in_pl
 
     key = "reduce", tuple((s.shape, str(s.dtype)) for s in sums), replicas, in_place
     return Program(key, reduce, inputs, tuple(range(0, len(inputs), replicas)) if in_place else ())
+
+
+def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]) -> Program:
+    """Leaves of the model state, made of what replicas have made of their slices.
+
+    Args:
+        leaves: of each leaf a part of each slice; what it was before the micro-batch stands first, if that is added to.
+        parts: how each is made of these.
+    """
+
+    def made(*values: jax.Array) -> list[jax.Array]:
+        given, wholes = iter(values), list[jax.Array]()
+        for leaf in parts:
+            before = list(islice(given, 1 if leaf.spread.over is Over.ADDED else 0))
+            own = list(islice(given, len(leaf.slices)))
+            wholes.append(_added(before[0], own) if before else leaf.whole(own))
+        return wholes
+
+    key = "state", tuple((x.shape, str(x.dtype)) for x in leaves), tuple(parts)
+    return Program(key, made, tuple(leaves))
+
+
+def _added(before: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """What a leaf was, and what each slice has added to it."""
+    whole = before
+    for part in parts:
+        whole = whole + (part - before)
+    return whole

@@ -1,6 +1,6 @@
 """The programs of replicated stages: each layer on the slices of its replicas, and what goes between these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,14 +11,14 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import AddRun, ConcatRun, Row, SliceRun
+from jvpipe.ir.rows import AddRun, ConcatRun, Row, SliceRun, StateRun
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import Parts
 from jvpipe.programs.model import Share, programs_of
-from jvpipe.programs.slices import cut_program, join_program, reduce_program
+from jvpipe.programs.slices import cut_program, join_program, reduce_program, state_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.value_shapes import shape
 from jvpipe.schedules.round_robin import check_turns
@@ -130,6 +130,8 @@ class Replicas:
             case Kind.CONCAT:
                 assert isinstance(row.run, ConcatRun)
                 return join_program(shapes, row.run.axis)
+            case Kind.REDUCE if isinstance(row.run, StateRun):
+                return state_program(shapes, self._state_parts(row.layer, dict.fromkeys(v.index for v in reads)))
             case Kind.REDUCE:
                 replicas = len(row.reads) // len(row.writes)
                 return reduce_program(shapes[::replicas], replicas, in_place=isinstance(row.run, AddRun))
@@ -146,6 +148,8 @@ class Replicas:
                 return self._part(shape(graph.aux[i]), self.batching.aux[i], value.examples)
             case ValueKind.GRADIENT:
                 return shape(graph.parameters[i].array)
+            case ValueKind.STATE:
+                return shape(graph.state[i])
             case _:
                 raise AssertionError(f"{value} does not go between replicas")
 
@@ -165,6 +169,17 @@ class Replicas:
             parts.append(self._made_in(maker, spread))
         return parts
 
+    def _state_parts(self, layer: int, leaves: Iterable[int]) -> list[Parts]:
+        """The parts of some leaves of the model state that a layer's replicas have made.
+
+        Args:
+            layer: that makes them.
+            leaves: by their numbers.
+        """
+        slices = tuple(e for e in self.where.slices(layer) if e is not None)
+        spreads = [self.batching.state[k] for k in leaves]
+        return [Parts(slices, spread) for spread in spreads if spread is not None]
+
     def _made_in(self, layer: int, spread: Spread) -> Parts | None:
         slices = tuple(e for e in self.where.slices(layer) if e is not None)
         return Parts(slices[:1] if spread.over is Over.NONE else slices, spread) if slices else None
@@ -180,15 +195,6 @@ class Replicas:
                     f"tensor '{tensor.array.name}' goes from stage to stage without an axis of examples, and stages "
                     f"{stages} have {[widths[s] for s in stages]} replicas: give them as many as each other, or move "
                     "the cut"
-                )
-        writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
-        for k in written_state(graph):
-            stages = {self.where.stage[layer.id] for layer in graph.layers if k in layer.reading(ValueKind.STATE)}
-            stages.add(self.where.stage[writer[k]])
-            if len(stages) > 1 and any(widths[s] > 1 for s in stages):
-                raise ValueError(
-                    f"model state '{graph.state[k].name}' goes between stages {sorted(stages)}, of which one is "
-                    "replicated: give them one device each, or move the cut"
                 )
 
 

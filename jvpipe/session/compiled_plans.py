@@ -167,6 +167,7 @@ class CompiledPlans:
         base = self.current if self._by_shapes else None
         present = base and base.traced
         options = {"has_aux": settings.has_aux, "has_state": settings.has_state, "sharding": settings.sharding}
+        options["reductions"] = settings.reductions
         with phase("tracing and cutting the loss"):
             model = trace_model(settings.loss_fn, params, micro, rng, model_state, present, **options)
         traced = model.traced

@@ -1,12 +1,13 @@
 """The options of a pipeline, checked: its loss, its optimizer, stages, schedule, limits and devices."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.schedules import Schedule
@@ -33,6 +34,7 @@ class Settings:
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
+        reductions: what is said of leaves of aux and of the model state.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
@@ -62,3 +64,4 @@ class Settings:
     replicas: tuple[tuple[int, ...], ...] = ()
     shares: bool = False
     sharding: Sharding | None = None
+    reductions: Reductions = field(default_factory=Reductions)

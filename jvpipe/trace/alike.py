@@ -78,6 +78,10 @@ class Alike:
             self._whole.add(number)
         return number
 
+    def is_whole(self, atom: Atom) -> bool:
+        """Whether a variable or a constant holds whole numbers, of whatever type."""
+        return self.number(atom) in self._whole
+
     def _number(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known))
 

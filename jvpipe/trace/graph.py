@@ -243,6 +243,8 @@ class _Assembly:
             self.loss.weighted,
             array_of(self.loss.outputs[0][0], "loss").bytes,
             self.loss.seed_words * 4,
+            self.loss.aux_chosen,
+            self.loss.state_chosen,
         )
 
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref, Spec
+from jvpipe.ir.reductions import AuxReduction, Reductions, StateReduction, chosen
 from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
+from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
 from jvpipe.trace.leaves import abstract, check, path_name, path_names
@@ -30,7 +33,7 @@ class LossJaxpr:
 
     `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured. `of_size` traces
     the same loss on another number of examples. Parameters lie over the devices of a place by the `specs` of a
-    `sharding`, if there is one.
+    `sharding`, if there is one. What the user says of leaves of aux and of the model state is `chosen`.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -45,6 +48,8 @@ class LossJaxpr:
     of_size: Callable[[int], "LossJaxpr"] | None = field(default=None, compare=False, repr=False)
     sharding: Sharding | None = None
     specs: tuple[Spec, ...] = ()
+    aux_chosen: tuple[AuxReduction | None, ...] = ()
+    state_chosen: tuple[StateReduction | None, ...] = ()
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -61,6 +66,7 @@ def trace_loss(
     *,
     has_aux: bool = False,
     has_state: bool = False,
+    reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
 ) -> LossJaxpr:
     """Traces `loss_fn` at the shapes of one micro-batch.
 
@@ -72,9 +78,10 @@ def trace_loss(
         state: the model state, with `has_state`.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
+        reductions: what the user says of leaves of aux and of the model state.
 
     Raises:
-        ValueError: a parameter of integer type, a loss that is not a real scalar or reads no parameter.
+        ValueError: a parameter of integer type, a loss that is no real scalar or reads none, or an unfit reduction.
     """
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
@@ -90,25 +97,23 @@ def trace_loss(
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     given = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
-    given += [] if seed is None else [Ref(ValueKind.SEED, 0)]
-    inputs = dict(zip(closed.jaxpr.invars, given, strict=True))
-    inputs |= {var: Ref(ValueKind.CONSTANT, i) for i, var in enumerate(constants)}
+    seeds, captured = [Ref(ValueKind.SEED, 0)], [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))]
+    again = functools.partial(trace_loss, loss_fn, params, rng=rng, state=state, reductions=reductions)
     made = closed.jaxpr.outvars
+    names = {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees}
     traced = LossJaxpr(
         tuple(eqns),
-        inputs,
+        dict(zip([*closed.jaxpr.invars, *constants], [*given, *seeds[: seed is not None], *captured], strict=True)),
         tuple(zip(made, outputs.refs(len(made), len(leaves[ValueKind.STATE])), strict=True)),
-        {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees},
+        names,
         tuple(constants.values()),
         outputs.weighted,
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
-        functools.cache(
-            lambda examples: trace_loss(
-                loss_fn, params, _resized(batch, examples), rng, state, has_aux=has_aux, has_state=has_state
-            )
-        ),
+        functools.cache(lambda n: again(batch=_resized(batch, n), has_aux=has_aux, has_state=has_state)),
+        aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(made)),
+        state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
     _check_dependence(traced)
     return traced
@@ -127,6 +132,7 @@ class _Outputs:
     weighted: bool = False
     aux_tree: TreeDef = field(default_factory=lambda: jax.tree.structure(None))
     aux_weighted: tuple[bool, ...] = ()
+    aux_paths: tuple[str, ...] = ()
 
     def flatten(self, out: Any, state: Tree) -> list[Any]:
         """Checks what a loss has returned, and takes it apart: loss, model state, aux."""
@@ -136,6 +142,7 @@ class _Outputs:
         _check_aux(aux)
         aux_leaves, self.aux_tree = jax.tree.flatten(aux, is_leaf=_is_weighted)
         self.aux_weighted = tuple(map(_is_weighted, aux_leaves))
+        self.aux_paths = path_names([path for path, _ in _with_path(aux)])
         self.weighted = _is_weighted(loss)
         return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
 
@@ -144,6 +151,17 @@ class _Outputs:
         refs = [Ref(ValueKind.LOSS, i) for i in range(1 + self.weighted)]
         refs += [Ref(ValueKind.STATE, i) for i in range(states)]
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
+
+    def aux_parts(self, made: Sequence[Atom]) -> list[Sequence[Atom]]:
+        """Of all that a loss yields, what each leaf of aux is made of: it comes last."""
+        ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
+        first = len(made) - ends[-1]
+        return [made[first + a : first + b] for a, b in pairwise(ends)]
+
+
+def _with_path(aux: Tree) -> list[tuple[Any, Any]]:
+    """The leaves of aux with their paths, of which a `Weighted` is one."""
+    return jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
 
 
 def _is_weighted(x: Any) -> bool:

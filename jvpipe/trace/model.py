@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
 from jvpipe.ir.layers import Spec
+from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.leaves import path_names
@@ -16,6 +17,14 @@ from jvpipe.trace.reshaped import reshaped
 from jvpipe.trace.stacks import Stacks, find_stacks
 
 Tree = Any
+
+
+class Returns(TypedDict):
+    """What a loss returns beside its value, and how that is reduced."""
+
+    has_aux: bool
+    has_state: bool
+    reductions: Reductions
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ def trace_model(
     has_aux: bool = False,
     has_state: bool = False,
     sharding: Sharding | None = None,
+    reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
 ) -> Model:
     """Traces at the shapes of a micro-batch; `params` may be shapes alone.
 
@@ -51,16 +61,18 @@ def trace_model(
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
         sharding: how parameters lie over the devices of a place, if there are several.
+        reductions: what the user says of leaves of aux and of the model state.
 
     Raises:
         ValueError: the parameters cannot lie so, or not in the layers that the model has at present.
     """
     specs = {} if sharding is None else _specs(sharding, params)
-    loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
+    returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
+    loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
     stacks = find_stacks(loss, params)
     if stacks:  # layers stacked for a scan become layers of their own
         params, sliced = stacks.split(params), stacks.of_slices(loss_fn)
-        loss = trace_loss(sliced, params, micro_batch, rng, model_state, has_aux=has_aux, has_state=has_state)
+        loss = trace_loss(sliced, params, micro_batch, rng, model_state, **returns)
     if sharding is not None:
         slices = (_of_slices(path, spec, n) for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True))
         loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))

@@ -10,7 +10,7 @@ A slice whose count is nothing divides by one instead: its sum is nothing too, f
 zero. And max(count, 1) is taken to be there for that alone: a slice has its count.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
+from jvpipe.trace.alike import Alike
 
 _LINEAR = (
     "neg",
@@ -49,6 +50,8 @@ class Beside(StrEnum):
     RIGHT = "right"
     DIVISOR = "divisor"  # one where it is zero
     GUARD = "guard"  # the count as it is, though it be less
+    FIRST_LEFT = "first left"  # what is added to a sum, in the first slice alone: exact, for what is counted
+    FIRST_RIGHT = "first right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Lies:
     """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
 
     `roots` are the reductions over examples that it was made of. It is a sum divided by what has the number `divisor`.
-    Where `beside` says so it is what `over` says if slices compute it in another way.
+    Where `beside` says so it is what `over` says if slices compute it in another way. It depends on what is `open`, and
+    is a scale that may close that (`jvpipe.trace.normalised`).
     """
 
     over: Over
@@ -65,6 +69,8 @@ class Lies:
     power: int = 0
     divisor: int | None = None
     beside: Beside | None = None
+    open: frozenset[Var] = frozenset()
+    is_scale: bool = False
 
     @property
     def reduced(self) -> bool:
@@ -75,19 +81,21 @@ class Lies:
 NONE = Lies(Over.NONE)
 
 
-def reduced(eqn: JaxprEqn, ins: Sequence[Lies], number: Callable[[Atom], int]) -> Lies:
+def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Lies:
     """Tells how the result of an equation lies, none of whose operands has a part for each example.
 
     Args:
         eqn: of one result, or of several that lie alike.
         ins: its operands.
-        number: of an operand; equal ones have the same.
+        alike: tells which operands are equal, and which are whole numbers.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
     roots = frozenset[Var]().union(*(x.roots for x in moving))
     if not moving:
         return NONE
+    if _rounds(eqn, alike):
+        return Lies(Over.MIXED, roots=roots)
     if name in _LINEAR and len(moving) == 1:
         return moving[0]
     match name:
@@ -96,16 +104,29 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], number: Callable[[Atom], int]) -
         case "mul" if len(moving) == 1:
             return moving[0]
         case "mul":
-            lies = _multiplied(ins, [number(atom) for atom in eqn.invars])
+            lies = _multiplied(ins, [alike.number(atom) for atom in eqn.invars])
         case "div" if len(moving) == 1 and ins[0].over is not Over.NONE:
             return moving[0]
         case "div":
-            lies = _divided(ins, number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape)
+            lies = _divided(ins, alike.number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape)
         case "max" if guarded(eqn, ins) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
             lies = None
     return replace(lies or Lies(Over.MIXED), roots=roots)
+
+
+def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
+    """Tells whether an equation makes whole numbers of what may be none: those of slices are not those of the whole."""
+    is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
+    match eqn.primitive.name:
+        case "convert_element_type":
+            is_bool = _jax.aval(eqn.outvars[0]).dtype == bool
+            return is_bool or (is_whole and not alike.is_whole(eqn.invars[0]))
+        case "div":
+            return is_whole
+        case _:
+            return False
 
 
 def guarded(eqn: JaxprEqn, ins: Sequence[Lies]) -> Atom | None:
@@ -123,8 +144,10 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if overs == {Over.SUM}:
         return Lies(Over.SUM)
     if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
-        beside = Beside.RIGHT if a.over is Over.SUM else Beside.LEFT
-        return Lies(Over.SUM, beside=beside) if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact) else None
+        is_left = b.over is Over.SUM
+        if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
+            return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)
+        return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
     if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
         return Lies(Over.MIXED, divisor=divisors.pop())

@@ -19,8 +19,11 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
+from jvpipe.trace.leaves import path_name
 from jvpipe.trace.loss import LossJaxpr
+from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.reductions import NONE, Beside, Lies
+from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 
 
@@ -95,7 +98,8 @@ class _Cut:
             if eqn.primitive.name in GENERATORS:
                 eqns += self._generated(eqn, own)
             else:
-                eqns += _amended(own, self.apart.amended.get(id(eqn)), self.share)
+                beside, is_first = self.apart.amended.get(id(eqn)), self.examples.start == 0
+                eqns += _amended(own, beside, self.share, is_first=is_first)
         is_mean = self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
         return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
 
@@ -114,17 +118,27 @@ class _Cut:
         return [whole.replace(invars=own.invars, outvars=[drawn]), *cut]
 
 
-def _amended(own: JaxprEqn, beside: Beside | None, share: float) -> Sequence[JaxprEqn]:
-    """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero."""
-    if beside is None:
+def _amended(own: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool) -> Sequence[JaxprEqn]:
+    """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
+
+    Args:
+        own: the equation.
+        beside: the operand, and how it is computed with.
+        share: of the slice in the micro-batch.
+        is_first: whether the slice is the first one.
+    """
+    only_first = beside in (Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
+    if beside is None or (only_first and is_first):
         return [own]
     if beside is Beside.GUARD:
         (count,) = jaxprs.variables(own.invars)
         return [own.replace(invars=[count, count])]
-    side = 0 if beside is Beside.LEFT else 1
+    side = 0 if beside in (Beside.LEFT, Beside.FIRST_LEFT) else 1
     operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
 
     def changed(x: jax.Array) -> jax.Array:
+        if only_first:  # nothing, in one equation: zeros would be none, but a constant
+            return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
         return jnp.where(x == 0, jnp.ones_like(x), x) if beside is Beside.DIVISOR else x * jnp.asarray(share, x.dtype)
 
     invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
@@ -174,30 +188,41 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
         layer = layer_of.get(id(eqn))
         return "the loss" if layer is None else f"layer {traced.graph.label(layer)}"
 
-    spreading = Spreading(traced.graph.examples, fewer, reaching(loss.eqns, states), place_of)
+    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    remembered |= {same.get(v, v) for v in remembered}
+    spreading = Spreading(traced.graph.examples, fewer, remembered, place_of, same=same)
     spreading.known = {v: Lies(Over.ALONG, 0) for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH}
     spreading.run(loss.eqns, small.eqns)
     outputs = {
         ref: spreading.lies(atom, other) for (atom, ref), (other, _) in zip(loss.outputs, small.outputs, strict=True)
     }
+    atoms = {ref: atom for atom, ref in loss.outputs}
+    said = Said(traced.graph, outputs, atoms, spreading.normalising)
+    outputs = outputs | said.aux
     _check_outputs(traced, outputs)
     variables = {ref: v for body in traced.bodies for v, ref in zip(body.outputs, body.writes, strict=True)}
     tensors = [variables[Ref(ValueKind.TENSOR, i)] for i in range(len(traced.graph.tensors))]
     known = [spreading.known.get(v, NONE) if isinstance(v, _jax.Var) else NONE for v in tensors]
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]
-    batching = Batching(tuple(map(_spread, known)), tuple(map(_spread, aux)), _spread(outputs[Ref(ValueKind.LOSS, 0)]))
-    return Apart(batching, spreading.amended)
+    batching = Batching(
+        tuple(map(_spread, known)),
+        tuple(map(_spread, aux)),
+        _spread(outputs[Ref(ValueKind.LOSS, 0)]),
+        said.state,
+    )
+    return Apart(batching, said.plain(loss, spreading.amended))
 
 
 def _spread(lies: Lies) -> Spread:
     return Spread(lies.over, lies.axis)
 
 
-def _aux_path(traced: Traced, index: int) -> str:
-    """The path of a leaf of aux."""
-    group = next(g for g, members in enumerate(traced.graph.aux_groups) if index in members)
+def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
+    """The path of a leaf of aux, as JAX writes it and as patterns do."""
+    group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
-    return f"leaf {jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(aux)[group][0])}"
+    path = jax.tree_util.tree_leaves_with_path(aux)[group][0]
+    return f"leaf {jax.tree_util.keystr(path)}", path_name(path)
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
@@ -209,21 +234,21 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:
-                if lies.over not in wanted:
+                if lies.over not in wanted or lies.open:
                     raise CoupledError(
                         f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
                         f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
                         "over a number of items that differs returns jvpipe.Weighted(total, weight)"
                     )
             case ValueKind.AUX:
-                if lies.over is Over.MIXED or (ref.index in pairs and lies.over is not Over.SUM):
+                if lies.over is Over.MIXED or lies.open or (ref.index in pairs and lies.over is not Over.SUM):
+                    leaf, path = _aux_path(traced, ref.index)
+                    cure = "" if ref.index in pairs else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
                     raise CoupledError(
-                        f"{_aux_path(traced, ref.index)} of aux cannot be made of those of slices, as replicas need "
-                        "it: return values of each example, sums or means over them, or jvpipe.Weighted(total, weight)"
+                        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of each "
+                        f"example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
                     )
             case ValueKind.STATE:
-                if lies.over is Over.ALONG:
-                    name = traced.graph.state[ref.index].name
-                    raise CoupledError(f"model state '{name}' has a part for each example: replicas cannot share it")
+                pass  # `Said.state` has looked at it
             case _:
                 raise AssertionError(f"the loss does not yield {ref}")

@@ -8,10 +8,10 @@
 
 What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into values of single examples
 it couples them: slices would not give what the whole does. That is refused, but for batch norm, whose statistics the
-model state remembers: replicas have their own.
+model state remembers (`jvpipe.trace.normalised`): replicas normalise by their own.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from jvpipe.ir.examples import Over
 from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
+from jvpipe.trace.normalised import normalised
 from jvpipe.trace.reductions import NONE, Beside, Lies, guarded, reduced
 
 GENERATORS = ("random_bits", "random_split", "iota")
@@ -38,6 +39,14 @@ _CALLS = (
     "custom_vjp_call",
 )
 _POSITIONS = ("start_indices", "padding_config")
+_GIVES = "gives single examples what was made of several of them"
+_IN_FIRST = {
+    Beside.LEFT: Beside.FIRST_LEFT,
+    Beside.RIGHT: Beside.FIRST_RIGHT,
+    Beside.FIRST_LEFT: Beside.FIRST_LEFT,
+    Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
+}
+"""What model state adds to a sum: a counter stays exact."""
 
 
 class CoupledError(ValueError):
@@ -53,8 +62,10 @@ class Spreading:
         fewer: the smaller one.
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
+        same: the variables that stand for others, which are equal.
 
     `amended` are the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
+    `normalising` are the reductions over examples that a batch norm divides by.
     """
 
     examples: int
@@ -63,6 +74,8 @@ class Spreading:
     place_of: Callable[[JaxprEqn], str]
     known: dict[Var, Lies] = field(default_factory=dict)
     amended: dict[int, Beside] = field(default_factory=dict)
+    normalising: set[Var] = field(default_factory=set)
+    same: Mapping[Var, Var] = field(default_factory=dict)
     _alike: Alike = field(default_factory=Alike)
     _outer: JaxprEqn | None = None  # the loop or call that is looked into
 
@@ -112,6 +125,16 @@ class Spreading:
         if name == "cond":
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
+        return [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+
+    def _plainly(self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]) -> list[Lies]:
+        """How the results of one equation lie.
+
+        Args:
+            eqn: no loop or call.
+            ins: its operands.
+            grown: of each result the axis whose size follows the number of examples.
+        """
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced]
         if not moving:
@@ -123,14 +146,28 @@ class Spreading:
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self._refused(eqn, axes_after)
-        return [self._after(eqn, axis) for axis in axes_after]
+        opened = frozenset[Var]().union(*(x.open for x in moving))
+        return [self._after(eqn, axis, opened) for axis in axes_after]
 
-    def _after(self, eqn: JaxprEqn, axis: int | None) -> Lies:
+    def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
+        """The same, told what of a batch norm is open in it."""
+        found = normalised(eqn, ins, lies)
+        if found is None:
+            raise self._refused(
+                eqn, "goes on from examples less what was made of several of them, as no batch norm does"
+            )
+        before = frozenset[Var]().union(*(x.open for x in ins))
+        self.normalising |= before - found.open if found.over is Over.ALONG else frozenset()
+        if found.over is Over.ALONG and not found.is_scale:
+            self.normalising.update(*(x.roots for x in ins if x.is_scale))
+        return found
+
+    def _after(self, eqn: JaxprEqn, axis: int | None, opened: frozenset[Var]) -> Lies:
         if axis is not None:
             return Lies(Over.ALONG, axis)
         over = Over.SUM if eqn.primitive.name in ("reduce_sum", "dot_general") else Over.MIXED
         root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
-        return Lies(over, roots=frozenset([root]))
+        return Lies(over, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """The axis whose size follows the number of examples; None if there is none."""
@@ -155,19 +192,20 @@ class Spreading:
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
         """What is made of sums and means over examples, and of what depends on none."""
-        lies = reduced(eqn, ins, self._alike.number)
+        lies = reduced(eqn, ins, self._alike)
         if lies.beside is None:
             return lies
-        if self._outer is not None or eqn.outvars[0] in self.remembered:
+        is_remembered = eqn.outvars[0] in self.remembered
+        if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
-        self.amended[id(eqn)] = lies.beside
+        self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
         """Raises if what was made of several examples becomes part of single ones, unless model state remembers it."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
-                raise self._refused(eqn, "gives single examples what was made of several of them")
+                raise self._refused(eqn, _GIVES)
 
     def _refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
         eqn = self._outer or eqn
@@ -241,7 +279,8 @@ class Spreading:
         """How a value lies that is one or the other: what a loop begins or goes on with, or what branches yield."""
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
             raise self._refused(eqn, "makes of single examples what else is not made of them")
-        return replace(a, over=a.over if a.over is b.over else Over.MIXED, roots=a.roots | b.roots)
+        over = a.over if a.over is b.over else Over.MIXED
+        return replace(a, over=over, roots=a.roots | b.roots, open=a.open | b.open, is_scale=a.is_scale and b.is_scale)
 
 
 def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:

@@ -186,40 +186,47 @@ def test_another_model_has_the_replicas_of_the_one_before() -> None:
 
 def normed(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
     x = batch["x"] @ params[0]
-    mean = jnp.mean(x, 0)
-    out = jnp.tanh((x - mean[None]) @ params[1]) @ params[2]
-    return jnp.mean(out**2), 0.5 * state + 0.5 * mean
+    mean, variance = jnp.mean(x, 0), jnp.var(x, 0)
+    out = jnp.tanh((x - mean[None]) * jax.lax.rsqrt(variance + 0.1)[None] @ params[1]) @ params[2]
+    return jnp.mean(out**2), {"mean": 0.5 * state["mean"] + 0.5 * mean, "var": 0.5 * state["var"] + 0.5 * variance}
 
 
-def test_batch_norm_has_statistics_of_each_replica_and_the_first_ones_are_kept() -> None:
+STATISTICS = {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32)}
+
+
+def test_batch_norm_has_statistics_of_each_replica_and_their_means_are_kept() -> None:
     options: dict[str, Any] = {"has_state": True, "planner": "even", **DEVICES}
     plan = jvpipe.Plan.from_cuts([3], devices=[(0, 1)])
     pipe = jvpipe.Pipeline(normed, optax.sgd(0.0), plan, 1, **options)
-    state = pipe.init(PARAMS, BATCH, None, np.zeros(2, np.float32))
+    state = pipe.init(PARAMS, BATCH, None, STATISTICS)
     state, metrics = pipe.step(state, BATCH)
     x = BATCH["x"] @ PARAMS[0]
-    np.testing.assert_allclose(pipe.model_state(state), 0.5 * x[:2].mean(0), rtol=1e-5)
-    outs = [np.tanh((part - part.mean(0)) @ PARAMS[1]) @ PARAMS[2] for part in (x[:2], x[2:])]
+    parts = x[:2], x[2:]
+    found = pipe.model_state(state)
+    np.testing.assert_allclose(found["mean"], 0.5 * x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found["var"], 0.5 + 0.5 * np.mean([part.var(0) for part in parts], 0), rtol=1e-5)
+    outs = [np.tanh((part - part.mean(0)) / np.sqrt(part.var(0) + 0.1) @ PARAMS[1]) @ PARAMS[2] for part in parts]
     np.testing.assert_allclose(metrics["loss"], np.mean(np.concatenate(outs) ** 2), rtol=1e-5)
     states = [
         np.asarray(a)
         for b, a in zip(pipe.session.compiled.persistent, state.arrays, strict=True)
         if b.value.kind == "state"
     ]
-    assert len(states) == 2
+    assert len(states) == 4
     np.testing.assert_array_equal(states[0], states[1])
+    np.testing.assert_array_equal(states[2], states[3])
 
 
-def test_statistics_are_carried_from_micro_batch_to_micro_batch_by_each_replica() -> None:
+def test_statistics_are_carried_from_micro_batch_to_micro_batch() -> None:
     plan, batch = jvpipe.Plan.from_cuts([3], devices=[(0, 1)]), {"x": np.arange(16, dtype=np.float32).reshape(8, 2) / 8}
     pipe = jvpipe.Pipeline(normed, optax.sgd(0.0), plan, 2, has_state=True, **DEVICES)
-    state = pipe.init(PARAMS, batch, None, np.zeros(2, np.float32))
+    state = pipe.init(PARAMS, batch, None, STATISTICS)
     expected = np.zeros(2, np.float32)
     for _ in range(2):
         state, _ = pipe.step(state, batch)
         for first in (0, 4):
-            expected = 0.5 * expected + 0.5 * (batch["x"][first : first + 2] @ PARAMS[0]).mean(0)
-        np.testing.assert_allclose(pipe.model_state(state), expected, rtol=1e-5)
+            expected = 0.5 * expected + 0.5 * (batch["x"][first : first + 4] @ PARAMS[0]).mean(0)
+        np.testing.assert_allclose(pipe.model_state(state)["mean"], expected, rtol=1e-5)
 
 
 def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:

@@ -47,7 +47,11 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "sums together": (lambda x: jnp.sum(x) + 2 * jnp.sum(x**2), Over.SUM),
     "sum over a constant": (lambda x: jnp.sum(x) / 8, Over.SUM),
     "mean times the count": (lambda x: jnp.mean(x) * x.shape[0], Over.SUM),
-    "whole numbers": (lambda x: jnp.sum(x > 0) + 1, Over.MIXED),
+    "a mean as a whole number": (lambda x: jnp.mean(x).astype(int), Over.MIXED),
+    "a sum as a whole number": (lambda x: jnp.sum(x).astype(int), Over.MIXED),
+    "a count as a whole number": (lambda x: count(x).astype(int), Over.SUM),
+    "half of a count": (lambda x: jnp.sum(x > 0) // 2, Over.MIXED),
+    "whether there is any": (lambda x: jnp.sum(x > 0).astype(bool), Over.MIXED),
     "sum over items, times items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Over.SUM),
     "over items or one": (lambda x: 2 * jnp.sum(x) / jnp.maximum(count(x), 1) * count(x), Over.SUM),
     "over weights or one": (
@@ -124,6 +128,7 @@ def test_what_stands_beside_a_sum_counts_by_the_share_of_a_slice() -> None:
     for fn, beside in (
         (lambda x: jnp.sum(x) + jnp.mean(x**2), Beside.RIGHT),
         (lambda x: 1.0 - jnp.sum(x), Beside.LEFT),
+        (lambda x: jnp.sum(x > 0) + 1, Beside.FIRST_RIGHT),
         (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Beside.DIVISOR),
     ):
         closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
@@ -155,6 +160,32 @@ def test_batch_norm_is_known_by_its_model_state() -> None:
     out, mean, variance = spread(normed, lambda outs: outs[1:])
     assert (out.over, out.axis) == (Over.ALONG, 0)
     assert (mean.over, variance.over) == (Over.MEAN, Over.MIXED)
+
+
+def test_a_batch_norm_divides_what_it_has_centred() -> None:
+    """A centre alone, or a function of one, would be another loss on each replica's examples."""
+
+    def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean = jnp.mean(x, (0, 1))
+        return x - mean[None, None], mean
+
+    def two_passes(x: jax.Array) -> tuple[jax.Array, ...]:
+        less, mean = centred(x)
+        variance = jnp.mean(less**2, (0, 1))
+        return less / jnp.sqrt(variance + 1e-5)[None, None], mean, variance
+
+    def bent(x: jax.Array) -> tuple[jax.Array, ...]:
+        less, mean = centred(x)
+        out, *statistics = two_passes(jnp.tanh(less))
+        return out, mean, *statistics
+
+    out, mean, variance = spread(two_passes, lambda outs: outs[1:])
+    assert not out.open
+    assert not mean.open
+    assert variance.open
+    assert spread(centred, lambda outs: outs[1:])[0].open
+    with pytest.raises(CoupledError, match="'tanh' goes on from examples less what was made of several of them"):
+        spread(bent, lambda outs: outs[1:])
 
 
 def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:

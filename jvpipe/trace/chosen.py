@@ -1,0 +1,67 @@
+"""What a user says of the leaves that a loss yields, beside what the trace says: reductions, found by their paths."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe._jax import Atom
+from jvpipe.ir.reductions import AuxReduction, Reductions, StateReduction, chosen
+from jvpipe.trace.keys import is_key
+
+
+def chosen_aux(
+    reductions: Reductions, paths: Sequence[str], leaves: Sequence[Sequence[Atom]]
+) -> tuple[AuxReduction | None, ...]:
+    """The reduction of each leaf of aux that the user says.
+
+    Args:
+        reductions: by pattern.
+        paths: of the leaves.
+        leaves: what each is made of; two of what is `Weighted`.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a leaf cannot be reduced so.
+    """
+    said = chosen("aux_reduce", reductions.aux, paths)
+    for path, reduction, parts in zip(paths, said, leaves, strict=True):
+        why = None if reduction is None else _unfit(reduction, parts)
+        if why:
+            raise ValueError(f"aux_reduce says '{reduction}' of leaf '{path}' of aux, {why}")
+    return said
+
+
+def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
+    """Why a leaf of aux cannot be reduced so, and what would do; None if it can."""
+    dtype = _jax.aval(parts[0]).dtype
+    if len(parts) > 1:
+        return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"
+    if reduction is AuxReduction.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+        return f"which is of type {dtype}: cast it to float32 in the loss, or say 'sum', 'max' or 'last'"
+    if reduction is AuxReduction.SUM and dtype == np.bool_:
+        return "which is of type bool: cast it to int32 in the loss, or say 'max', which is whether any is true"
+    return None
+
+
+def check_state_reduction(path: str, leaf: Atom, reduction: StateReduction) -> None:
+    """Raises ValueError if a leaf of the model state cannot be reduced as the user says.
+
+    Args:
+        path: of the leaf.
+        leaf: as the loss makes it.
+        reduction: that is said of it.
+    """
+    dtype = _jax.aval(leaf).dtype
+    is_number = not is_key(_jax.aval(leaf)) and dtype != np.bool_
+    fits = {
+        StateReduction.MEAN: is_number and jnp.issubdtype(dtype, jnp.inexact),
+        StateReduction.SUM: is_number,
+        StateReduction.SAME: True,
+    }
+    if not fits[reduction]:
+        others = ", ".join(repr(other.value) for other, fit in fits.items() if fit)
+        raise ValueError(
+            f"model_state_reduce says '{reduction}' of '{path}', which is of type {dtype}: say {others}, or keep it in "
+            "float32"
+        )

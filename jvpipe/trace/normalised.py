@@ -1,0 +1,79 @@
+"""Batch norm, told from whatever else gives single examples what was made of several of them.
+
+    m = mean(x)           a statistic of several examples
+    c = x - m             open: examples depend on m, and nothing has been divided by their spread yet
+    v = mean(c**2)        a statistic of what is open; sqrt and rsqrt of it are a scale
+    c * rsqrt(v + e)      closed: the scale was made of all that was open
+
+Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A centre alone, or any
+other function of examples, would be another loss: what is open must be closed before anything but a product, a sum or
+a square is made of it, and before the loss.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from jvpipe import _jax
+from jvpipe._jax import JaxprEqn, Literal, Var
+from jvpipe.ir.examples import Over
+from jvpipe.trace.reductions import Lies
+from jvpipe.trace.structure import comparable
+
+_SHAPING = frozenset(
+    {"neg", "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
+    | {"transpose", "reduce_precision", "name", "stop_gradient", "optimization_barrier", "slice", "rev", "pad"}
+    | {"reduce_sum", "dot_general", "conv_general_dilated", "select_n", "concatenate", "sharding_constraint"}
+)
+_SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
+
+
+def first_of_same(eqns: Sequence[JaxprEqn]) -> dict[Var, Var]:
+    """Of equations that compute the same, the results of the first: `jnp.var` takes a mean that was there already.
+
+    Args:
+        eqns: in their order.
+    """
+    first: dict[Var, Var] = {}
+    known: dict[Hashable, JaxprEqn] = {}
+    for eqn in eqns:
+        if eqn.effects or _jax.inner_jaxprs(eqn):
+            continue
+        operands = tuple(str(x) if isinstance(x, Literal) else first.get(x, x) for x in eqn.invars)
+        before = known.setdefault((eqn.primitive.name, comparable(eqn.params), operands), eqn)
+        first.update(zip(eqn.outvars, before.outvars, strict=True))
+    return first
+
+
+def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
+    """Tells what is open in the result of an equation, and whether it is a scale; None: it must not be made.
+
+    Args:
+        eqn: no loop or call.
+        ins: its operands.
+        out: its result, of which nothing of that kind is known yet.
+    """
+    name = eqn.primitive.name
+    moving = [x for x in ins if x.over is not Over.NONE]
+    scales = [x for x in moving if x.is_scale]
+    opened = frozenset[Var]().union(*(x.open for x in moving))
+    if out.over is not Over.ALONG:
+        return replace(out, open=opened, is_scale=bool(scales) or (name in _ROOTS and out.reduced))
+    entering = [x for x in moving if x.reduced and not x.is_scale]
+    opened = opened.union(*(x.roots for x in entering))
+    if scales and (len(scales) == len(moving)):  # each example is given the same scale
+        return replace(out, open=opened, is_scale=True, roots=frozenset[Var]().union(*(x.roots for x in scales)))
+    if scales and name in _PRODUCTS:
+        return replace(out, open=opened.difference(*(x.roots for x in scales)))
+    opened = opened.union(*(x.roots for x in scales))
+    return replace(out, open=opened) if not opened or _keeps(eqn, ins) else None
+
+
+def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
+    """Tells whether a batch norm may make this of what is open: what is linear in it, or its square."""
+    name = eqn.primitive.name
+    if name in _SHAPING or name in _SUMS or name == "square":
+        return True
+    if name == "integer_pow":
+        return eqn.params["y"] == 2
+    others = {id(atom) for atom, x in zip(eqn.invars, ins, strict=True) if x.over is not Over.NONE}
+    return name in _PRODUCTS and len(others) == 1
