@@ -19,11 +19,12 @@ from jvpipe.planners import find_planner
 from jvpipe.report.explain import explain
 from jvpipe.report.order_reasons import order_reasons, search_reasons
 from jvpipe.report.reasons import cut_reasons, device_reasons
-from jvpipe.runtime.hosts import present_hosts
+from jvpipe.runtime.hosts import present_hosts, telling
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
+from jvpipe.session.agreement import agree_on_given
 from jvpipe.session.arguments import (
     check_arrays,
     check_chooser,
@@ -124,6 +125,7 @@ class Pipeline:
     0.0128
     """
 
+    @telling()
     def __init__(
         self,
         loss_fn: Callable[..., Any],
@@ -214,6 +216,7 @@ class Pipeline:
 
     # A run
 
+    @telling()
     def init(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None) -> State:
         """Traces, measures, plans, compiles and places; the caller's arrays stay theirs.
 
@@ -231,11 +234,15 @@ class Pipeline:
         check_arrays(model_state, "leaf of the model state")
         if model_state is not None and not session.settings.has_state:
             raise ValueError("model_state is given, but the loss carries none: say has_state=True, or leave it out")
-        if not is_initialiser(params):
+        makes = is_initialiser(params)
+        if makes and rng is None:
+            raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+        if session.settings.hosts is not None:
+            agree_on_given(session.settings.hosts, params, batch, rng, model_state)
+        if not makes:
             put = lambda stacks: given_leaves(jax.tree.leaves(stacks.split(params)))  # noqa: E731
             return session.begin(params, batch, rng, model_state, put)
-        if rng is None:
-            raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+        assert rng is not None
         make = lambda stacks: made_leaves(session.store, lambda key: stacks.split(params(key)), rng)  # noqa: E731
         return session.begin(made_shapes(params, rng), batch, rng, model_state, make)
 
@@ -438,6 +445,7 @@ class Pipeline:
         self.session.check_state(state)
         checkpoints.save(self.session, path, state, {} if extra is None else extra)
 
+    @telling()
     def restore(self, path: str | Path) -> State:
         """Reads the state that `save` wrote, under this pipeline's own plan."""
         return checkpoints.restore(self.session, path)

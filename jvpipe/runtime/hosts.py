@@ -1,14 +1,15 @@
 """Processes that run one pipeline together: what they agree on before rows run, and how their arrays get across."""
 
 import base64
-import hashlib
 import json
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
 
@@ -21,6 +22,7 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
+from jvpipe.trace.digests import digest
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
@@ -29,6 +31,10 @@ _LOOK_S = 0.5
 """How often who waits looks whether the others are still there."""
 _ASKED = 4096
 """So many copies from other processes are known, to say which one is waited for."""
+_SHOWN = 80
+"""So many letters of what differs are told."""
+_FAILED = "failure"
+"""What a process tells instead of what it was asked for."""
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
@@ -81,15 +87,24 @@ class Hosts:
 
         Raises:
             HostLost: some process is gone, or said nothing for `timeout_s`.
+            Disagreement: another process has failed, or has something else to tell: it was called differently.
         """
+        told = self._tell(name, value)
+        for other, (at, line) in enumerate(told):
+            if at == _FAILED:
+                raise Disagreement(str(_heard(self.named(other), line)))
+        self._check_same_call(name, told)
+        return [line for _, line in told]
+
+    def _tell(self, name: str, value: bytes) -> list[tuple[str, bytes]]:
+        """Tells all processes a value under a name; returns the name and the value of each, by process."""
         if self.count == 1:
-            return [value]
-        self._told += 1
-        key, before = f"jvpipe/{self.channel}{self._told}/{name}/", self._key
-        self._key = f"{key}{self.process}"
+            return [(name, value)]
+        before = self._key
         try:
-            self.store.key_value_set(self._key, base64.b85encode(value).decode())
-            told = [self._answer(f"{key}{other}", other, name) for other in range(self.count)]
+            key = self._say(name, value)
+            others = [other for other in range(self.count) if other != self.process]
+            lines = {other: self._answer(f"{key}{other}", other, name) for other in others}
             self._awaited = ""
             if before:  # all have read it
                 self.store.key_value_delete(before)
@@ -99,7 +114,31 @@ class Hosts:
             reason = str(error).splitlines()[0]
             gone = self.gone(wait_s=_LOOK_S) or f"{self.named(0)} does not answer"
             raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came: {reason}") from error
-        return list(map(base64.b85decode, told))
+        told = {other: line.split("\t", 1) for other, line in lines.items()}
+        everybody = {other: (at, base64.b85decode(line)) for other, (at, line) in told.items()}
+        return [everybody.get(process, (name, value)) for process in range(self.count)]
+
+    def _say(self, name: str, value: bytes) -> str:
+        """Says something under the next number; returns what the keys of all processes begin with there."""
+        self._told += 1
+        key = f"jvpipe/{self.channel}{self._told}/"
+        self._key = f"{key}{self.process}"
+        self.store.key_value_set(self._key, f"{name}\t{base64.b85encode(value).decode()}")
+        return key
+
+    def _check_same_call(self, name: str, told: Sequence[tuple[str, bytes]]) -> None:
+        """Raises Disagreement, as all processes then do, if one is at something else than this."""
+        for other, (at, _) in enumerate(told):
+            if at not in (name, _FAILED):
+                raise Disagreement(
+                    f"{self.named(self.process)} tells its {name}, and {self.named(other)} its {at}: all processes "
+                    "must make the same calls in the same order"
+                )
+
+    def fail(self, failure: Exception) -> None:
+        """Tells the others that this process has failed, wherever they next wait for it; waits for nobody."""
+        if self.count > 1:
+            self._say(_FAILED, _told(failure))
 
     def aside(self, name: str) -> "Hosts":
         """The same processes on a channel of their own, for another thread; every call gives the same one.
@@ -159,27 +198,31 @@ class Hosts:
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Makes sure that all processes have the same.
 
+        Only digests are told, unless a part differs: then all tell that part, to name the line of it that does.
+
         Args:
             name: of what is compared.
             parts: what it consists of, each with its name; the first that differs is told.
 
         Raises:
-            Disagreement: it differs between two processes.
+            Disagreement: it differs between two processes; all of them raise it.
         """
-        lines = [f"{part}\t{digest(value)}\t{value[:80]!r}" for part, value in parts]
-        mine = "\n".join(lines)
-        for other, told in enumerate(self.exchange(name, mine.encode())):
-            theirs = told.decode().split("\n")
-            if theirs == lines:
-                continue
-            for (part, value), line in zip(parts, theirs, strict=False):
-                their_part, their_digest, their_value = line.split("\t", 2)
-                if (part, digest(value)) != (their_part, their_digest):
-                    raise Disagreement(
-                        f"{name} differ between processes: {part} is {value[:80]!r} in process {self.process} and "
-                        f"{their_value} in process {other}"
-                    )
-            raise Disagreement(f"{name} differ between process {self.process} and process {other}")
+        mine = [[part, digest(text)] for part, text in parts]
+        every = [json.loads(told) for told in self.exchange(name, json.dumps(mine).encode())]
+        if all(each == mine for each in every):
+            return
+        named = [[part for part, _ in each] for each in every]
+        if others := [i for i, each in enumerate(named) if each != named[self.process]]:
+            raise Disagreement(f"{name} differ between process {self.process} and process {others[0]}")
+        at = next(i for i in range(len(parts)) if len({each[i][1] for each in every}) > 1)
+        part, text = parts[at]
+        texts = [told.decode() for told in self.exchange(f"{name}: {part}", text.encode())]
+        other = next(i for i, each in enumerate(texts) if each != text)
+        own, their = unlike(text, texts[other])
+        raise Disagreement(
+            f"{name} differ between processes: {part} is {own!r} in process {self.process} and {their!r} in process "
+            f"{other}"
+        )
 
     def together(self, name: str, act: Callable[[], T]) -> T:
         """Does what every process must succeed in; if one fails, all raise.
@@ -190,12 +233,14 @@ class Hosts:
         """
         try:
             value, failure = act(), None
-        except HostLost:  # who knows of one that is gone does not wait for it
+        except (HostLost, Disagreement):  # who is gone is not waited for, and of what differs all know
             raise
         except Exception as error:
             value, failure = None, error
-        told = enumerate(self.exchange(name, _told(failure)))
-        failures = [_heard(self.named(other), line.decode()) for other, line in told if line and other != self.process]
+        told = self._tell(name if failure is None else _FAILED, _told(failure))
+        self._check_same_call(name, told)
+        others = [(other, line) for other, (at, line) in enumerate(told) if at == _FAILED and other != self.process]
+        failures = [_heard(self.named(other), line) for other, line in others]
         if failure is not None:
             failures.insert(0, failure)
         if failures:
@@ -321,6 +366,22 @@ def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
     return hosts.together(name, act) if hosts else act()
 
 
+@contextmanager
+def telling() -> Iterator[None]:
+    """Has the other processes hear of what fails in the block, or in the function that this decorates.
+
+    They hear it where they next wait for this process, and raise it too, instead of waiting in vain.
+    """
+    try:
+        yield
+    except (HostLost, Disagreement):  # all know of these
+        raise
+    except Exception as failure:
+        if hosts := present_hosts():
+            hosts.fail(failure)
+        raise
+
+
 def _has_come(array: jax.Array) -> bool:
     if not _jax.is_ready(array):
         return False
@@ -339,9 +400,9 @@ def _told(failure: Exception | None) -> bytes:
     return f"{_limit_bytes(failure)}\t{failure if named else f'{type(failure).__name__}: {failure}'}".encode()
 
 
-def _heard(process: str, told: str) -> Exception:
+def _heard(process: str, told: bytes) -> Exception:
     """What another process failed with."""
-    limit_bytes, line = told.split("\t", 1)
+    limit_bytes, line = told.decode().split("\t", 1)
     message = f"{process} says: {line}"
     return MemoryLimitExceeded(message, int(limit_bytes)) if int(limit_bytes) else Disagreement(message)
 
@@ -350,9 +411,19 @@ def _limit_bytes(failure: Exception) -> int:
     return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
 
 
-def digest(text: str) -> str:
-    """Tells texts apart."""
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def unlike(text: str, other: str) -> tuple[str, str]:
+    r"""The first line of each of two texts in which they differ; of long lines what is around the difference.
+
+    >>> unlike("a 1\nb 2", "a 1\nb 3")
+    ('b 2', 'b 3')
+    """
+    pairs = zip_longest(text.split("\n"), other.split("\n"), fillvalue="nothing")
+    own, their = next((a, b) for a, b in pairs if a != b)
+    if max(len(own), len(their)) <= _SHOWN:
+        return own, their
+    common = next((i for i, (a, b) in enumerate(zip(own, their, strict=False)) if a != b), 0)
+    shown = slice(max(0, common - _SHOWN // 2), common + _SHOWN // 2)
+    return own[shown], their[shown]
 
 
 ALONE = Hosts(0, 1, None)

@@ -28,6 +28,7 @@ from jvpipe.session.planning import Planned
 from jvpipe.session.replica_shape import Shape
 from jvpipe.session.settings import Settings
 from jvpipe.session.trees import Trees
+from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract, path_name
@@ -182,6 +183,8 @@ class CompiledPlans:
         cutter = OptimizerCutter(
             settings.optimizer, model.params, settings.microbatches, settings.grad_norm, settings.sharding
         )
+        if settings.hosts is not None and not self._by_shapes:
+            settings.hosts.agree("what the processes train", self._functions(traced, cutter))
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
@@ -195,6 +198,12 @@ class CompiledPlans:
                 compiled, schedule=plain, optimizer=cutter.cut(compiled.traced.graph, plain)
             )
         self._by_shapes[shapes_of(batch)] = compiled
+
+    def _functions(self, traced: Traced, cutter: OptimizerCutter) -> list[tuple[str, str]]:
+        """The loss and the optimizer as they were traced, with the arrays that they close over, to be compared."""
+        loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
+        optimizer = cutter.lines(traced.graph, self.settings.schedule)
+        return [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
 
     def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
         """Plans; of several processes the first one measures and decides for all."""

@@ -1,6 +1,5 @@
 """The first plan of a model: planned and compiled, or compiled as it was given."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from jvpipe.session.planning import Planned, Request, decide, measure
 from jvpipe.session.replica_shape import Shape, ShapeSearch
 from jvpipe.session.settings import Settings
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
+from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
@@ -134,7 +134,7 @@ class ModelPlanner:
         tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
         every = asked, limits, tasks, traced.graph, list(kinds), [numbers[x.structure] for x in traced.bodies]
         update = self.cutter.text(traced.graph, settings.schedule)
-        texts = (re.sub(" at 0x[0-9a-f]+", "", text) for text in (*map(repr, every), update))  # of functions
+        texts = map(without_addresses, (*map(repr, every), update))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:

@@ -10,6 +10,7 @@ from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
+from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.structure import structure
 
@@ -67,6 +68,12 @@ class OptimizerCutter:
         """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
         return repr(structure(update.eqns, update.invars, update.outvars))
+
+    def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
+        """Lines that are equal where the optimizer begins and updates the parameters of a graph alike."""
+        traced = self._trace(*self._sums(graph, schedule))
+        parts = {"update": traced.update, "init": traced.init}
+        return [f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
         """How many gradients each parameter has, and by what their sum is divided."""

@@ -32,7 +32,7 @@ from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
-from jvpipe.session.agreement import agreed_parts, agreed_rows, told_peaks
+from jvpipe.session.agreement import agreed_plan, agreed_rows, option_parts, told_peaks
 from jvpipe.session.batches import check_fed, feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
@@ -74,6 +74,7 @@ class Session:
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
         if settings.hosts is not None:
+            settings.hosts.agree("the options of the pipelines", option_parts(settings))
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
@@ -223,7 +224,7 @@ class Session:
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
         if self.settings.hosts is not None:
-            self.settings.hosts.agree("what the processes run", agreed_parts(compiled_plans.current, self.settings))
+            self.settings.hosts.agree("what the processes run", agreed_plan(compiled_plans.current))
         states = given_leaves(jax.tree.leaves(model_state))
         leaves = compiled_plans.take_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
         words = None if rng is None else key_words(rng)

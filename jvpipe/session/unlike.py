@@ -97,8 +97,10 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    if given is None:
-        return reported_limits(devices, hosts)
+    if given is None or hosts is not None:  # all tell, for one of them may be given no limit
+        reported = reported_limits(devices, hosts)
+        if given is None:
+            return reported
     if isinstance(given, int) or len(given) == len(devices):
         return limits_of_each(given, len(devices))
     each = limits_of_each(given, planned)

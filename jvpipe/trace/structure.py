@@ -17,11 +17,16 @@ class Structure:
 
     __slots__ = ("_hash", "_value")
 
-    def __init__(self, value: Hashable) -> None:
+    def __init__(self, value: tuple[Hashable, tuple[Hashable, ...], tuple[Hashable, ...]]) -> None:
         self._value, self._hash = value, hash(value)
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def parts(self) -> tuple[Hashable, Sequence[Hashable], Sequence[Hashable]]:
+        """What stands for the inputs, for each equation, and for the outputs."""
+        return self._value
 
     def __repr__(self) -> str:
         return f"Structure({self._value!r})"
@@ -151,6 +156,8 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         return tuple(comparable(v, rules=rules) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((str(k), comparable(v, rules=rules)) for k, v in value.items()))
+    if isinstance(value, (set, frozenset)):  # in an order that no process has of its own
+        return ("set", tuple(sorted((comparable(v, rules=rules) for v in value), key=repr)))
     if isinstance(value, float):
         return ("float", value.hex())
     if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(value):

@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +16,10 @@ import pytest
 from experiments.hosts.run import free_port
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
-from tests.forks import Fork, Main, forked
+from tests.forks import LIMIT_S, Fork, Main, environment, forked
 from tests.hosts import dying, enduring, worker
 
+ROOT = Path(__file__).parents[2]
 TRY_AGAIN = 75
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
@@ -123,6 +126,52 @@ def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_afte
         assert arrays_after <= arrays_before
         assert bytes_after - bytes_before < 8 * 2**20, "100 steps bring 12 MiB across"
         assert seen["ahead"] <= 3, "who is late is waited for"
+
+
+DIFFERING = {
+    "loss code": "the loss is 'equation 3, tanh to float32[2,4]",
+    "closed-over array": "the loss is 'closed-over array 0 float32[4]",
+    "optimizer": "the optimizer is 'update: ",
+    "its rate": "the optimizer is 'update: equation",
+    "init": "parameters is 'layers/0 float32[4, 4]",
+    "parameters": "parameters is 'layers/2 float32[4, 4]",
+    "model state": "model state is 'n float32[]",
+    "key": "the key is 'key<fry>",
+    "batch size": "the batch is 'x float32[8, 4]'",
+    "batch": "the values of the batch is 'y float32[8, 4]",
+    "stages": "stages is '2'",
+    "micro-batches": "microbatches is '4'",
+    "schedule": "schedule is '1f1b'",
+    "memory limit": "memory_limit is '()'",
+}
+
+
+def test_whatever_two_processes_are_given_differently_is_named_by_both_and_they_go_on() -> None:
+    """The two hash strings in unlike ways: what is compared is equal all the same where nothing differs."""
+    port, variants = str(free_port()), [*DIFFERING, "mistake", "mistake in the loss"]
+    with ExitStack() as stack:
+        started = []
+        for i in range(2):
+            command = [sys.executable, "-W", "ignore", "-m", "tests.hosts.differing", str(i), "2", port, *variants]
+            where = environment() | {"PYTHONHASHSEED": str(i), "PYTHONPATH": str(ROOT)}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = stack.enter_context(subprocess.Popen(command, env=where, cwd=ROOT, **pipes))
+            stack.callback(process.kill)
+            started.append(process)
+        ends = [process.communicate(timeout=LIMIT_S) for process in started]
+    told = [dict(json.loads(line) for line in out.splitlines() if line[:1] == "[") for out, _ in ends]
+    assert [each.keys() for each in told] == [{*variants, "trained"}] * 2, ends[0][1][-3000:] + ends[1][1][-3000:]
+    for variant, part in DIFFERING.items():
+        first, second = (each[variant] for each in told)
+        assert part in first, f"{variant}: {first}"
+        assert " in process 0 and " in first
+        assert first.endswith(" in process 1")
+        assert " in process 1 and " in second
+        assert second.endswith(" in process 0")
+    for variant in ("mistake", "mistake in the loss"):
+        assert told[0][variant].startswith("process 1 "), told[0][variant]
+        assert told[1][variant] in told[0][variant], "all are told"
+    assert told[0]["trained"] == told[1]["trained"]
 
 
 def test_who_lives_on_names_the_process_that_was_killed() -> None:

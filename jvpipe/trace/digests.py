@@ -1,0 +1,135 @@
+"""Digests of arrays and of what jaxprs compute: equal in every process that was given the same.
+
+Nothing in them depends on the names of variables, on addresses or on the order of sets, so that they may be compared
+between processes whatever PYTHONHASHSEED is.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.trace import jaxprs
+from jvpipe.trace.flatten import flatten
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import Role, abstract, canonical, path_names
+from jvpipe.trace.structure import structure
+
+Tree = Any
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_THREADS = 8
+"""Hashing lets go of Python's lock: so many arrays at once, for one thread hashes about 1 GB in a second."""
+
+
+def digest(content: str | bytes | memoryview) -> str:
+    """Tells texts apart, and arrays."""
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def without_addresses(text: str) -> str:
+    """A text in which functions are named without where they lie in memory.
+
+    >>> without_addresses("<function f at 0x7f00>")
+    '<function f>'
+    """
+    return _ADDRESS.sub("", text)
+
+
+def array_digest(value: Any) -> str:
+    """Tells arrays apart by the bytes that they have on a device; of typed keys by their words."""
+    if isinstance(value, jax.Array) and is_key(value):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    like = np.ascontiguousarray(array, canonical(array.dtype))
+    return digest(like.reshape(-1).view(np.uint8).data)
+
+
+def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
+    """A line for each leaf of a tree: its path, its type and shape, and the digest of its bytes if it has some here.
+
+    Each leaf is read once: gigabytes take as many seconds, divided by the cores that are free.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = list(threads.map(_digest_of_leaf, (leaf for _, leaf in leaves)))
+    lines = zip(shape_lines(tree, role), digests, strict=True)
+    return [f"{name} {told}".rstrip() for name, told in lines]
+
+
+def _digest_of_leaf(leaf: Any) -> str:
+    """Nothing of what is a shape alone, or lies over several processes."""
+    has_bytes = not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf, "is_fully_addressable", True)
+    return array_digest(leaf) if has_bytes else ""
+
+
+def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
+    """A line for each leaf that a function makes of a key: its path, type and shape, and how it is computed.
+
+    The digest of a value is that of the equation that makes it and of the digests of what this reads; so each
+    equation is looked at once, however many leaves depend on it.
+    """
+    made = jax.eval_shape(initialiser, rng)
+    closed = flatten(initialiser, rng)
+    known: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
+    known |= {v: array_digest(c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+    for eqn in closed.jaxpr.eqns:
+        read = jaxprs.variables(eqn.invars)
+        itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
+        of_all = digest("\n".join([itself, *(known[var] for var in read)]))
+        known |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
+    atoms = closed.jaxpr.outvars
+    outs = [_text(structure([], [], [a])) if isinstance(a, Literal) else known[a] for a in atoms]
+    return [f"{name} {digest(told)}" for name, told in zip(shape_lines(made), outs, strict=True)]
+
+
+def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
+    """A line for each leaf of a tree: its path, its type and shape."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(tree, role))
+    names = path_names([path for path, _ in leaves])
+    named = zip(names, (leaf for _, leaf in leaves), strict=True)
+    return [f"{name} {leaf.dtype}{list(leaf.shape)}".strip() for name, leaf in named]
+
+
+def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
+    """Lines that are equal where two jaxprs compute the same in the same way from the same constants.
+
+    First the constants, then the equations, each with what it reads: variables count by where they appear first,
+    literals by their values.
+
+    Args:
+        jaxpr: with its constants among its inputs.
+        constants: their values.
+    """
+    arrays = [f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)]
+    compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    inputs, equations, outputs = compared.parts
+    pairs = enumerate(zip(jaxpr.eqns, equations, strict=True))
+    lines = [f"equation {i}, {_shown(eqn)} {digest(_text(part))}" for i, (eqn, part) in pairs]
+    return [*arrays, f"inputs {digest(_text(inputs))}", *lines, f"outputs {digest(_text(outputs))}"]
+
+
+def _shown(eqn: JaxprEqn) -> str:
+    """What an equation does and to which numbers, for people to find it."""
+    numbers = [str(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
+    results = ", ".join(str(var.aval) for var in eqn.outvars)
+    return " ".join([eqn.primitive.name, *numbers, "to", results])
+
+
+def closed_lines(closed: ClosedJaxpr) -> list[str]:
+    """The same of a jaxpr that has its constants."""
+    return jaxpr_lines(closed.jaxpr, closed.consts)
+
+
+def _shape_of(value: Any) -> str:
+    aval = jax.typeof(value)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _text(comparable: Any) -> str:
+    return without_addresses(repr(comparable))
