@@ -2,6 +2,7 @@
 
 Of few devices all orders are looked at that differ; of more those by speed and by memory, both ways. Which of them are
 worth a whole search is told by the surrogate's optimum of 1F1B, or of the schedule itself where devices run one stage.
+Where 1F1B has none and the schedule is open, the smallest limits tell, with one micro-batch in flight.
 """
 
 import math
@@ -12,6 +13,7 @@ from math import factorial, prod
 from typing import TypeVar
 
 from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
@@ -91,7 +93,10 @@ def _promise(problem: Problem) -> tuple[float, float]:
     try:
         return evaluate(asked, jvpipe(asked, refine=False)).step_s, 0.0
     except Infeasible as error:
-        return math.inf, error.smallest_limit_bytes
+        least = error.smallest_limit_bytes
+        if problem.schedule == AUTO:
+            least = next(order_floors(problem, [ONE_F_ONE_B])).limit_bytes
+        return math.inf, float(least)
 
 
 def least_bound(problem: Problem) -> float:

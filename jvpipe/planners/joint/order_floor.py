@@ -24,7 +24,7 @@ from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.schedule import Schedule
 
-MOST_CUTS, MOVED_CUTS = 1_000, 300
+MOST_CUTS, MOVED_CUTS = 1_000, 100
 """Up to so many, all cuts of several stages per device are looked at; of more, so many."""
 STATES = 200
 """How many choices of a stage's first layers stay beside each other."""

@@ -27,6 +27,7 @@ from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.rule_search import (
+    FEW_LAYERS,
     REFINED_LAYERS,
     Candidate,
     first_cuts,
@@ -247,22 +248,26 @@ def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterat
 
 
 def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
-    """Yields the plan of 1F1B; if it may not keep everything, those of half as many in flight, and so on, down to one.
+    """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in flight, of two, four, ...
 
-    With fewer in flight there is less idle time to fill, but less has to be computed again.
+    With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
     """
-    usual = list(_planned(problem, ONE_F_ONE_B))
+    usual, devices, most = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
     yield from usual
-    most = problem.devices
-    while most > 1 and all(any(decision.choices) for _, decision in usual):
-        most //= 2
-        fewer = OneFOneB(most=[min(most, problem.devices - d) for d in range(problem.devices)])
-        yield from _planned(problem, fewer, refine=False)
+    while most < devices and all(any(decision.choices) for _, decision in usual):
+        fewer = list(_planned(problem, OneFOneB(most=[min(most, devices - d) for d in range(devices)]), refine=False))
+        yield from fewer
+        most = 2 * most if fewer else devices
 
 
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
-    """Yields the plans that hold the least, which decide whether there is any."""
-    return order_floors(problem, [rules[0] for rules in _placements(problem)])
+    """Yields the plans that hold the least, which decide whether there is any.
+
+    Of many layers one stage per device holds as little as several do, or nearly so.
+    """
+    few = len(problem.costs.layers) <= FEW_LAYERS
+    rules = [rules[0] for rules in _placements(problem)]
+    return order_floors(problem, rules if few else rules[:1])
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:

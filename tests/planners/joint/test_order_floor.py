@@ -6,15 +6,19 @@ from dataclasses import replace
 import pytest
 
 from jvpipe.planners import find_planner
+from jvpipe.planners.joint.device_orders import orders
 from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
+from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.interleaved import Interleaved
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
+from jvpipe.session.planning import ask
 from tests.grid import grid
 from tests.planners.joint.exact_orders import some_order_keeps
 from tests.planners.joint.orders import problem_of
@@ -75,6 +79,18 @@ def test_no_rule_does_with_a_smaller_limit_than_the_one_that_is_named() -> None:
     assert least is not None
     rules = ["1f1b", "zb-h1", "gpipe", "interleaved", "zb-v", "v-half"]
     assert least <= min(smallest(problem, rule) for rule in rules)
+
+
+def test_of_unlike_devices_the_limit_that_is_named_does_in_some_order() -> None:
+    roomy = problem_of(5, 3, 2).told_apart([()] * 3, [60, 40, 50])
+    tight = replace(roomy, schedule=AUTO, memory_limit_bytes=21)
+    with pytest.raises(Infeasible) as refused:
+        ask("jvpipe", tight)
+    enough = refused.value.smallest_limit_bytes
+    planned = ask("jvpipe", limited(tight, enough))
+    assert evaluate(planned.problem, planned.decision).limit_bytes <= enough
+    every = [one for order in orders(roomy) for one in order_floors(order, [ONE_F_ONE_B])]
+    assert enough <= min(one.limit_bytes for one in every)
 
 
 @pytest.mark.parametrize("placed", [Interleaved(), VSchedule(), Interleaved(chunks=4)])
