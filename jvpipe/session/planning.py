@@ -29,7 +29,9 @@ from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO, may_split
+from jvpipe.schedules.auto import AUTO, GivenLists, given, lines_of, may_split
+from jvpipe.schedules.one_by_one import one_by_one
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.unlike import given_slowness, measured_slowness
 from jvpipe.trace.graph import Traced
@@ -207,8 +209,11 @@ def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], S
     roomy = request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit  # others may hold less than 1F1B
     least = None if roomy else _least(request, problem, limit, needed_of)
     planned = _unlimited(request, problem, needed_of) or _within(request, problem, least, needed_of)
+    if planned is None and least is None:
+        least = _least(request, problem, limit, needed_of)
+        planned = _within(request, problem, least, needed_of)
     if planned is None:
-        least = least or _least(request, problem, limit, needed_of)
+        assert least is not None
         planned = _planned(request.planner, least.problem, least.floor.decision, request.places)
         if request.planner != "jvpipe":
             told = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
@@ -225,6 +230,7 @@ class _Least(NamedTuple):
 
 def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> _Least:
     """The plan that holds the least, if it keeps the limit; of unlike devices in the best of their orders."""
+    problem = _with_fewest_in_flight(problem)
     every = [problem] if request.fixed else orders(problem)
     by_room: dict[tuple[int, ...], Problem] = {}
     for one in every:
@@ -251,6 +257,14 @@ def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[
         "more stages or more micro-batches",
         alike.bytes,
     )
+
+
+def _with_fewest_in_flight(problem: Problem) -> Problem:
+    """The problem with the order that holds the least, where the order is open: it runs micro-batches one by one."""
+    if problem.schedule != AUTO:
+        return problem
+    lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
+    return replace(problem, schedule=given(lines_of(lists)))
 
 
 def _floor(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> Floor:
@@ -337,5 +351,7 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
 
 
 def _planned(planner: str, problem: Problem, decision: Decision, places: Sequence[int] | None) -> Planned:
-    where = problem.where if problem.traits or places is None else places
-    return Planned(decision.plan(problem.costs, problem.schedule.name, planner, where), problem, decision)
+    where, lists = problem.where if problem.traits or places is None else places, problem.schedule.lists
+    plan = decision.plan(problem.costs, problem.schedule.name, planner, where)
+    plan = replace(plan, tasks=lists.lines) if isinstance(lists, GivenLists) else plan
+    return Planned(plan, problem, decision)

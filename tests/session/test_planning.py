@@ -32,6 +32,19 @@ def test_a_limit_is_answered_alike_whatever_the_seconds(
     assert len(question.smallest) == 1
 
 
+def test_where_the_order_is_open_a_limit_below_1f1bs_smallest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
+    smallest = dict[str, int]()
+    for schedule in ("1f1b", "auto"):
+        question = Question(CASES["mlp"](), 3, schedule, "jvpipe", random.Random(0))
+        assert question.held_bytes(1) is None
+        (smallest[schedule],) = question.smallest
+        held = question.held_bytes(smallest[schedule])
+        assert held is not None
+        assert held <= smallest[schedule]
+    assert smallest["auto"] < smallest["1f1b"]
+
+
 WIDTHS = (8, 8, 64, 8, 8)
 
 
