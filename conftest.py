@@ -51,7 +51,13 @@ CHECKING = (
     "jvpipe.session.question",
     "jvpipe.session.arguments",
     "jvpipe.session.session",
+    "jvpipe.session.checkpoints",
+    "jvpipe.session.inner_axes",
+    "jvpipe.session.replica_question",
+    "jvpipe.session.unlike",
+    "jvpipe.runtime.checkpoints.checkpoint",
     "jvpipe.ir.plan",
+    "jvpipe.ir.sizes",
 )
 # What is called by the million: checking that took a third of the seconds of the tests of planners and of streams.
 HOT = ("jvpipe.planners.model.stage_bytes", "jvpipe.lowering.stream.timeline")

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.given import checked_flags
+from jvpipe.ir.brief import brief
+from jvpipe.ir.given import checked_flags, checked_path, is_stream, is_whole
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
@@ -187,6 +188,11 @@ class Pipeline:
             )
         )
 
+    def __repr__(self) -> str:
+        compiled = next(iter(self.session.compiled_plans), None)
+        placed = "call init" if compiled is None else f"layers per stage {compiled.plan.cuts}"
+        return f"Pipeline({self.session.settings}: {placed})"
+
     @property
     def ledger(self) -> Ledger:
         """The weights that each forward and backward read (`versions`), and the bytes that devices held."""
@@ -273,10 +279,12 @@ class Pipeline:
             batches: any iterable of them.
             num_steps: how many to take; all unless given.
         """
-        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        if isinstance(batches, Mapping) or not is_stream(batches):
             raise ValueError(
                 f"run takes a stream of batches, such as a list, not one {type(batches).__name__}: use step"
             )
+        if num_steps is not None and not (is_whole(num_steps) and num_steps >= 0):
+            raise ValueError(f"num_steps must be a whole number of at least 0, not {brief(num_steps)}")
         for batch in islice(batches, num_steps):
             state, metrics = self.session.advance(state, batch)
             yield state, metrics
@@ -375,7 +383,7 @@ class Pipeline:
         """
         self.session.check_state(state)
         if not isinstance(plan, Plan):
-            raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {plan!r}")
+            raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}")
         self.session.migrations.request(state, plan, checked_moment(at), why)
         return self.session.migrations.run_due(state, self.drain)
 
@@ -386,7 +394,7 @@ class Pipeline:
         """
         checked_flags(on=on)
         if not isinstance(rule, Rule | None):
-            raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {rule!r}")
+            raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}")
         self.session.adapter.switch(on, rule or Rule())
         if on and self.session.controller.monitor is None:
             self.session.monitor()
@@ -425,6 +433,7 @@ class Pipeline:
             params: arrays or shapes.
             model_state: likewise.
         """
+        check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():
             known, present = self.session.known_models, self.session.compiled_plans
             known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
@@ -443,9 +452,9 @@ class Pipeline:
             extra: kept with it (JSON); `jvpipe.checkpoint_extra` reads it.
         """
         self.session.check_state(state)
-        checkpoints.save(self.session, path, state, {} if extra is None else extra)
+        checkpoints.save(self.session, checked_path(path), state, {} if extra is None else extra)
 
     @telling()
     def restore(self, path: str | Path) -> State:
         """Reads the state that `save` wrote, under this pipeline's own plan."""
-        return checkpoints.restore(self.session, path)
+        return checkpoints.restore(self.session, checked_path(path))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_whole
 
 
@@ -71,7 +72,7 @@ def deferred_batch_norm(
     ([3.0, 4.0], [5.0, 5.0], [-1.0, -1.0])
     """
     if not is_whole(microbatches) or microbatches < 1:
-        raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {microbatches!r}")
+        raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}")
     values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)

@@ -1,17 +1,33 @@
 """Flags and whole numbers as a user gives them: Python's or NumPy's, one or several."""
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jvpipe.ir.brief import brief
 
 
 def checked_flags(**flags: Any) -> dict[str, bool]:
     """Returns these options; raises ValueError unless they are on or off."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, not {value!r}")
+            raise ValueError(f"{name} must be True or False, not {brief(value)}")
     return flags
+
+
+def checked_path(path: Any) -> Path:
+    """A path, given as a text or as one.
+
+    >>> checked_path(3)
+    Traceback (most recent call last):
+    ValueError: path must be a text or a pathlib.Path, not 3
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str) or "\0" in text:
+        raise ValueError(f"path must be a text or a pathlib.Path, not {brief(path)}")
+    return Path(path)
 
 
 def is_whole(value: Any) -> bool:
@@ -29,8 +45,12 @@ def several(values: Any) -> list[Any] | None:
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
     """
-    without_axes = getattr(values, "shape", None) == ()  # such an array says that it is iterable
-    return list(values) if isinstance(values, Iterable) and not without_axes else None
+    return list(values) if is_stream(values) else None
+
+
+def is_stream(values: Any) -> bool:
+    """Whether values can be asked for one after another; an array without axes says so, and fails."""
+    return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
 
 def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
@@ -51,5 +71,5 @@ def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
     """
     numbers = None if isinstance(values, str | bytes) else several(values)
     if numbers is None or not all(map(is_whole, numbers)):
-        raise ValueError(f"{what} must be whole numbers, such as (0, 1), not {values!r}")
+        raise ValueError(f"{what} must be whole numbers, such as (0, 1), not {brief(values)}")
     return tuple(map(int, numbers))

@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.given import is_whole, several, whole_numbers
+from jvpipe.ir.brief import brief
+from jvpipe.ir.given import checked_flags, checked_path, is_whole, several, whole_numbers
 
 
 class Fate(StrEnum):
@@ -67,13 +68,17 @@ class Plan:
         """
         given = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in given):
-            raise ValueError(f"every stage needs at least one layer, the cuts are {layers}: write [5, 2, 2]")
+            raise ValueError(f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]")
         layers = [int(n) for n in given]
         if sum(layers) > MOST_LAYERS:
-            raise ValueError(f"the cuts {layers} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}")
+            raise ValueError(
+                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}"
+            )
         where = several(range(len(layers)) if devices is None else devices)
         if where is None:
-            raise ValueError(f"devices must be one for each stage, or several, such as [(0, 1), 2], not {devices!r}")
+            raise ValueError(
+                f"devices must be one for each stage, or several, such as [(0, 1), 2], not {brief(devices)}"
+            )
         if len(where) != len(layers):
             raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
         bounds = [0, *accumulate(layers)]
@@ -186,31 +191,64 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any) -> "Plan":
-        """Makes a plan of what `to_json` gave."""
-        stages = tuple(
-            Stage(
-                whole_numbers("layers", s["layers"]), whole_numbers("devices", s["devices"]), dict(s.get("fates", {}))
-            )
-            for s in data["stages"]
-        )
-        splits, unsplit = (whole_numbers(name, data.get(name, ())) for name in ("splits", "unsplit"))
-        schedule, tasks, keep_last = data["schedule"], data.get("tasks", ()), data.get("keep_last", False)
-        if not isinstance(keep_last, bool):
-            raise ValueError(f"keep_last must be true or false, not {keep_last!r}")
-        if isinstance(tasks, str) or not all(
-            isinstance(text, str) for text in (*tasks, schedule or "", data["planner"])
-        ):
-            raise ValueError(f"tasks {tasks!r}, schedule {schedule!r} and planner {data['planner']!r} must be texts")
-        return Plan(stages, schedule, data["planner"], keep_last, splits, tuple(tasks), unsplit)
+        """Makes a plan of what `to_json` gave.
+
+        Raises:
+            ValueError: it is none; the message names the entry.
+        """
+        told = _entries("a plan", data, ("stages", "schedule", "planner"))
+        given = several(told["stages"])
+        if given is None:
+            raise ValueError(f"stages must be a list, not {brief(told['stages'])}")
+        stages = tuple(_stage(s, stage) for s, stage in enumerate(given))
+        splits, unsplit = (whole_numbers(name, told.get(name, ())) for name in ("splits", "unsplit"))
+        checked_flags(keep_last=(keep_last := told.get("keep_last", False)))
+        schedule, planner, tasks = told["schedule"], told["planner"], told.get("tasks", ())
+        lines = None if isinstance(tasks, str) else several(tasks)
+        if lines is None or not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"tasks must be texts, one for each device, not {brief(tasks)}")
+        if not isinstance(schedule, str | None) or not isinstance(planner, str):
+            names = f"schedule {brief(schedule)} and planner {brief(planner)}"
+            raise ValueError(f"{names} must be names, such as '1f1b' and 'jvpipe'")
+        return Plan(stages, schedule, planner, keep_last, splits, tuple(lines), unsplit)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        file = checked_path(path)
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, and a plan is a file: save under another name")
+        file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Reads a plan that `save` wrote."""
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it is none of a plan.
+        """
+        file = checked_path(path)
         try:
-            return Plan.from_json(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a plan that jvpipe saved: {error!r}") from error
+            return Plan.from_json(json.loads(file.read_text()))
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a plan that jvpipe saved: {error}") from error
+
+
+def _stage(s: int, data: Any) -> Stage:
+    """A stage of what `to_json` gave."""
+    told = _entries(f"stage {s}", data, ("layers", "devices"))
+    layers, devices = (whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices"))
+    fates = told.get("fates", {})
+    if not isinstance(fates, Mapping) or not all(isinstance(name, str) for name in fates):
+        raise ValueError(f"fates of stage {s} must map names of tensors, not {brief(fates)}")
+    return Stage(layers, devices, dict(fates))
+
+
+def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:
+    """What JSON holds by name, with all that is needed."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} must map {', '.join(needed)}, and is {brief(data)}")
+    if missing := [name for name in needed if name not in data]:
+        raise ValueError(f"{what} lacks {', '.join(missing)}: it is {brief(data)}")
+    return data

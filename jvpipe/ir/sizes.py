@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from jvpipe.ir.brief import brief
+
 _BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
@@ -20,10 +22,14 @@ def parse_bytes(size: int | str | None) -> int | None:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"memory limit {size!r} is not a size: write bytes, or a text such as '16GiB' or '500MiB'")
+        raise ValueError(
+            f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
+        )
     size_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if size_bytes > MOST_BYTES:
-        raise ValueError(f"memory limit {size!r} is more than {MOST_BYTES} bytes, which no device has: leave it out")
+        raise ValueError(
+            f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: leave it out"
+        )
     return int(size_bytes)
 
 
@@ -39,7 +45,7 @@ def parse_limits(sizes: int | str | Sequence[int | str | None] | None) -> int | 
         return parse_bytes(sizes)
     limits = [parse_bytes(size) for size in sizes]
     if not limits or None in limits:
-        raise ValueError(f"memory limits {sizes!r}: give one size for all devices, or one for each")
+        raise ValueError(f"memory limits {brief(sizes)}: give one size for all devices, or one for each")
     return tuple(limit for limit in limits if limit is not None)
 
 

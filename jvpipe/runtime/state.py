@@ -10,7 +10,9 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device
+from jvpipe.ir.brief import brief
 from jvpipe.ir.buffers import Buffer, Peak, Spot
+from jvpipe.ir.given import is_whole
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
@@ -46,8 +48,16 @@ class State:
     updates: int = 0
     model: object = None
 
+    def __repr__(self) -> str:
+        held = sum(isinstance(array, jax.Array) for array in self.arrays)
+        flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
+        return f"State(step={self.step}, updates={self.updates}, {held} arrays{flying})"
+
     def check(self, count: int) -> None:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
+        if not is_whole(self.step) or self.step < 0:
+            told = f"the state is of step {brief(self.step)}"
+            raise ValueError(f"{told}: use the one that init, step or restore returned")
         if len(self.arrays) != count:
             raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
         kinds = {type(x) for x in self.arrays if x is not None}  # few, and faster than to ask each array

@@ -12,6 +12,7 @@ Whatever is recomputed for a backward reads the backward's weights: here fates a
 parameter that several stages read follows its first reader in all of them, and is stashed instead.
 """
 
+from jvpipe.ir.brief import brief
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
 
@@ -31,7 +32,7 @@ class PipeMare(Schedule):
         self, *, decay: float = 0.5, anneal_updates: int = 1000, warmup_updates: int = 0, update_every: int = 1
     ) -> None:
         if not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise ValueError(f"decay must lie between 0 and 1, not be {decay!r}")
+            raise ValueError(f"decay must lie between 0 and 1, not be {brief(decay)}")
         at_least(0, anneal_updates=anneal_updates, warmup_updates=warmup_updates)
         at_least(1, update_every=update_every)
         super().__init__(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_whole, whole_numbers
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -207,7 +208,7 @@ def at_least(least: int, **options: Any) -> None:
     """
     for name, value in options.items():
         if not is_whole(value) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least {least}, not {brief(value)}")
 
 
 def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
+from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule
@@ -124,5 +125,5 @@ class VSchedule(Schedule):
 
     def __init__(self, *, memory: Memory = "full") -> None:
         if memory not in tuple(NAMES):
-            raise ValueError(f"memory must be one of {', '.join(NAMES)}, not {memory!r}")
+            raise ValueError(f"memory must be one of {', '.join(NAMES)}, not {brief(memory)}")
         super().__init__(name=NAMES[memory], lists=VeeLists(memory), chunks=2, vee=True)

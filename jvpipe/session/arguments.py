@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Device, Tracer
+from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.replicas import REPLICA_PLANNERS
@@ -29,7 +30,7 @@ def whole_number(name: str, value: Any) -> int:
     """A number of Python or NumPy, as one of Python."""
     if not is_whole(value) or value < 1:
         cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])" if isinstance(value, (list, tuple)) else ""
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}{cuts}")
+        raise ValueError(f"{name} must be a whole number of at least 1, not {brief(value)}{cuts}")
     return int(value)
 
 
@@ -41,7 +42,7 @@ def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     """
     parts = re.split("[:,]", value) if isinstance(value, str) else several(value)
     if parts is None:
-        raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {value!r}")
+        raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {brief(value)}")
     numbers = [int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts]
     return tuple(whole_number(f"each of {name}", number) for number in numbers)
 
@@ -69,7 +70,7 @@ def checked_fates(fates: Any) -> dict[str, str]:
     if fates is None:
         return {}
     if not isinstance(fates, Mapping) or not all(isinstance(text, str) for text in (*fates, *fates.values())):
-        raise ValueError(f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {fates!r}")
+        raise ValueError(f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {brief(fates)}")
     return dict(fates)
 
 
@@ -79,7 +80,7 @@ def checked_devices(devices: Any) -> list[Device]:
     if not given or not all(hasattr(device, "addressable_memories") for device in given):
         raise ValueError(
             "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
-            f"{devices!r}"
+            f"{brief(devices)}"
         )
     return given
 
@@ -94,14 +95,14 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
         return None
     numbers = several(at)
     if numbers is None or len(numbers) != 2 or not all(map(is_whole, numbers)):
-        raise ValueError(f"at must be a step and one of its micro-batches, such as (100, 0), not {at!r}")
+        raise ValueError(f"at must be a step and one of its micro-batches, such as (100, 0), not {brief(at)}")
     return int(numbers[0]), int(numbers[1])
 
 
 def check_loss(loss_fn: Any, *, has_state: bool) -> None:
     """Raises ValueError if a loss cannot be called as it will be."""
     names = ("params", "model_state", "batch", "rng") if has_state else ("params", "batch", "rng")
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ValueError(f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}")
     try:
         signature = inspect.signature(loss_fn)
@@ -157,7 +158,7 @@ def check_arrays(tree: Tree, role: Role) -> None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, (str, int, float, type(None))):
-        return repr(value)
+        return brief(value)
     if callable(value) and hasattr(value, "__name__"):
         return f"{'the class' if isinstance(value, type) else 'the function'} {value.__name__}"
     return f"a {type(value).__name__}"
@@ -320,7 +321,9 @@ def checked_replicas(
     """
     given = None if isinstance(replicas, str) else several(replicas)
     if given is None and replicas is not None:
-        raise ValueError(f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {replicas!r}")
+        raise ValueError(
+            f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
+        )
     counts = None if given is None else tuple(whole_number("each of replicas", count) for count in given)
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):

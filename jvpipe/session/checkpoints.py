@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jvpipe.ir.brief import brief
 from jvpipe.runtime.checkpoints import skeleton
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
@@ -76,7 +77,7 @@ def check_json(extra: Any) -> None:
     """
     usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
     if not isinstance(extra, Mapping):
-        raise ValueError(f"{usual}, not {extra!r}")
+        raise ValueError(f"{usual}, not {brief(extra)}")
     try:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:

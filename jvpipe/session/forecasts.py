@@ -10,7 +10,9 @@ from typing import Any
 
 from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
+from jvpipe.ir.brief import brief
 from jvpipe.ir.extras import extra
+from jvpipe.ir.given import several
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
@@ -266,7 +268,10 @@ def planner_names(planner: str | Sequence[str]) -> list[str]:
     >>> planner_names("even,dapple")
     ['even', 'dapple']
     """
-    given = planner.split(",") if isinstance(planner, str) else [checked_name("planner", p, "jvpipe") for p in planner]
+    given = planner.split(",") if isinstance(planner, str) else several(planner)
+    if not given:
+        raise ValueError(f"planner must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}")
+    given = [checked_name("planner", name, "jvpipe") for name in given]
     names = [p.name for p in PLANNERS] if given == ["all"] else given
     for name in names:
         find_planner(name)

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in
+from jvpipe.ir.brief import brief
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.sharding import Sharding, named_axes, words
 from jvpipe.trace.jaxprs import every
@@ -43,12 +44,12 @@ def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> t
         raise ValueError("replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)")
     if replicas is not None and batch_axis is not None:
         raise ValueError(
-            f"batch_axis={batch_axis!r} and replicas={replicas} both share out the examples of a micro-batch: leave "
-            "one of them out"
+            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out the examples of a "
+            "micro-batch: leave one of them out"
         )
     axes = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(axes):
-        raise ValueError(f"batch_axis={batch_axis!r} is no axis of the meshes: they have {_listed(axes)}")
+        raise ValueError(f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(axes)}")
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]  # whose axes the compiler handles
     _check_apart(groups)
     if not sharding and batch_axis is not None:
@@ -108,8 +109,8 @@ def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
     """The rules, whose axes are those of the meshes."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
-            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not {sharding!r}; "
-            "or batch_axis, which of them has the examples"
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
+            f"{brief(sharding)}; or batch_axis, which of them has the examples"
         )
     return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
 
@@ -118,20 +119,22 @@ def _checked_rule(rule: Any) -> str:
     try:
         re.compile(rule)
     except (TypeError, re.error) as error:
-        raise ValueError(f"sharding rule {rule!r} is no regular expression ({error}): write {_USUAL}") from error
+        raise ValueError(f"sharding rule {brief(rule)} is no regular expression ({error}): write {_USUAL}") from error
     return rule
 
 
 def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
     if not isinstance(spec, PartitionSpec):
-        raise ValueError(f"sharding rule '{rule}' needs a jax.sharding.PartitionSpec, not {spec!r}: write {_USUAL}")
+        raise ValueError(
+            f"sharding rule {brief(rule)} needs a jax.sharding.PartitionSpec, not {brief(spec)}: write {_USUAL}"
+        )
     entries = tuple(spec)
     plain = all(axis is None or isinstance(axis, str | tuple) for axis in entries)
     named = named_axes(entries) if plain else ()
     if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
         raise ValueError(
-            f"sharding rule '{rule}' says {words(entries)}: each entry is None or an axis of the meshes, each axis "
-            f"once; they have {_listed(axes)}"
+            f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
+            f"axis once; they have {_listed(axes)}"
         )
     while entries and entries[-1] is None:
         entries = entries[:-1]

@@ -65,3 +65,8 @@ class Settings:
     shares: bool = False
     sharding: Sharding | None = None
     reductions: Reductions = field(default_factory=Reductions)
+
+    def __str__(self) -> str:
+        loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+        how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"
+        return f"{loss}, {how}, {len(self.devices)} devices"

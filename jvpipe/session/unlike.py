@@ -10,6 +10,7 @@ import numpy as np
 from jvpipe._jax import Device, is_own
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.presets import accelerator_like
+from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.sizes import limits_of_each
 from jvpipe.runtime.hosts import Hosts
@@ -33,7 +34,7 @@ def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
     given: list[Any] = [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
     numbers = all((is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given)
     if not numbers:
-        raise ValueError(f"speeds {speeds!r}: each must be a number above 0, {usual}")
+        raise ValueError(f"speeds {brief(speeds)}: each must be a number above 0, {usual}")
     if len(given) != devices:
         raise ValueError(f"{len(given)} speeds for {devices} devices: give one for each, {usual}")
     return tuple(float(x) for x in given)

@@ -1,5 +1,6 @@
 """The leaves of a user's pytrees: their paths, and the shapes and types that they have on a device."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
+from jvpipe.ir.brief import brief
 
 Tree = Any
 Role = Literal["parameter", "batch leaf", "leaf of the model state", "leaf of the optimizer's state", "leaf of aux"]
@@ -85,8 +87,21 @@ def check(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Tells whether parameters are a function that makes them; a module that can be called is a tree of arrays."""
-    return callable(params) and jax.tree_util.all_leaves([params])
+    """Tells whether parameters are a function that makes them; a module that can be called is a tree of arrays.
+
+    Raises:
+        ValueError: they are a class, or a function that cannot be called so.
+    """
+    if not callable(params) or not jax.tree_util.all_leaves([params]):
+        return False
+    try:
+        inspect.signature(params).bind("key")
+        fits = not isinstance(params, type)
+    except (TypeError, ValueError) as error:  # a ValueError is of one that Python cannot look into
+        fits = isinstance(error, ValueError) and not isinstance(params, type)
+    if not fits:
+        raise ValueError(f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them")
+    return True
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
@@ -105,6 +120,8 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
         return jax.typeof(leaf)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_named(path, role)} {_complaint(leaf, role)}") from error
+    except OverflowError as error:
+        raise ValueError(f"{_named(path, role)} is the number {brief(leaf)}, which no device holds") from error
 
 
 def _keys(path: Sequence[Any]) -> list[str]:

@@ -23,6 +23,7 @@ from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
 from jvpipe.trace.leaves import abstract, check, path_name, path_names
+from jvpipe.trace.modules import check_modules
 
 Tree = Any
 
@@ -87,7 +88,7 @@ def trace_loss(
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
     leaves = {kind: jax.tree_util.tree_leaves_with_path(tree) for kind, tree in trees.items()}
-    _check_parameters(leaves[ValueKind.PARAMETER])
+    _check_parameters(params, leaves[ValueKind.PARAMETER])
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
     outputs = _Outputs(has_aux, has_state)
@@ -184,7 +185,11 @@ def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: boo
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
-        if not with_key and isinstance(error, TypeError) and "key" in str(error):
+        if not with_key and isinstance(error, TypeError) and "PRNG key" in str(error):
+            raise ValueError(
+                "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
+            ) from error
+        if not with_key and isinstance(error, TypeError) and ("key" in str(error) or "None" in str(error)):
             error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")
         raise
 
@@ -243,7 +248,8 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
     return out[0], out[1] if has_state else None, out[-1] if has_aux else None
 
 
-def _check_parameters(leaves: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+def _check_parameters(params: Tree, leaves: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+    check_modules(params)
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(

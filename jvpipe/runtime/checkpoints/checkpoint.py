@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.ir.given import checked_path
 from jvpipe.runtime.checkpoints import array_file, generations
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.by_orbax import read_by_orbax, remove_orbax
@@ -108,7 +109,7 @@ def open_checkpoint(path: str | Path) -> Saved:
         ValueError: there is no checkpoint.
         DamageError: its JSON part is not as it was saved.
     """
-    folder = Path(path).absolute()
+    folder = checked_path(path).absolute()
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
     generation = generations.newest(folder)

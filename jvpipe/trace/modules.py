@@ -1,0 +1,32 @@
+"""NNX modules that are given whole: what of them nothing can train."""
+
+import sys
+from typing import Any
+
+import jax
+
+from jvpipe.trace.leaves import path_name
+
+Tree = Any
+
+
+def check_modules(params: Tree) -> None:
+    """Checks that no parameter is a statistic, a key or a cache of a module, which gradients would make a mess of.
+
+    Raises:
+        ValueError: one is; the message says how a module is taken apart.
+    """
+    if (nnx := sys.modules.get("flax.nnx")) is None:  # then nothing is a module
+        return
+    kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
+        if isinstance(node, kinds):
+            raise ValueError(
+                f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no gradient: take the "
+                "module apart, graphdef, params, rest = nnx.split(model, nnx.Param, ...), and put it together in the "
+                "loss, nnx.merge(graphdef, params, rest, copy=True); batch statistics are model state (has_state=True)"
+            )
