@@ -1,7 +1,6 @@
 """The facade: checks what the user gives. Pytrees end here; below are flat arrays per layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import checked_flags, checked_path, is_stream, is_whole
+from jvpipe.ir.given import checked_flags, checked_path
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
@@ -35,9 +33,12 @@ from jvpipe.session.arguments import (
     checked_fates,
     checked_moment,
     checked_name,
+    checked_plan,
     checked_replicas,
+    checked_rule,
     checked_schedule,
     checked_stages,
+    checked_stream,
     place,
     replicas_at,
     shares_devices,
@@ -190,8 +191,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         compiled = next(iter(self.session.compiled_plans), None)
-        placed = "call init" if compiled is None else f"layers per stage {compiled.plan.cuts}"
-        return f"Pipeline({self.session.settings}: {placed})"
+        return f"Pipeline({self.session.settings}: {compiled.plan.cuts if compiled else 'call init'})"
 
     @property
     def ledger(self) -> Ledger:
@@ -279,13 +279,7 @@ class Pipeline:
             batches: any iterable of them.
             num_steps: how many to take; all unless given.
         """
-        if isinstance(batches, Mapping) or not is_stream(batches):
-            raise ValueError(
-                f"run takes a stream of batches, such as a list, not one {type(batches).__name__}: use step"
-            )
-        if num_steps is not None and not (is_whole(num_steps) and num_steps >= 0):
-            raise ValueError(f"num_steps must be a whole number of at least 0, not {brief(num_steps)}")
-        for batch in islice(batches, num_steps):
+        for batch in checked_stream(batches, num_steps):
             state, metrics = self.session.advance(state, batch)
             yield state, metrics
         self.session.check_losses(state, wait=bool(state.stream_steps))
@@ -382,9 +376,7 @@ class Pipeline:
                 is whole under the old plan.
         """
         self.session.check_state(state)
-        if not isinstance(plan, Plan):
-            raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}")
-        self.session.migrations.request(state, plan, checked_moment(at), why)
+        self.session.migrations.request(state, checked_plan(plan), checked_moment(at), why)
         return self.session.migrations.run_due(state, self.drain)
 
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
@@ -393,9 +385,7 @@ class Pipeline:
         `session.history` tells what moved and why. Of several processes all call it, before the same step.
         """
         checked_flags(on=on)
-        if not isinstance(rule, Rule | None):
-            raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}")
-        self.session.adapter.switch(on, rule or Rule())
+        self.session.adapter.switch(on, checked_rule(rule))
         if on and self.session.controller.monitor is None:
             self.session.monitor()
 

@@ -170,7 +170,7 @@ def test_what_a_notebook_shows_is_short(trained: tuple[jvpipe.Pipeline, Path]) -
     pipe, saved = trained
     assert repr(pipe.restore(saved)) == "State(step=0, updates=0, 3 arrays)"
     shown = "Pipeline(loss, 2 micro-batches, 1f1b, planner even, 2 devices: "
-    assert repr(pipe) == f"{shown}layers per stage {pipe.plan.cuts})"
+    assert repr(pipe) == f"{shown}{pipe.plan.cuts})"
     assert repr(pipeline()) == f"{shown}call init)"
 
 

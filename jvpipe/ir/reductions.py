@@ -6,6 +6,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from jvpipe.ir.brief import brief
+
 
 class AuxReduction(StrEnum):
     """What becomes of a leaf of aux over the slices of a micro-batch, and then over the micro-batches of a step."""
@@ -62,10 +64,12 @@ def _checked(option: str, given: Any, kind: type[R], needed: str) -> dict[str, R
         return {}
     known = [reduction.value for reduction in kind]
     if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
-        raise ValueError(f"{option} must map paths to reductions, such as {{'*/name': '{known[0]}'}}, not {given!r}")
+        raise ValueError(
+            f"{option} must map paths to reductions, such as {{'*/name': '{known[0]}'}}, not {brief(given)}"
+        )
     for pattern, name in given.items():
         if name not in known:
-            raise ValueError(f"{option} says {name!r} of '{pattern}': write one of {', '.join(map(repr, known))}")
+            raise ValueError(f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}")
     if given and needed:
         raise ValueError(f"{option} is given, but the loss returns nothing of that kind: say {needed}=True")
     return {pattern: kind(name) for pattern, name in given.items()}

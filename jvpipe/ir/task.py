@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
@@ -53,7 +54,7 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
     """
     if not lists or isinstance(lists, str):
         raise ValueError(
-            f"{lists!r} holds no lists: give plan.tasks of a plan whose order was chosen, else those of a rule, "
+            f"{brief(lists)} holds no lists: give plan.tasks of a plan whose order was chosen, else those of a rule, "
             "jvpipe.schedules.find_schedule('1f1b').tasks(devices, microbatches)"
         )
     rows = [row.split() if isinstance(row, str) else row for row in lists]

@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import jax
@@ -11,13 +11,14 @@ import numpy as np
 
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
-from jvpipe.ir.given import is_whole, several
+from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.replicas import REPLICA_PLANNERS
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.planned import pipeline_length
+from jvpipe.session.trigger import Rule
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, path_name
 
@@ -97,6 +98,30 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
     if numbers is None or len(numbers) != 2 or not all(map(is_whole, numbers)):
         raise ValueError(f"at must be a step and one of its micro-batches, such as (100, 0), not {brief(at)}")
     return int(numbers[0]), int(numbers[1])
+
+
+def checked_plan(plan: Any) -> Plan:
+    """A plan to move to."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}")
+    return plan
+
+
+def checked_rule(rule: Any) -> Rule:
+    """A rule of when to move; the usual one unless given."""
+    if not isinstance(rule, Rule | None):
+        raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}")
+    return rule or Rule()
+
+
+def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
+    """Batches one after another: all of a stream, or so many."""
+    if isinstance(batches, Mapping) or not is_stream(batches):
+        kind = type(batches).__name__
+        raise ValueError(f"run takes a stream of batches, such as a list, not one {kind}: use step")
+    if num_steps is not None and not (is_whole(num_steps) and num_steps >= 0):
+        raise ValueError(f"num_steps must be a whole number of at least 0, not {brief(num_steps)}")
+    return islice(batches, num_steps)
 
 
 def check_loss(loss_fn: Any, *, has_state: bool) -> None:
