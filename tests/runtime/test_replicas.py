@@ -268,3 +268,20 @@ def test_the_last_micro_batch_may_keep_all() -> None:
 def _params_after(plan: jvpipe.Plan, **options: Any) -> Any:
     pipe, state = begun(plan, **DEVICES, **options)
     return pipe.params(pipe.step(state, BATCH)[0])
+
+
+def test_deferred_batch_norm_remembers_the_mean_of_whole_batches() -> None:
+    def loss(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+        x, state = jvpipe.deferred_batch_norm(batch["x"] @ params[0], state, microbatches=2, momentum=0.5)
+        return jnp.mean(jnp.tanh(x @ params[1]) ** 2), state
+
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)}
+    options: dict[str, Any] = {"replicas": (2, 1), "has_state": True, **DEVICES}
+    pipe = jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, model_state_reduce={"*items": "same"}, **options)
+    state = pipe.init(PARAMS, batch, None, jvpipe.BatchStatistics.of(2))
+    state, _ = pipe.step(state, batch)
+    found = pipe.model_state(state)
+    np.testing.assert_allclose(found.mean, 0.5 * (batch["x"] @ PARAMS[0]).mean(0), rtol=1e-4)
+    assert (found.items, found.seen) == (0, 0)
+    with pytest.raises(ValueError, match=r"model state 'items' .* model_state_reduce={'items': 'mean'}"):
+        jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, **options).init(PARAMS, batch, None, jvpipe.BatchStatistics.of(2))
