@@ -1,6 +1,7 @@
 """What a loss returns beside its value is made of micro-batches and replicas as is said: plain JAX is the oracle."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -321,3 +322,23 @@ def test_a_statistic_of_the_batch_that_the_loss_uses_is_refused() -> None:
     for loss in (centred, new_mean, spread_out):
         with pytest.raises(ValueError, match=r"cannot be replicated|cannot be made of those of slices"):
             stepped(loss, np.zeros(D, np.float32), (2, 1))
+
+
+def test_state_of_replicas_is_evaluated_recomputed_moved_and_saved(tmp_path: Path) -> None:
+    loss, model_state, _ = STATES["codebook"]
+    wanted = stepped(loss, model_state, (2, 2))
+    jax.tree.map(np.testing.assert_array_equal, stepped(loss, model_state, (2, 2), checkpoint="always"), wanted)
+    pipe = begun(loss, (2, 2), has_state=True)
+    state = pipe.init(PARAMS, ROWS, None, model_state)
+    state, _ = pipe.step(state, ROWS)
+    parts = [jax.jit(loss)(pipe.params(state), pipe.model_state(state), x, None)[0] for x in np.split(ROWS, MICRO)]
+    np.testing.assert_allclose(pipe.evaluate(state, ROWS)["loss"], np.mean(parts), rtol=1e-4)
+    pipe.save(tmp_path / "there", state)
+    layers = len(pipe.session.graph.layers)
+    plan = jvpipe.Plan.from_cuts([1, layers - 1], devices=[3, (0, 1, 2)])
+    moved, _ = pipe.step(pipe.migrate(state, plan), ROWS)
+    close((pipe.params(moved), pipe.model_state(moved)), wanted[:2])
+    other = begun(loss, (1, 3), has_state=True)
+    other.init(PARAMS, ROWS, None, model_state)
+    restored, _ = other.step(other.restore(tmp_path / "there"), ROWS)
+    close((other.params(restored), other.model_state(restored)), wanted[:2])
