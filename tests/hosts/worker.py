@@ -138,13 +138,26 @@ def switched() -> dict[str, Any]:
     }
 
 
+def centred(params: Any, mean: jax.Array, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
+    """The tiny loss of what is left of a batch without the mean of those before."""
+    x = batch["x"] @ params[0]
+    after = 0.5 * mean + 0.5 * jax.lax.stop_gradient(x.mean(0))
+    return tiny.loss_fn(params[1:], {"x": x - mean[None]}, rng), after
+
+
 def replicated(schedule: str) -> dict[str, Any]:
-    """The same of a stage with replicas in both processes; with a flush, layers move to others after a step."""
+    """The same of a stage with replicas in both processes; with a flush, layers move to others after a step.
+
+    There the loss reads a moving mean, too, of which each replica makes its part.
+    """
     plans = [jvpipe.Plan.from_cuts(cuts, devices=d) for cuts, d in (([2, 1], [(0, 2), 1]), ([1, 2], [1, (2, 0)]))]
     batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
     order, optimizer = (PipeDream(update_every=2), LOCAL) if schedule == "pipedream" else (schedule, OPTIMIZER)
-    pipe = jvpipe.Pipeline(tiny.loss_fn, optimizer, plans[0], 4, order, devices=jax.devices()[:STAGES])
-    state, losses = pipe.init(tiny.PARAMS, batch, None), []
+    has_state = schedule == "1f1b"
+    loss, model_state = (centred, np.zeros(2, np.float32)) if has_state else (tiny.loss_fn, None)
+    options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "has_state": has_state}
+    pipe = jvpipe.Pipeline(loss, optimizer, plans[0], 4, order, **options)
+    state, losses = pipe.init(tiny.PARAMS, batch, None, model_state), []
     if schedule == "1f1b":
         state = pipe.migrate(state, plans[1], at=(1, 0))
     for now, metrics in pipe.run(state, [batch] * 3):
