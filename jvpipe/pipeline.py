@@ -96,15 +96,12 @@ class Pipeline:
             as the compiler finds best. All meshes have the same axes; limits and the ledger are of one device of each.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut. What couples examples,
             such as batch norm, sees all of them.
-        has_aux: the loss returns something beside. Of it a step tells the mean over micro-batches if it is a
-            floating-point scalar, the quotient of the sums if it is `jvpipe.Weighted`, and all else stacked.
+        has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
-        aux_reduce: of leaves of aux by their paths, such as `{"largest": "max"}`: "mean", "sum", "max" or "last", over
-            the replicas' parts of a micro-batch, where the trace cannot say how these make the whole, and then over
-            micro-batches, in their order. Later patterns win.
-        model_state_reduce: of leaves of the model state by their paths, such as `{"*/seen": "sum"}`: how the whole is
-            made of what replicas have made, where the trace cannot say: the "mean" over examples, the "sum" of what
-            each has added, or the "same" on all.
+        aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
+            leaves of aux by path, as in `{"largest": "max"}`; else floating-point scalars are averaged, others stacked.
+        model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
+            added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
