@@ -33,7 +33,7 @@ class Case:
     has_state: bool = False
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """The keywords of `trace_loss` and `Pipeline`."""
         return {"has_aux": self.has_aux, "has_state": self.has_state}
 

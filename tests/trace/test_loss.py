@@ -21,7 +21,7 @@ def good(params: Any, x: Any, rng: Any) -> jax.Array:
     return jnp.mean((x @ params["block"][0]["w"]) ** 2) * params["scale"]
 
 
-def trace(loss_fn: Any, params: Any = PARAMS, state: Any = None, **options: bool) -> LossJaxpr:
+def trace(loss_fn: Any, params: Any = PARAMS, state: Any = None, **options: Any) -> LossJaxpr:
     return trace_loss(loss_fn, params, X, None, state, **options)
 
 
