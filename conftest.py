@@ -41,7 +41,11 @@ def shaped_modules() -> list[str]:
     """The modules whose annotations tell shapes: checking those costs ten times as much, so only they are."""
     here = Path(__file__).parent
     files = (file.relative_to(here) for file in here.glob("jvpipe/*/*.py"))
-    return [".".join(file.with_suffix("").parts) for file in files if "jaxtyping" in (here / file).read_text()]
+    return [
+        ".".join(file.with_suffix("").parts)
+        for file in files
+        if "jaxtyping" in (here / file).read_text()
+    ]
 
 
 # What users give is checked by these themselves, and tests give what no annotation allows.
@@ -92,7 +96,11 @@ accept_optax()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what `make thorough` asks for."""
-    parser.addoption("--thorough", action="store_true", help="every combination, where a part of them tells as much")
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="every combination, where a part of them tells as much",
+    )
 
 
 @pytest.fixture(scope="session")

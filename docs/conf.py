@@ -35,7 +35,9 @@ def as_sphinx_reads(lines: Sequence[str]) -> Iterator[str]:
 def setup(app: object) -> None:
     """Lets Sphinx read our docstrings."""
 
-    def changed(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    def changed(
+        app: object, what: str, name: str, obj: object, options: object, lines: list[str]
+    ) -> None:
         lines[:] = as_sphinx_reads(lines)
 
     app.connect("autodoc-process-docstring", changed, priority=400)  # pyright: ignore[reportAttributeAccessIssue]

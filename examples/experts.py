@@ -41,7 +41,12 @@ class Experts:
         keys = iter(jax.random.split(key, 4 * self.blocks + 2))
         drawn = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
         blocks = [
-            {"mix": drawn(2 * D, D), "router": drawn(D, E), "up": drawn(E, D, 2 * D), "down": drawn(E, 2 * D, D)}
+            {
+                "mix": drawn(2 * D, D),
+                "router": drawn(D, E),
+                "up": drawn(E, D, 2 * D),
+                "down": drawn(E, 2 * D, D),
+            }
             for _ in range(self.blocks)
         ]
         return {"embed": drawn(V, D), "blocks": blocks, "head": drawn(D, V)}
@@ -55,7 +60,11 @@ class Experts:
             uneven, chosen = uneven + unevenly / self.blocks, [*chosen, often]
         predicted = jax.nn.log_softmax(norm(x) @ params["head"])
         loss = -jnp.mean(jnp.take_along_axis(predicted, batch[:, 1:, None], -1))
-        return loss + 0.01 * uneven, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
+        return loss + 0.01 * uneven, {
+            "loss of the task": loss,
+            "uneven": uneven,
+            "chosen": jnp.stack(chosen),
+        }
 
     def batches(self, seed, batch_size):
         """Sums of the two symbols before, with a step that each row has for itself."""

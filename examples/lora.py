@@ -31,12 +31,18 @@ class Lora:
         return [jax.random.normal(key, (self.width, self.width)) * self.width**-0.5 for key in keys]
 
     def init(self, key):
-        down = [jax.random.normal(k, (self.width, self.rank)) * 0.1 for k in jax.random.split(key, self.blocks)]
+        down = [
+            jax.random.normal(k, (self.width, self.rank)) * 0.1
+            for k in jax.random.split(key, self.blocks)
+        ]
         up = [jnp.zeros((self.rank, self.width))] * self.blocks  # at first the base alone speaks
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        learning = {"base": optax.set_to_zero(), "lora": optax.adam(optax.cosine_decay_schedule(1e-2, steps))}
+        learning = {
+            "base": optax.set_to_zero(),
+            "lora": optax.adam(optax.cosine_decay_schedule(1e-2, steps)),
+        }
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})
 
     def loss_fn(self, params, batch, rng):

@@ -19,13 +19,18 @@ def conv(x, w, stride=1):
 def block(x, p, time):
     """Two convolutions; how much noise there is comes in between."""
     y = jax.nn.silu(conv(x, p["first"]) + (time @ p["time"])[:, None, None])
-    y = (y - y.mean((1, 2, 3), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 3), keepdims=True) + 1e-5)
+    y = (y - y.mean((1, 2, 3), keepdims=True)) * jax.lax.rsqrt(
+        y.var((1, 2, 3), keepdims=True) + 1e-5
+    )
     return jax.nn.silu(conv(y, p["second"]))
 
 
 def rings(generator, count, side):
     """Pictures of rings."""
-    middle, radius = generator.uniform(4, side - 4, (2, count, 1, 1)), generator.uniform(2, 5, (count, 1, 1))
+    middle, radius = (
+        generator.uniform(4, side - 4, (2, count, 1, 1)),
+        generator.uniform(2, 5, (count, 1, 1)),
+    )
     y, x = np.mgrid[:side, :side]
     distance = np.hypot(x - middle[0], y - middle[1]) - radius
     return np.exp(-(distance**2)).astype(np.float32)[..., None]
@@ -59,7 +64,10 @@ class UNet:
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
         time = jnp.cos(share[:, None] * np.pi * np.arange(8))
-        x = jnp.sqrt(1 - share)[:, None, None, None] * clean + jnp.sqrt(share)[:, None, None, None] * noise
+        x = (
+            jnp.sqrt(1 - share)[:, None, None, None] * clean
+            + jnp.sqrt(share)[:, None, None, None] * noise
+        )
         skips = []
         for p in params["down"]:
             x = block(x, p, time)

@@ -32,7 +32,10 @@ class Net(eqx.Module):
 
     def __init__(self, key):
         first, last, *rest = jax.random.split(key, 6)
-        self.first, self.last = eqx.nn.Linear(POINTS, WIDTH, key=first), eqx.nn.Linear(WIDTH, 1, key=last)
+        self.first, self.last = (
+            eqx.nn.Linear(POINTS, WIDTH, key=first),
+            eqx.nn.Linear(WIDTH, 1, key=last),
+        )
         self.mixers = [Mixer(k) for k in rest]
 
     def __call__(self, x, key):
@@ -45,13 +48,17 @@ class Net(eqx.Module):
 def waves(generator, count):
     """Sines under noise, and how often each swings."""
     swings, phase = generator.uniform(1, 8, (count, 1)), generator.uniform(0, 2 * np.pi, (count, 1))
-    x = np.sin(swings * np.linspace(0, 2 * np.pi, POINTS) + phase) + 0.2 * generator.normal(size=(count, POINTS))
+    x = np.sin(swings * np.linspace(0, 2 * np.pi, POINTS) + phase) + 0.2 * generator.normal(
+        size=(count, POINTS)
+    )
     return {"x": x.astype(np.float32), "swings": swings[:, 0].astype(np.float32)}
 
 
 class Waves:
     batch_size, steps = 64, 500
-    static = eqx.partition(eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: hasattr(x, "shape"))[1]
+    static = eqx.partition(
+        eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: hasattr(x, "shape")
+    )[1]
 
     def init(self, key):
         return eqx.filter(Net(key), eqx.is_array)

@@ -19,12 +19,18 @@ def brackets(generator, count):
     there = np.arange(TOKENS) < length
     tokens = np.where(there, generator.integers(1, 3, (count, TOKENS)), 0)
     depth = np.cumsum(np.where(tokens == 1, 1, -1) * there, 1)
-    return {"tokens": tokens.astype(np.int32), "depth": (depth > 0).astype(np.int32), "there": there.astype(np.float32)}
+    return {
+        "tokens": tokens.astype(np.int32),
+        "depth": (depth > 0).astype(np.int32),
+        "there": there.astype(np.float32),
+    }
 
 
 @hk.transform
 def net(tokens):
-    x = hk.Embed(3, WIDTH)(tokens) + hk.get_parameter("places", [TOKENS, WIDTH], init=hk.initializers.RandomNormal(0.1))
+    x = hk.Embed(3, WIDTH)(tokens) + hk.get_parameter(
+        "places", [TOKENS, WIDTH], init=hk.initializers.RandomNormal(0.1)
+    )
     mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
     normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     scaled = hk.initializers.VarianceScaling(1.0)

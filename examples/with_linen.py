@@ -52,7 +52,9 @@ class Shapes:
         return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
 
     def loss_fn(self, params, state, batch, rng):
-        logits, new = self.net.apply({"params": params, "batch_stats": state}, batch["image"], mutable=["batch_stats"])
+        logits, new = self.net.apply(
+            {"params": params, "batch_stats": state}, batch["image"], mutable=["batch_stats"]
+        )
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), new["batch_stats"]
 

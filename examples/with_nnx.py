@@ -16,7 +16,10 @@ TOKENS = 4 * DIGITS + 3  # 123+456=0579, and one more digit
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
-        self.wide, self.narrow = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.wide, self.narrow = (
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
@@ -26,7 +29,10 @@ class Block(nnx.Module):
 
 class Adder(nnx.Module):
     def __init__(self, rngs):
-        self.digits, self.places = nnx.Embed(12, WIDTH, rngs=rngs), nnx.Embed(TOKENS, WIDTH, rngs=rngs)
+        self.digits, self.places = (
+            nnx.Embed(12, WIDTH, rngs=rngs),
+            nnx.Embed(TOKENS, WIDTH, rngs=rngs),
+        )
         self.blocks = nnx.List([Block(rngs) for _ in range(BLOCKS)])
         self.head = nnx.Linear(WIDTH, 12, rngs=rngs)
 

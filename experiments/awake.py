@@ -24,7 +24,8 @@ def awake() -> Iterator[None]:
     """
     known = hasattr(os, "SCHED_IDLE")
     loops = [
-        subprocess.Popen([sys.executable, "-c", LOOP, str(os.getpid())]) for _ in range((os.cpu_count() or 1) * known)
+        subprocess.Popen([sys.executable, "-c", LOOP, str(os.getpid())])
+        for _ in range((os.cpu_count() or 1) * known)
     ]
     try:
         yield

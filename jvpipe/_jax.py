@@ -169,7 +169,11 @@ def is_of_closed_over(error: Exception) -> bool:
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     """File and qualified name of each function that was running when an equation was traced, innermost first."""
     traceback = eqn.source_info.traceback
-    return [] if traceback is None else [(frame.file_name, frame.function_name) for frame in traceback.frames]
+    return (
+        []
+        if traceback is None
+        else [(frame.file_name, frame.function_name) for frame in traceback.frames]
+    )
 
 
 def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -207,7 +211,9 @@ def _outlined() -> Any:
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
-        return cast(list[Any], set_xla_metadata(results, inlineable="false"))  # of what makes them, the call
+        return cast(
+            list[Any], set_xla_metadata(results, inlineable="false")
+        )  # of what makes them, the call
 
     primitive = _core.Primitive("outlined")
     primitive.multiple_results = True
@@ -240,7 +246,9 @@ def exact(platform: str) -> dict[str, str | bool]:
     On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
     other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
     """
-    options: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    options: dict[str, str | bool] = {
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    }
     if platform != "cpu":
         return {}
     try:
@@ -292,7 +300,9 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
     def run(x: jax.Array) -> jax.Array:
         if is_plain(x.dtype) and cast(Any, x).is_ready():
-            words = np.array(x)  # a copy: jaxlib keeps what it is handed for a moment longer, and x may have to go
+            words = np.array(
+                x
+            )  # a copy: jaxlib keeps what it is handed for a moment longer, and x may have to go
             return put(x.aval, sharding, [words], devices, force_copy=True)
         return copy(x)
 
@@ -306,7 +316,9 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
 
 
-def feeder(device: Device, spec: tuple[Any, ...] = ()) -> Callable[[np.ndarray | jax.Array], jax.Array]:
+def feeder(
+    device: Device, spec: tuple[Any, ...] = ()
+) -> Callable[[np.ndarray | jax.Array], jax.Array]:
     """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once.
 
     Args:
@@ -349,7 +361,9 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-def placed(like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()) -> jax.ShapeDtypeStruct:
+def placed(
+    like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()
+) -> jax.ShapeDtypeStruct:
     """A shape and type on a device, or over a group.
 
     Args:

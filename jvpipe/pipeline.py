@@ -150,15 +150,24 @@ class Pipeline:
         grad_norm: bool = False,
         remeasure: bool = False,
     ) -> None:
-        flags = checked_flags(has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure)
+        flags = checked_flags(
+            has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure
+        )
         check_functions(loss_fn, optimizer, has_state=has_state)
         find_planner(checked_name("planner", planner, "jvpipe"))
-        schedule, microbatches = checked_schedule(schedule), whole_number("microbatches", microbatches)
+        schedule, microbatches = (
+            checked_schedule(schedule),
+            whole_number("microbatches", microbatches),
+        )
         shares = shares_devices(replicas, stages, planner, speeds)
         stages = checked_stages(stages, schedule, microbatches, shares=shares)
         if not isinstance(stages, Plan):
             check_chooser(schedule, planner)
-        counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule, speeds)
+        counts = (
+            None
+            if stages is None or shares
+            else checked_replicas(replicas, stages, schedule, speeds)
+        )
         (given, laid), hosts = inner_axes(devices, sharding, batch_axis, replicas), present_hosts()
         used, places = place(stages, given, schedule, counts, shares=shares)
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
@@ -173,7 +182,9 @@ class Pipeline:
                 limits=device_limits(parse_limits(memory_limit), used, planned, hosts),
                 host_limit_bytes=parse_bytes(host_memory_limit),
                 fates=checked_fates(fates),
-                checkpoint=None if checkpoint is None else checked_name("checkpoint", checkpoint, "always"),
+                checkpoint=None
+                if checkpoint is None
+                else checked_name("checkpoint", checkpoint, "always"),
                 devices=used,
                 places=places,
                 hosts=hosts,
@@ -181,14 +192,18 @@ class Pipeline:
                 replicas=() if counts is None else replicas_at(counts),
                 shares=shares,
                 sharding=laid,
-                reductions=checked_reductions(aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state),
+                reductions=checked_reductions(
+                    aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state
+                ),
                 **flags,
             )
         )
 
     def __repr__(self) -> str:
         compiled = next(iter(self.session.compiled_plans), None)
-        return f"Pipeline({self.session.settings}: {compiled.plan.cuts if compiled else 'call init'})"
+        return (
+            f"Pipeline({self.session.settings}: {compiled.plan.cuts if compiled else 'call init'})"
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -209,18 +224,27 @@ class Pipeline:
         layer_s = session.compiled_plans.layer_s
         if planned and holds:
             layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
-            reasons = [*device_reasons(planned.problem), *cut_reasons(planned.problem, planned.decision)]
-            reasons += order_reasons(planned.problem, planned.decision, compiled.optimizer.cross_layer)
+            reasons = [
+                *device_reasons(planned.problem),
+                *cut_reasons(planned.problem, planned.decision),
+            ]
+            reasons += order_reasons(
+                planned.problem, planned.decision, compiled.optimizer.cross_layer
+            )
             reasons += [search_reasons(planned.ordered)] if planned.ordered else []
         shape = session.compiled_plans.shape
         if shape and (shape.plan is None or shape.plan.replicas == compiled.plan.replicas):
             reasons = [*shape.why, *reasons]
-        return explain(session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons)
+        return explain(
+            session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons
+        )
 
     # A run
 
     @telling()
-    def init(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None) -> State:
+    def init(
+        self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree = None
+    ) -> State:
         """Traces, measures, plans, compiles and places; the caller's arrays stay theirs.
 
         Args:
@@ -236,10 +260,14 @@ class Pipeline:
         check_arrays(params, "parameter")
         check_arrays(model_state, "leaf of the model state")
         if model_state is not None and not session.settings.has_state:
-            raise ValueError("model_state is given, but the loss carries none: say has_state=True, or leave it out")
+            raise ValueError(
+                "model_state is given, but the loss carries none: say has_state=True, or leave it out"
+            )
         makes = is_initialiser(params)
         if makes and rng is None:
-            raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+            raise ValueError(
+                "parameters that a function makes need a key: init(function, batch, rng)"
+            )
         if session.settings.hosts is not None:
             agree_on_given(session.settings.hosts, params, batch, rng, model_state)
         if not makes:
@@ -335,7 +363,9 @@ class Pipeline:
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
-        return None if leaves is None else self.session.trees.join_optimizer_state(optimizer, leaves)
+        return (
+            None if leaves is None else self.session.trees.join_optimizer_state(optimizer, leaves)
+        )
 
     def with_optimizer_state(self, state: State, tree: Tree) -> State:
         """Gives the state another state of its optimizer, such as an injected learning rate. Consumes `state`.
@@ -353,7 +383,9 @@ class Pipeline:
 
     # Changes
 
-    def migrate(self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked") -> State:
+    def migrate(
+        self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked"
+    ) -> State:
         """Moves layers while training runs: from a micro-batch on, this plan holds. Values do not change.
 
         Of several processes all ask for the same.
@@ -386,7 +418,9 @@ class Pipeline:
         if on and self.session.controller.monitor is None:
             self.session.monitor()
 
-    def update_model(self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> State:
+    def update_model(
+        self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None
+    ) -> State:
         """Goes on with another model from the next step on; the plan is made anew. What is in flight is finished first.
 
         A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state,
@@ -409,7 +443,9 @@ class Pipeline:
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
 
-    def precompile(self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None) -> None:
+    def precompile(
+        self, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None
+    ) -> None:
         """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
 
         It may be called in another thread while this one trains; layers that no model had are timed beside that. Of

@@ -67,10 +67,14 @@ def replay(
         feeds: Any = None
         for m, (uses, drained) in zip(range(session.settings.microbatches), uses_of, strict=False):
             first = uses[0]
-            feeds = feeds or session.feeds(batch, words, first.microbatch // session.settings.microbatches)
+            feeds = feeds or session.feeds(
+                batch, words, first.microbatch // session.settings.microbatches
+            )
             leaves = [feeds["batch", i][m] for i in range(len(jax.tree.leaves(batch)))]
             compiled = session.compiled_in_the_past(batch, first.microbatch, first.version)
-            losses.append(run.microbatch(compiled, uses, leaves, None if rng is None else feeds["seed", 0][m]))
+            losses.append(
+                run.microbatch(compiled, uses, leaves, None if rng is None else feeds["seed", 0][m])
+            )
             if drained:
                 run.forget()
     return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses

@@ -51,9 +51,13 @@ class AmoebaNetConfig(ClassConfig):
         if min(self.cells, self.groups) < 1 or self.cells % self.groups:
             raise ValueError(f"cells={self.cells} must be a multiple of groups={self.groups}")
         if self.filters < 8 or self.filters % 8:
-            raise ValueError(f"filters={self.filters} must be a multiple of 8: operations work on quarters and halves")
+            raise ValueError(
+                f"filters={self.filters} must be a multiple of 8: operations work on quarters and halves"
+            )
         if self.stem_reductions not in (0, 1, 2):
-            raise ValueError(f"stem_reductions={self.stem_reductions} must be 0 for small images, else 1 or 2")
+            raise ValueError(
+                f"stem_reductions={self.stem_reductions} must be 0 for small images, else 1 or 2"
+            )
         super().__post_init__()
 
 
@@ -72,7 +76,9 @@ SIZES = {
 
 def mean_pool(x: Image, stride: int) -> Image:
     """Means of what is there of 3 x 3 pixels, taken in float32."""
-    wide = nnx.avg_pool(x.astype(jnp.float32), (3, 3), (stride, stride), "SAME", count_include_pad=False)
+    wide = nnx.avg_pool(
+        x.astype(jnp.float32), (3, 3), (stride, stride), "SAME", count_include_pad=False
+    )
     return wide.astype(x.dtype)
 
 
@@ -176,7 +182,9 @@ class Cell:
         """The running averages before any step."""
         return {name: unit.averages() for name, unit in self._units()}
 
-    def __call__(self, p: Tree, averages: Tree, near: Image, far: Image, training: bool) -> tuple[Image, Tree]:
+    def __call__(
+        self, p: Tree, averages: Tree, near: Image, far: Image, training: bool
+    ) -> tuple[Image, Tree]:
         """The image that the cell returns, and the new averages."""
         new: dict[str, Tree] = {}
 
@@ -189,7 +197,9 @@ class Cell:
         values = [through("near", near), through("far", far)]
         for pair in self._named():
             read = [
-                POOLINGS.get(operation, lambda x, _: x)(through(name, values[value]), self._stride(value))
+                POOLINGS.get(operation, lambda x, _: x)(
+                    through(name, values[value]), self._stride(value)
+                )
                 for name, operation, value in pair
             ]
             values.append(read[0] + read[1])
@@ -197,7 +207,10 @@ class Cell:
 
     def _named(self) -> Iterator[list[tuple[str, str, int]]]:
         for i, pair in enumerate(self.genotype.pairs):
-            yield [(f"{i}_{side}_{op}", op, value) for side, (op, value) in zip(("left", "right"), pair, strict=True)]
+            yield [
+                (f"{i}_{side}_{op}", op, value)
+                for side, (op, value) in zip(("left", "right"), pair, strict=True)
+            ]
 
     def _units(self) -> Iterator[tuple[str, Convolution]]:
         for chain, units in self.chains.items():
@@ -231,7 +244,9 @@ class AmoebaNet:
         for i, kind in enumerate(kinds):
             halve = kind == "halve"
             channels *= 1 + halve
-            cell = Cell(REDUCTION if halve else NORMAL, channels, near, far, halve, before == "halve")
+            cell = Cell(
+                REDUCTION if halve else NORMAL, channels, near, far, halve, before == "halve"
+            )
             cells[f"{i:03}"] = cell
             near, far, before = cell.outputs, near, kind
         return cells
@@ -247,15 +262,22 @@ class AmoebaNet:
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
         return {
             "stem": self.stem.init(keys[0]),
-            "cells": {name: cell.init(k) for (name, cell), k in zip(cells.items(), keys[2:], strict=True)},
+            "cells": {
+                name: cell.init(k) for (name, cell), k in zip(cells.items(), keys[2:], strict=True)
+            },
             "head": self.head.init(keys[1]),
         }
 
     def averages(self) -> Tree:
         """The running averages before any step: the model state."""
-        return {"stem": self.stem.averages(), "cells": {name: cell.averages() for name, cell in self.cells.items()}}
+        return {
+            "stem": self.stem.averages(),
+            "cells": {name: cell.averages() for name, cell in self.cells.items()},
+        }
 
-    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree, Tree]:
+    def loss_fn(
+        self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
+    ) -> tuple[Weighted, Tree, Tree]:
         """The loss of classes, the new averages and the top-1; without a key the averages stay and are used."""
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)

@@ -70,7 +70,9 @@ class SearchSpace:
         """Any architecture: how many slots are filled, which ones, with what."""
         count = int(rng.integers(self.fewest, self.slots + 1))
         filled = set(rng.permutation(self.slots)[:count].tolist())
-        return Architecture(tuple(self.block(rng) if slot in filled else None for slot in range(self.slots)))
+        return Architecture(
+            tuple(self.block(rng) if slot in filled else None for slot in range(self.slots))
+        )
 
     def mutate(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
         """Another architecture, which differs in one slot: a branch has another operation, or it is filled or emptied.
@@ -80,12 +82,16 @@ class SearchSpace:
 
         """
         if len(architecture.slots) != self.slots:
-            raise ValueError(f"an architecture of {len(architecture.slots)} slots is none of a space of {self.slots}")
+            raise ValueError(
+                f"an architecture of {len(architecture.slots)} slots is none of a space of {self.slots}"
+            )
         slot = int(rng.integers(self.slots))
         block = architecture.slots[slot]
         if block is None:
             return architecture.with_slot(slot, self.block(rng))
-        changes: list[Block | None] = [Block(left, block.right) for left in self.left if left != block.left]
+        changes: list[Block | None] = [
+            Block(left, block.right) for left in self.left if left != block.left
+        ]
         changes += [Block(block.left, right) for right in self.right if right != block.right]
         if len(architecture.names()) > self.fewest and rng.random() < 0.25:
             changes = [None]
@@ -96,7 +102,9 @@ class SearchSpace:
         pairs = [Block(left, right) for left in self.left for right in self.right]
         groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
         groups[-1] += pairs[: self.slots - len(groups[-1])]
-        return tuple(Architecture(tuple(group + group[:1] * (self.slots - len(group)))) for group in groups)
+        return tuple(
+            Architecture(tuple(group + group[:1] * (self.slots - len(group)))) for group in groups
+        )
 
 
 @dataclass(frozen=True)

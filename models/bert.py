@@ -109,7 +109,12 @@ def parts(config: BertConfig) -> Parts:
     if config.published:
         head = bert_published.Head
         return Parts(
-            config, {"embeddings": bert_published.Embeddings, "blocks": bert_published.PublishedBlock, "head": head}
+            config,
+            {
+                "embeddings": bert_published.Embeddings,
+                "blocks": bert_published.PublishedBlock,
+                "head": head,
+            },
         )
     return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
 
@@ -123,7 +128,9 @@ def loss_function(config: BertConfig) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(config: BertConfig) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
+def logits_function(
+    config: BertConfig,
+) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
     """The logits of tokens at `positions`, `logits(params, batch, key)`; without dropout if the key is None."""
     model = parts(config)
 
@@ -148,9 +155,13 @@ def abstract_batch(config: MaskedConfig, batch_size: int) -> dict[str, jax.Shape
     }
 
 
-def open_data(config: BertConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: BertConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as records with masked tokens."""
-    from jvpipe.models.masking import open_masked_text  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.masking import (
+        open_masked_text,
+    )  # a plan needs no data, nor the libraries that read it
 
     return open_masked_text(config, data_path, run_dir, seed, batch_size)
 

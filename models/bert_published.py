@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.models.blocks import Block, TransformerConfig, dropped, embedding, layer_norm, linear, normed
+from jvpipe.models.blocks import (
+    Block,
+    TransformerConfig,
+    dropped,
+    embedding,
+    layer_norm,
+    linear,
+    normed,
+)
 from jvpipe.models.folder_settings import Settings
 from jvpipe.models.weights import Folder, Format, Source
 from jvpipe.models.weights import linear as linear_of

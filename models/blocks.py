@@ -43,7 +43,9 @@ class TextConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if min(self.blocks, self.width) < 1 or self.tokens < 8 or self.vocabulary < 300:
-            raise ValueError(f"{self} is too small: it needs a block, 8 tokens and a vocabulary of 300")
+            raise ValueError(
+                f"{self} is too small: it needs a block, 8 tokens and a vocabulary of 300"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,13 @@ class TransformerConfig(TextConfig, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads < 1 or self.width % self.heads:
-            raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
+            raise ValueError(
+                f"width={self.width} is not divisible by heads={self.heads}: change one of them"
+            )
         if 0 < self.positions < self.tokens:
-            raise ValueError(f"tokens={self.tokens} are more than the {self.positions} positions: give fewer")
+            raise ValueError(
+                f"tokens={self.tokens} are more than the {self.positions} positions: give fewer"
+            )
 
     @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
@@ -107,7 +113,9 @@ class Attention(nnx.Module):
         """The mixture of the other tokens' values; `key` draws the dropped weights."""
         q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
         bias = self.config.bias(x.shape[1])
-        return self.output(mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key)))
+        return self.output(
+            mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key))
+        )
 
 
 def mixture(
@@ -195,7 +203,9 @@ class Kind:
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
         """Maps a key to fresh parameters, nested dicts of float32 arrays."""
-        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param)))
+        return jax.jit(
+            lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param))
+        )
 
     @cached_property
     def _structure(self) -> Any:
@@ -219,7 +229,10 @@ class Parts:
         layers = {}
         for name, kind in self._kinds.items():
             first = self._first[name]
-            stack = {f"{i:03}": kind.init(jax.random.fold_in(key, first + i)) for i in range(self._count(name))}
+            stack = {
+                f"{i:03}": kind.init(jax.random.fold_in(key, first + i))
+                for i in range(self._count(name))
+            }
             layers[name] = stack if name in self.stacked else stack["000"]
         return layers
 
@@ -231,7 +244,9 @@ class Parts:
         """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
         return None if key is None else jax.random.fold_in(key, self._first[name] + i)
 
-    def through(self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array) -> jax.Array:
+    def through(
+        self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array
+    ) -> jax.Array:
         """The tokens after all blocks of a kind, each of which reads `others` too."""
         for i in range(self._count(name)):
             x = self.part(name, blocks[f"{i:03}"])(x, *others, self.key(name, key, i))
@@ -249,21 +264,34 @@ class Parts:
 
     @cached_property
     def _kinds(self) -> dict[str, Kind]:
-        return {name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs)) for name, part in self.kinds.items()}
+        return {
+            name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs))
+            for name, part in self.kinds.items()
+        }
 
 
 def embedding(config: TextConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
     """A table of vectors of width D."""
     init = nnx.initializers.normal(spread)
-    return nnx.Embed(rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    return nnx.Embed(
+        rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs
+    )
 
 
 def linear(
-    config: TextConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0, *, bias: bool = True
+    config: TextConfig,
+    rngs: nnx.Rngs,
+    inputs: int,
+    outputs: int,
+    scale: float = 1.0,
+    *,
+    bias: bool = True,
 ) -> nnx.Linear:
     """A linear map whose results vary as its inputs do, times `scale`."""
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    return nnx.Linear(
+        inputs, outputs, use_bias=bias, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs
+    )
 
 
 def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -292,7 +320,9 @@ def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, 
     return -jnp.squeeze(scores, -1)
 
 
-def prediction_loss(logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0) -> Weighted:
+def prediction_loss(
+    logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0
+) -> Weighted:
     """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B].
 
     Of a target the share `smoothing` is spread over all V (arXiv:1512.00567).
@@ -314,6 +344,8 @@ def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFu
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        return prediction_loss(logits(params, batch, rng if dropout > 0 else None), batch, smoothing)
+        return prediction_loss(
+            logits(params, batch, rng if dropout > 0 else None), batch, smoothing
+        )
 
     return loss_fn

@@ -71,10 +71,16 @@ def _texts(language: str) -> dict[str, str]:
 def _catalogues(language: str) -> list[Path]:
     spec = find_spec("django")
     if spec is None or spec.origin is None:
-        raise MissingExtraError("django is not installed: pip install 'jvpipe[translation]', or give --data FOLDER")
+        raise MissingExtraError(
+            "django is not installed: pip install 'jvpipe[translation]', or give --data FOLDER"
+        )
     package = Path(spec.origin).parent
     files = sorted(package.rglob(f"locale/{language}/LC_MESSAGES/django.mo"))
     if not files:
-        known = [folder.name for folder in (package / "conf" / "locale").iterdir() if folder.is_dir()]
-        raise ValueError(did_you_mean("language", language, sorted(name for name in known if name[:2] != "__")))
+        known = [
+            folder.name for folder in (package / "conf" / "locale").iterdir() if folder.is_dir()
+        ]
+        raise ValueError(
+            did_you_mean("language", language, sorted(name for name in known if name[:2] != "__"))
+        )
     return files

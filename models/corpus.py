@@ -71,7 +71,11 @@ def open_corpus(path: Path | None) -> Corpus:
     texts = [text for file in _files(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:  # no blank lines
-        parts = [document for text in texts for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))]
+        parts = [
+            document
+            for text in texts
+            for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))
+        ]
     if len(parts) < 2:
         raise ValueError(
             f"'{path}' holds {sum(map(len, parts))} characters of text: give at least a few thousand, "
@@ -112,12 +116,18 @@ def _python_prose() -> Corpus:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise ValueError(f"there is no '{path}': give an existing text file or a folder of text files")
+        raise ValueError(
+            f"there is no '{path}': give an existing text file or a folder of text files"
+        )
     if path.is_file():
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = sorted(
+        file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+    )
     if not files:
-        raise ValueError(f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: name a file itself")
+        raise ValueError(
+            f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: name a file itself"
+        )
     return files
 
 

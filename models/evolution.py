@@ -24,7 +24,9 @@ class RegularizedEvolution:
     2.0
     """
 
-    def __init__(self, space: SearchSpace, seed: int, population: int = 16, sample: int = 4) -> None:
+    def __init__(
+        self, space: SearchSpace, seed: int, population: int = 16, sample: int = 4
+    ) -> None:
         if population < 1 or sample < 1:
             raise ValueError(f"population={population} and sample={sample} must be at least 1")
         self.space, self._sample = space, sample
@@ -47,7 +49,9 @@ class RegularizedEvolution:
             self._drawn += 1
             return self.space.random(self._rng)
         if not self._members:
-            raise ValueError(f"{size} architectures were given and no loss was reported: call report() for each")
+            raise ValueError(
+                f"{size} architectures were given and no loss was reported: call report() for each"
+            )
         chosen = self._rng.integers(len(self._members), size=self._sample)
         parent, _ = min((self._members[int(i)] for i in chosen), key=_loss)
         return self.space.mutate(parent, self._rng)

@@ -23,7 +23,15 @@ from jvpipe.ir.weighted import Weighted
 from jvpipe.models.amoebanet import POOLINGS, convolutions
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
 from jvpipe.models.blocks import prediction_loss
-from jvpipe.models.vision import ClassConfig, Convolution, Head, Image, abstract_images, init_units, open_data
+from jvpipe.models.vision import (
+    ClassConfig,
+    Convolution,
+    Head,
+    Image,
+    abstract_images,
+    init_units,
+    open_data,
+)
 from jvpipe.models.workload import Workload, sized
 
 LEFT = ("conv_1x1", "conv_3x3", "conv_1x7_7x1")
@@ -44,7 +52,9 @@ class EvolvedAmoebaNetConfig(ClassConfig):
         if min(self.slots, self.groups) < 1 or self.slots % self.groups:
             raise ValueError(f"slots={self.slots} must be a multiple of groups={self.groups}")
         if self.filters < 4 or self.filters % 4:
-            raise ValueError(f"filters={self.filters} must be a multiple of 4: operations work on quarters")
+            raise ValueError(
+                f"filters={self.filters} must be a multiple of 4: operations work on quarters"
+            )
         super().__post_init__()
 
     def channels(self, group: int) -> int:
@@ -88,8 +98,14 @@ def block_chains(block: Block, channels: int) -> dict[str, Chain]:
 def run_block(block: Block, p: Any, x: Image) -> Image:
     """The image after a block."""
     chains = block_chains(block, x.shape[3])
-    right = through(chains["right"], p.get("right", {}), through(chains["project"], p["project"], x))
-    return x + through(chains["left"], p["left"], x) + POOLINGS.get(block.right, lambda y, _: y)(right, 1)
+    right = through(
+        chains["right"], p.get("right", {}), through(chains["project"], p["project"], x)
+    )
+    return (
+        x
+        + through(chains["left"], p["left"], x)
+        + POOLINGS.get(block.right, lambda y, _: y)(right, 1)
+    )
 
 
 def entry(config: EvolvedAmoebaNetConfig, group: int) -> Convolution:
@@ -110,7 +126,9 @@ def head(config: EvolvedAmoebaNetConfig) -> Head:
     return Head(config.channels(config.groups - 1), config.classes)
 
 
-def params_of(config: EvolvedAmoebaNetConfig, architecture: Architecture, key: jax.Array) -> dict[str, Any]:
+def params_of(
+    config: EvolvedAmoebaNetConfig, architecture: Architecture, key: jax.Array
+) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
 
     def own(*names: str) -> jax.Array:
@@ -120,7 +138,10 @@ def params_of(config: EvolvedAmoebaNetConfig, architecture: Architecture, key: j
         f"entry_{group}": {"conv": (entry(config, group),)} for group in range(config.groups)
     }
     parts["last"] = {"conv": (last(config),)}
-    parts |= {name: block_chains(b, config.channels(config.group(slot))) for slot, name, b in architecture.blocks()}
+    parts |= {
+        name: block_chains(b, config.channels(config.group(slot)))
+        for slot, name, b in architecture.blocks()
+    }
     params = {
         name: {side: init(chain, own(name, side)) for side, chain in chains.items() if chain}
         for name, chains in parts.items()

@@ -21,7 +21,15 @@ from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
-from jvpipe.models.blocks import Attention, Kind, dropped, linear, normed, prediction_loss, residual_scale
+from jvpipe.models.blocks import (
+    Attention,
+    Kind,
+    dropped,
+    linear,
+    normed,
+    prediction_loss,
+    residual_scale,
+)
 from jvpipe.models.gpt2 import Embeddings, Gpt2Config, Head, abstract_batch, open_data
 from jvpipe.models.workload import Workload, sized
 
@@ -37,7 +45,10 @@ LEFT = (
     "ffn4_relu",
 )
 RIGHT = ("none", "glu", "conv3_swish", "conv7_relu", "ffn1_relu")
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"relu": jax.nn.relu, "swish": jax.nn.silu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "swish": jax.nn.silu,
+}
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """An ordinary block of a transformer is two of ours."""
 LAST = Block("ffn1_relu", "none")
@@ -50,8 +61,12 @@ class EvolvedTransformerConfig(Gpt2Config):
 
 
 SIZES = {
-    "tiny": EvolvedTransformerConfig(blocks=4, width=16, heads=4, vocabulary=300, tokens=16, dropout=0.0),
-    "mini": EvolvedTransformerConfig(blocks=12, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0),
+    "tiny": EvolvedTransformerConfig(
+        blocks=4, width=16, heads=4, vocabulary=300, tokens=16, dropout=0.0
+    ),
+    "mini": EvolvedTransformerConfig(
+        blocks=12, width=256, heads=4, vocabulary=2048, tokens=64, dropout=0.0
+    ),
     "small": EvolvedTransformerConfig(blocks=24, width=768, heads=12),
 }
 
@@ -60,7 +75,9 @@ class Glu(nnx.Module):
     """A linear map, gated by another one."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
-        self.inputs = linear(config, rngs, config.width, 2 * config.width, scale=residual_scale(config))
+        self.inputs = linear(
+            config, rngs, config.width, 2 * config.width, scale=residual_scale(config)
+        )
 
     def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The gated vectors."""
@@ -73,7 +90,9 @@ class SeparableConvolution(nnx.Module):
 
     def __init__(self, config: Gpt2Config, K: int, activation: str, *, rngs: nnx.Rngs) -> None:
         D, dtype = config.width, jnp.dtype(config.dtype)
-        self.channels = nnx.Conv(D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs)
+        self.channels = nnx.Conv(
+            D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs
+        )
         self.output = linear(config, rngs, D, D, scale=residual_scale(config))
         self.activation = activation
 
@@ -85,7 +104,9 @@ class SeparableConvolution(nnx.Module):
 class FeedForward(nnx.Module):
     """A hidden layer of `expansion` times D units."""
 
-    def __init__(self, config: Gpt2Config, expansion: int, activation: str, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: Gpt2Config, expansion: int, activation: str, *, rngs: nnx.Rngs
+    ) -> None:
         D = config.width
         self.expand = linear(config, rngs, D, expansion * D)
         self.contract = linear(config, rngs, expansion * D, D, scale=residual_scale(config))
@@ -112,7 +133,9 @@ def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
         case "ffn":
             return FeedForward(config, int(size), activation or "", rngs=rngs)
         case _:
-            raise ValueError(f"unknown operation '{name}': there are {', '.join(sorted({*LEFT, *RIGHT}))}")
+            raise ValueError(
+                f"unknown operation '{name}': there are {', '.join(sorted({*LEFT, *RIGHT}))}"
+            )
 
 
 class TwoBranches(nnx.Module):
@@ -143,18 +166,28 @@ def block_kind(config: EvolvedTransformerConfig, block: Block) -> Kind:
 def end_kinds(config: EvolvedTransformerConfig) -> dict[str, Kind]:
     """What stands before and after the blocks."""
     ends = {"embeddings": Embeddings, "last": partial(TwoBranches, block=LAST), "head": Head}
-    return {name: Kind(lambda rngs, part=part: part(config, rngs=rngs)) for name, part in ends.items()}
+    return {
+        name: Kind(lambda rngs, part=part: part(config, rngs=rngs)) for name, part in ends.items()
+    }
 
 
 KindOf = Callable[[EvolvedTransformerConfig, Block], Kind]
 
 
 def params_of(
-    config: EvolvedTransformerConfig, architecture: Architecture, key: jax.Array, kind_of: KindOf = block_kind
+    config: EvolvedTransformerConfig,
+    architecture: Architecture,
+    key: jax.Array,
+    kind_of: KindOf = block_kind,
 ) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`; each part's follow from the key and its name."""
-    kinds = end_kinds(config) | {name: kind_of(config, block) for _, name, block in architecture.blocks()}
-    return {name: kind.init(jax.random.fold_in(key, zlib.crc32(name.encode()))) for name, kind in kinds.items()}
+    kinds = end_kinds(config) | {
+        name: kind_of(config, block) for _, name, block in architecture.blocks()
+    }
+    return {
+        name: kind.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
+        for name, kind in kinds.items()
+    }
 
 
 def loss_of(
@@ -186,7 +219,11 @@ def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
 
 def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> Supernet:
     """All architectures of at least half the slots; those whose attention has heads that do not fit are left out."""
-    fits = [name for name in LEFT if not name.startswith("attention") or config.width % int(name[9:]) == 0]
+    fits = [
+        name
+        for name in LEFT
+        if not name.startswith("attention") or config.width % int(name[9:]) == 0
+    ]
     return Supernet(
         space=SearchSpace(tuple(fits), RIGHT, slots=config.blocks, fewest=(config.blocks + 1) // 2),
         default=default_architecture(config),

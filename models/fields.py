@@ -61,9 +61,14 @@ def _read(told: str, value: Any, present: Any) -> Any:
         case None if value.lower() in ("true", "false"):
             return value.lower() == "true"
         case None:
-            return next((number for kind in (int, float) if (number := _number(kind, value)) is not None), value)
+            return next(
+                (number for kind in (int, float) if (number := _number(kind, value)) is not None),
+                value,
+            )
         case _:
-            raise ValueError(f"{told} is {present!r}, which no text can replace: only numbers, texts, true and false")
+            raise ValueError(
+                f"{told} is {present!r}, which no text can replace: only numbers, texts, true and false"
+            )
 
 
 def _number(kind: type[int] | type[float], value: str) -> int | float | None:

@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.blocks import Parts, dropped, embedding, linear
-from jvpipe.models.translators import Logits, TranslatorConfig, abstract_batch, loss_of, open_data, unseen
+from jvpipe.models.translators import (
+    Logits,
+    TranslatorConfig,
+    abstract_batch,
+    loss_of,
+    open_data,
+    unseen,
+)
 from jvpipe.models.workload import Workload, sized
 
 
@@ -40,7 +47,9 @@ class GnmtConfig(TranslatorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.blocks < 2:
-            raise ValueError(f"blocks={self.blocks}: encoder and decoder have two layers each at least")
+            raise ValueError(
+                f"blocks={self.blocks}: encoder and decoder have two layers each at least"
+            )
 
 
 SIZES = {
@@ -65,7 +74,9 @@ class Embeddings(nnx.Module):
 class Lstm(nnx.Module):
     """A layer of LSTM cells, a scan over time; with `context` they read two things at each time."""
 
-    def __init__(self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs
+    ) -> None:
         D = config.width
         self.inputs = linear(config, rngs, inputs, 4 * D)
         self.context = linear(config, rngs, D, 4 * D, bias=False) if context else None
@@ -122,7 +133,13 @@ class Layer(nnx.Module):
     """An LSTM whose input, if it `adds`, is added to its output."""
 
     def __init__(
-        self, config: GnmtConfig, inputs: int, *, context: bool = False, adds: bool = False, rngs: nnx.Rngs
+        self,
+        config: GnmtConfig,
+        inputs: int,
+        *,
+        context: bool = False,
+        adds: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         self.lstm = Lstm(config, inputs, context=context, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
@@ -150,7 +167,9 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The mixture of what was `read` at each step of `x`."""
         hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
-        output = self.output[...] * (self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2)))
+        output = self.output[...] * (
+            self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2))
+        )
         scores = (hidden @ output.astype(hidden.dtype)).astype(jnp.float32)
         weights = jax.nn.softmax(scores + unseen(lengths, read.shape[1])[:, None]).astype(x.dtype)
         return weights @ read
@@ -197,7 +216,9 @@ def logits_function(config: GnmtConfig) -> Logits:
             return model.part(name, params[name])(*inputs, model.key(name, key))
 
         lengths = batch["lengths"]
-        x = layer("encoder_second", layer("encoder_first", part("source", batch["inputs"]), lengths))
+        x = layer(
+            "encoder_second", layer("encoder_first", part("source", batch["inputs"]), lengths)
+        )
         read = model.through("encoder", params["encoder"], x, key)
         y = layer("decoder_first", part("target", batch["tokens"]))
         attended = part("attention", y, read, lengths)

@@ -95,7 +95,9 @@ def loss_function(config: Gpt2Config) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(config: Gpt2Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
+def logits_function(
+    config: Gpt2Config,
+) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
     """The logits of next tokens, `logits(params, batch, key)`; without dropout if the key is None."""
     model = parts(config)
 
@@ -115,11 +117,17 @@ def abstract_batch(config: TextConfig, batch_size: int) -> dict[str, jax.ShapeDt
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def open_data(config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as records whose every token is predicted from those before it."""
-    from jvpipe.models.text import open_next_tokens  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.text import (
+        open_next_tokens,
+    )  # a plan needs no data, nor the libraries that read it
 
-    return open_next_tokens(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+    return open_next_tokens(
+        data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens
+    )
 
 
 def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
@@ -152,7 +160,11 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
 
 def _sources(config: Gpt2Config) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    sources = table("embeddings.tokens", "wte") | table("embeddings.positions", "wpe") | norm("head.norm", "ln_f")
+    sources = (
+        table("embeddings.tokens", "wte")
+        | table("embeddings.positions", "wpe")
+        | norm("head.norm", "ln_f")
+    )
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
         sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
@@ -168,7 +180,13 @@ FORMAT = Format(
     _fields,
     _sources,
     harmless=(
-        *("initializer_range", "n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+        *(
+            "initializer_range",
+            "n_ctx",
+            "n_special",
+            "predict_special_tokens",
+            "reorder_and_upcast_attn",
+        ),
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
         *("summary_use_proj", "vocab"),
     ),

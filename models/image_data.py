@@ -38,11 +38,15 @@ def parted(count: int, example: Transform, seed: int, batch_size: int) -> Parts:
     order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]
     held_out, records = np.split(order, [min(_HELD_OUT_MOST, max(1, count // _HELD_OUT))])
     return Parts(
-        records, train_batches(records, example, seed, batch_size), fixed_batches(held_out, example, batch_size)
+        records,
+        train_batches(records, example, seed, batch_size),
+        fixed_batches(held_out, example, batch_size),
     )
 
 
-def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int) -> Data:
+def open_images(
+    data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int
+) -> Data:
     """Images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
 
     They are those of an .npz file, or of a folder with a folder for each class. Without either they are the digits of
@@ -56,7 +60,11 @@ def open_images(data_path: Path | None, seed: int, batch_size: int, *, side: int
 
     def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
         i = int(record[0])
-        return {"images": pictures.image(i), "targets": pictures.labels[i], "weights": np.ones((), np.float32)}
+        return {
+            "images": pictures.image(i),
+            "targets": pictures.labels[i],
+            "weights": np.ones((), np.float32),
+        }
 
     parts = parted(len(pictures.labels), example, seed, batch_size)
     return Data(
@@ -81,7 +89,11 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
 
     def example(record: np.ndarray, generator: np.random.Generator) -> Batch:
         i = int(record[0])
-        return {"images": pictures.image(i), "masks": pictures.mask(i), "weights": np.ones((), np.float32)}
+        return {
+            "images": pictures.image(i),
+            "masks": pictures.mask(i),
+            "weights": np.ones((), np.float32),
+        }
 
     parts = parted(pictures.count, example, seed, batch_size)
     some = [pictures.mask(int(i)).mean() for (i,) in parts.records[:_HELD_OUT_MOST]]

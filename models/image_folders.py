@@ -28,11 +28,21 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
             decoded.
         MissingExtraError: Pillow is not installed.
     """
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")
+    folders = sorted(
+        folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != "."
+    )
     if len(folders) != classes:
-        few = ", ".join(folder.name for folder in folders[:3]) + (", ..." if len(folders) > 3 else "")
-        cure = f"give --set classes={len(folders)}" if len(folders) > 1 else "each is to hold the images of one class"
-        raise ValueError(f"'{path}' has {len(folders)} folders ({few}), the model has {classes} classes: {cure}")
+        few = ", ".join(folder.name for folder in folders[:3]) + (
+            ", ..." if len(folders) > 3 else ""
+        )
+        cure = (
+            f"give --set classes={len(folders)}"
+            if len(folders) > 1
+            else "each is to hold the images of one class"
+        )
+        raise ValueError(
+            f"'{path}' has {len(folders)} folders ({few}), the model has {classes} classes: {cure}"
+        )
     files = [image_files(folder) for folder in folders]
     labels = np.repeat(np.arange(classes, dtype=np.int32), [len(some) for some in files])
     flat = [file for some in files for file in some]
@@ -42,7 +52,9 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
 
 def image_files(folder: Path) -> list[Path]:
     """The images of a folder, in the order of their names; ValueError if there is none."""
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.name[0] != ".")
+    files = sorted(
+        file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.name[0] != "."
+    )
     if not files:
         raise ValueError(f"'{folder}' has no images ({', '.join(SUFFIXES)})")
     return files
@@ -71,7 +83,9 @@ def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray,
     picture = _opened(file, whole=True).convert("L" if mask else "RGB")
     from PIL import Image, ImageOps
 
-    fitted = ImageOps.fit(picture, (side, side), Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR)
+    fitted = ImageOps.fit(
+        picture, (side, side), Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR
+    )
     pixels = np.asarray(fitted, np.float32)
     return (pixels[..., None] > 0).astype(np.float32) if mask else pixels / np.float32(127.5) - 1
 
@@ -85,7 +99,9 @@ def _opened(file: Path, *, whole: bool) -> Any:
                 picture.load()
             return picture
     except Exception as problem:  # each format raises what it likes
-        raise ValueError(f"cannot decode '{file}' ({problem}): repair it, or take it away") from problem
+        raise ValueError(
+            f"cannot decode '{file}' ({problem}): repair it, or take it away"
+        ) from problem
 
 
 def digest_of(files: Iterable[Path], root: Path) -> str:

@@ -67,7 +67,9 @@ def drawn_images(side: int, classes: int) -> Images:
         seen = np.einsum("wyx,wc->yxc", np.cos(2 * np.pi * phases), colours)
         return (0.5 * seen + 0.2 * view.normal(size=seen.shape)).astype(np.float32)
 
-    return Images(labels, image, hashlib.sha256(f"waves {_DRAWN} {side} {classes}".encode()).hexdigest())
+    return Images(
+        labels, image, hashlib.sha256(f"waves {_DRAWN} {side} {classes}".encode()).hexdigest()
+    )
 
 
 def read_images(path: Path, side: int, classes: int) -> Images:
@@ -81,12 +83,18 @@ def read_images(path: Path, side: int, classes: int) -> Images:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"].astype(np.int32)
     except (OSError, KeyError, ValueError) as problem:
-        raise ValueError(f"'{path}' is no .npz file of `images` and `labels`: {problem}") from problem
+        raise ValueError(
+            f"'{path}' is no .npz file of `images` and `labels`: {problem}"
+        ) from problem
     if images.shape[1:] != (side, side, 3) or labels.shape != images.shape[:1] or len(labels) < 2:
         wanted = f"[N, {side}, {side}, 3] and [N]"
-        raise ValueError(f"'{path}': images {images.shape} and labels {labels.shape} are not {wanted}")
+        raise ValueError(
+            f"'{path}': images {images.shape} and labels {labels.shape} are not {wanted}"
+        )
     if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"'{path}': labels {labels.min()} to {labels.max()} are not among {classes} classes")
+        raise ValueError(
+            f"'{path}': labels {labels.min()} to {labels.max()} are not among {classes} classes"
+        )
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
         pixels = images[i].astype(np.float32)

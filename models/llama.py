@@ -42,9 +42,13 @@ class LlamaConfig(TextConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads < 1 or self.width % (2 * self.heads):
-            raise ValueError(f"width={self.width} is no even number for each of heads={self.heads}: change one of them")
+            raise ValueError(
+                f"width={self.width} is no even number for each of heads={self.heads}: change one of them"
+            )
         if self.groups < 1 or self.heads % self.groups:
-            raise ValueError(f"heads={self.heads} is not divisible by groups={self.groups}: change one of them")
+            raise ValueError(
+                f"heads={self.heads} is not divisible by groups={self.groups}: change one of them"
+            )
         if self.hidden < 1:
             raise ValueError(f"hidden={self.hidden} must be at least 1")
         if self.dropout:
@@ -53,22 +57,45 @@ class LlamaConfig(TextConfig):
 
 SIZES = {
     "tiny": LlamaConfig(blocks=4, width=16, heads=4, groups=2, hidden=24, vocabulary=300, tokens=8),
-    "mini": LlamaConfig(blocks=4, width=256, heads=4, groups=2, hidden=688, vocabulary=2048, tokens=64),
-    "1b": LlamaConfig(
-        blocks=16, width=2048, heads=32, groups=8, hidden=8192, vocabulary=128256, tokens=8192, theta=5e5, tied=True
+    "mini": LlamaConfig(
+        blocks=4, width=256, heads=4, groups=2, hidden=688, vocabulary=2048, tokens=64
     ),
-    "7b": LlamaConfig(blocks=32, width=4096, heads=32, groups=32, hidden=11008, vocabulary=32000, tokens=4096),
+    "1b": LlamaConfig(
+        blocks=16,
+        width=2048,
+        heads=32,
+        groups=8,
+        hidden=8192,
+        vocabulary=128256,
+        tokens=8192,
+        theta=5e5,
+        tied=True,
+    ),
+    "7b": LlamaConfig(
+        blocks=32, width=4096, heads=32, groups=32, hidden=11008, vocabulary=32000, tokens=4096
+    ),
     "8b": LlamaConfig(
-        blocks=32, width=4096, heads=32, groups=8, hidden=14336, vocabulary=128256, tokens=8192, theta=5e5
+        blocks=32,
+        width=4096,
+        heads=32,
+        groups=8,
+        hidden=14336,
+        vocabulary=128256,
+        tokens=8192,
+        theta=5e5,
     ),
 }
 """Llama 3.2 1B, Llama 2 7B, Llama 3 8B."""
 
 
-def matrix(config: LlamaConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0) -> nnx.Linear:
+def matrix(
+    config: LlamaConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0
+) -> nnx.Linear:
     """A linear map without a bias."""
     draw = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=draw, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    return nnx.Linear(
+        inputs, outputs, use_bias=False, kernel_init=draw, dtype=jnp.dtype(config.dtype), rngs=rngs
+    )
 
 
 class Norm(nnx.Module):
@@ -96,7 +123,9 @@ class GroupedAttention(nnx.Module):
         """The mixture of the values of tokens up to each."""
         config, (B, T, D) = self.config, x.shape
         K = D // config.heads
-        q, k, v = (project(x).reshape(B, T, -1, K) for project in (self.queries, self.keys, self.values))
+        q, k, v = (
+            project(x).reshape(B, T, -1, K) for project in (self.queries, self.keys, self.values)
+        )
         q, k = turned(q, config.theta), turned(k, config.theta)
         q = q.reshape(B, T, config.groups, -1, K)
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * K**-0.5
@@ -124,7 +153,9 @@ class LlamaBlock(nnx.Module):
         self.feed_forward_norm = Norm(config, rngs=rngs)
         self.gate = matrix(config, rngs, config.width, config.hidden)
         self.expand = matrix(config, rngs, config.width, config.hidden)
-        self.contract = matrix(config, rngs, config.hidden, config.width, scale=residual_scale(config))
+        self.contract = matrix(
+            config, rngs, config.hidden, config.width, scale=residual_scale(config)
+        )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The tokens after one block."""
@@ -149,13 +180,20 @@ class Llama:
             "norm": lambda rngs: Norm(config, rngs=rngs),
             "head": lambda rngs: matrix(config, rngs, config.width, config.vocabulary),
         }
-        return {name: Kind(build) for name, build in kinds.items() if name != "head" or not config.tied}
+        return {
+            name: Kind(build) for name, build in kinds.items() if name != "head" or not config.tied
+        }
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/attention/keys/kernel` [blocks, D, G K]."""
         keys = dict(zip(self.kinds, jax.random.split(key, len(self.kinds)), strict=True))
-        stack = jax.vmap(self.kinds["blocks"].init)(jax.random.split(keys["blocks"], self.config.blocks))
-        return {name: stack if name == "blocks" else kind.init(keys[name]) for name, kind in self.kinds.items()}
+        stack = jax.vmap(self.kinds["blocks"].init)(
+            jax.random.split(keys["blocks"], self.config.blocks)
+        )
+        return {
+            name: stack if name == "blocks" else kind.init(keys[name])
+            for name, kind in self.kinds.items()
+        }
 
     def logits(self, params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
         """The logits of next tokens, in float32; nothing depends on the key."""

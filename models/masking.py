@@ -30,7 +30,9 @@ def mask_record(
     assert marks.mask is not None, "looked at before"
     chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
     fate = generator.random(len(chosen))
-    hidden = np.where(fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, len(chosen)))
+    hidden = np.where(
+        fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, len(chosen))
+    )
     tokens = record.copy()
     tokens[chosen] = np.where(fate < 0.9, hidden, record[chosen])
     return {"tokens": tokens} | _told(record, chosen, masked)
@@ -49,16 +51,24 @@ def permute_record(
     Returns the `tokens` [T] as they are, and `positions`, `targets` and `weights` [K]: weight 1 where there is a token
     to predict, 0 in the rest (arXiv:1906.08237, 2.3).
     """
-    return {"tokens": record} | _told(record, _chosen(record, generator, masked, mask_rate, marks), masked)
+    return {"tokens": record} | _told(
+        record, _chosen(record, generator, masked, mask_rate, marks), masked
+    )
 
 
 def _chosen(
-    record: Int32[np.ndarray, "T"], generator: np.random.Generator, masked: int, mask_rate: float, marks: Marks
+    record: Int32[np.ndarray, "T"],
+    generator: np.random.Generator,
+    masked: int,
+    mask_rate: float,
+    marks: Marks,
 ) -> np.ndarray:
     """Positions of ordinary tokens, in a random order."""
     ordinary = np.flatnonzero(~np.isin(record, marks.special))
     return generator.choice(
-        ordinary, min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary)))), replace=False
+        ordinary,
+        min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary)))),
+        replace=False,
     )
 
 
@@ -96,12 +106,16 @@ class Predicted(Protocol):
         ...
 
 
-def open_masked_text(config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_masked_text(
+    config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as batches of masked records; arguments and errors are those of `open_text`."""
 
     def transform(known: int, marks: Marks) -> Transform:
         if marks.mask is None:
-            raise ValueError("the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted")
+            raise ValueError(
+                "the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted"
+            )
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
         return partial(mask_record, vocabulary=known, marks=marks, **rates)
 
@@ -109,11 +123,15 @@ def open_masked_text(config: Predicted, data_path: Path | None, run_dir: Path, s
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)
 
 
-def open_permuted_text(config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_permuted_text(
+    config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as batches of records that are predicted in a random order; as `open_text` otherwise."""
 
     def transform(known: int, marks: Marks) -> Transform:
-        return partial(permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks)
+        return partial(
+            permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks
+        )
 
     sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens, "first": OURS.first}
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)

@@ -39,7 +39,9 @@ def masked_digits(side: int) -> Masked:
         draw, across = np.random.default_rng((3, i)), 8 * times
         y, x = draw.integers(0, side - across + 1, 2)
         canvas = np.zeros((side, side), np.float32)
-        canvas[y : y + across, x : x + across] = np.kron(ink[i], np.ones((times, times), np.float32))
+        canvas[y : y + across, x : x + across] = np.kron(
+            ink[i], np.ones((times, times), np.float32)
+        )
         return canvas, draw.normal(size=3).astype(np.float32)
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
@@ -65,17 +67,28 @@ def mask_folders(path: Path, side: int) -> Masked:
     """
     for name in ("images", "masks"):
         if not (path / name).is_dir():
-            raise ValueError(f"'{path}' has no folder '{name}': give one with images and masks, called alike")
-    files, masks = image_files(path / "images"), {mask.stem: mask for mask in image_files(path / "masks")}
+            raise ValueError(
+                f"'{path}' has no folder '{name}': give one with images and masks, called alike"
+            )
+    files, masks = (
+        image_files(path / "images"),
+        {mask.stem: mask for mask in image_files(path / "masks")},
+    )
     if missing := [file for file in files if file.stem not in masks]:
-        raise ValueError(f"'{missing[0]}' has no mask: '{path / 'masks'}' has none called {missing[0].stem}")
+        raise ValueError(
+            f"'{missing[0]}' has no mask: '{path / 'masks'}' has none called {missing[0].stem}"
+        )
     if len(files) < 2:
-        raise ValueError(f"'{path / 'images'}' has one image: give at least two, as one is held out")
+        raise ValueError(
+            f"'{path / 'images'}' has one image: give at least two, as one is held out"
+        )
     pairs = [(file, masks[file.stem]) for file in files]
     ours, theirs = (sizes_of(list(column)) for column in zip(*pairs, strict=True))
     for (file, mask), size, other in zip(pairs, ours, theirs, strict=True):
         if size != other:
-            raise ValueError(f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}")
+            raise ValueError(
+                f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}"
+            )
     return Masked(
         len(pairs),
         lambda i: decoded(pairs[i][0], side),

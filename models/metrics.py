@@ -34,7 +34,13 @@ def bleu(written: Sequence[str], references: Sequence[str]) -> float:
 
 
 def translate(
-    logits: Logits, params: Any, tokenizer: Tokenizer, sentences: Sequence[str], *, tokens: int, batch_size: int = 64
+    logits: Logits,
+    params: Any,
+    tokenizer: Tokenizer,
+    sentences: Sequence[str],
+    *,
+    tokens: int,
+    batch_size: int = 64,
 ) -> list[str]:
     """What a model writes for some sentences if each token is its likeliest.
 
@@ -48,7 +54,8 @@ def translate(
     """
     marks, texts = marks_of(tokenizer), []
     read = [
-        [*x.ids[: tokens - 1], marks.end] for x in tokenizer.encode_batch(list(sentences), add_special_tokens=False)
+        [*x.ids[: tokens - 1], marks.end]
+        for x in tokenizer.encode_batch(list(sentences), add_special_tokens=False)
     ]
     write = jax.jit(partial(_greedy, logits, start=marks.start))
     for i in range(0, len(read), batch_size):
@@ -58,7 +65,9 @@ def translate(
             inputs[j, : len(ids)], lengths[j] = ids, len(ids)
         written = np.asarray(write(params, {"inputs": inputs, "lengths": lengths}))[: len(group)]
         ends = [(*np.flatnonzero(row == marks.end), tokens)[0] for row in written]
-        texts += tokenizer.decode_batch([row[:end].tolist() for row, end in zip(written, ends, strict=True)])
+        texts += tokenizer.decode_batch(
+            [row[:end].tolist() for row, end in zip(written, ends, strict=True)]
+        )
     return [text.strip() for text in texts]
 
 
@@ -71,4 +80,6 @@ def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "
         chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(known, i, 1, keepdims=False), -1)
         return jax.lax.dynamic_update_index_in_dim(written, chosen.astype(jnp.int32), i + 1, 1)
 
-    return jax.lax.fori_loop(0, tokens, write, jnp.full((size, tokens + 1), start, jnp.int32))[:, 1:]
+    return jax.lax.fori_loop(0, tokens, write, jnp.full((size, tokens + 1), start, jnp.int32))[
+        :, 1:
+    ]

@@ -17,7 +17,9 @@ from jvpipe.models.corpus import Corpus, documents
 
 _LIMIT_CHARACTERS = 6_000_000
 _FILE_LIMIT_BYTES = 500_000  # larger source files are generated
-_SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "_vendor", "__pycache__"})
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "test", "tests", "idlelib", "lib2to3", "_vendor", "__pycache__"}
+)
 
 _ROLE = re.compile(r":[a-z:]+:(?=`)")
 _TARGET = re.compile(r"`~?([^`<]*?)\s*(?:<[^`]*>)?`_*")
@@ -60,7 +62,12 @@ def prose_paragraphs(text: str) -> Iterator[str]:
         plain = _STARS.sub(r"\1", _TARGET.sub(r"\1", _ROLE.sub("", block.replace("``", "`"))))
         plain = " ".join(plain.split())
         letters = len(_PLAIN.findall(plain))
-        if plain.isascii() and len(plain) >= 40 and letters >= 0.9 * len(plain) and _SENTENCE.fullmatch(plain):
+        if (
+            plain.isascii()
+            and len(plain) >= 40
+            and letters >= 0.9 * len(plain)
+            and _SENTENCE.fullmatch(plain)
+        ):
             yield plain
 
 
@@ -82,7 +89,9 @@ def _sources() -> Iterator[Iterable[str]]:
     """Texts, file by file."""
     yield [topics[name] for name in sorted(topics)]
     named = [(name, file) for root in _roots() for name, file in _python_files(root)]
-    for _, file in sorted(named, key=lambda item: (hashlib.sha256(item[0].encode()).digest(), item[1])):
+    for _, file in sorted(
+        named, key=lambda item: (hashlib.sha256(item[0].encode()).digest(), item[1])
+    ):
         yield _docstrings(file)
 
 
@@ -112,7 +121,9 @@ def _docstrings(file: Path) -> Iterator[str]:
     yield from _documented(tree)
 
 
-def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+def _documented(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[str]:
     """The docstring of a module, class or function, then those of what it defines."""
     if docstring := ast.get_docstring(node):
         yield docstring

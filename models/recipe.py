@@ -11,13 +11,21 @@ import optax
 
 _Decayed = Callable[[Any], Any]
 
-OPTIMIZERS: Mapping[str, Callable[["Recipe", optax.Schedule, _Decayed], optax.GradientTransformation]] = {
-    "adamw": lambda it, rate, decayed: optax.adamw(rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed),
+OPTIMIZERS: Mapping[
+    str, Callable[["Recipe", optax.Schedule, _Decayed], optax.GradientTransformation]
+] = {
+    "adamw": lambda it, rate, decayed: optax.adamw(
+        rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed
+    ),
     "adam": lambda it, rate, _: optax.adam(rate, b2=it.b2),
-    "adafactor": lambda it, rate, _: optax.adafactor(rate, multiply_by_parameter_scale=False, clipping_threshold=None),
+    "adafactor": lambda it, rate, _: optax.adafactor(
+        rate, multiply_by_parameter_scale=False, clipping_threshold=None
+    ),
     "lamb": lambda it, rate, decayed: optax.lamb(rate, weight_decay=it.weight_decay, mask=decayed),
     "lion": lambda it, rate, decayed: optax.lion(rate, weight_decay=it.weight_decay, mask=decayed),
-    "nadamw": lambda it, rate, decayed: optax.nadamw(rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed),
+    "nadamw": lambda it, rate, decayed: optax.nadamw(
+        rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed
+    ),
     "rmsprop": lambda it, rate, _: optax.rmsprop(rate),
     "sgd": lambda it, rate, _: optax.sgd(rate),
     "momentum": lambda it, rate, _: optax.sgd(rate, momentum=0.9, nesterov=True),
@@ -59,15 +67,21 @@ class Recipe:
 
     def schedule(self, total_steps: int) -> optax.Schedule:
         """The learning rate as a function of the number of updates so far."""
-        wanted = round(self.warmup * total_steps) if self.warmup_steps is None else self.warmup_steps
+        wanted = (
+            round(self.warmup * total_steps) if self.warmup_steps is None else self.warmup_steps
+        )
         warmup_steps = min(max(1, wanted), total_steps)
-        rise = optax.linear_schedule(self.learning_rate / warmup_steps, self.learning_rate, max(1, warmup_steps - 1))
+        rise = optax.linear_schedule(
+            self.learning_rate / warmup_steps, self.learning_rate, max(1, warmup_steps - 1)
+        )
         fall = optax.cosine_decay_schedule(self.learning_rate, max(1, total_steps - warmup_steps))
         return optax.join_schedules([rise, fall], [warmup_steps])
 
     def learning_rates(self, total_steps: int) -> np.ndarray:
         """The learning rate of each step, [total_steps] float32, for a log: reading it waits for no device."""
-        return np.asarray(jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32)))
+        return np.asarray(
+            jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32))
+        )
 
     def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
         """Clipping by the global norm, then the optimizer under the schedule; `local`: each value clipped by itself.
@@ -76,4 +90,6 @@ class Recipe:
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-        return optax.chain(clip, OPTIMIZERS[self.optimizer_name](self, self.schedule(total_steps), decayed))
+        return optax.chain(
+            clip, OPTIMIZERS[self.optimizer_name](self, self.schedule(total_steps), decayed)
+        )

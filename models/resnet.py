@@ -52,7 +52,9 @@ class ResNetConfig(ClassConfig):
         if self.filters < 1:
             raise ValueError(f"filters={self.filters} must be at least 1")
         if self.stem_reductions not in (0, 2):
-            raise ValueError(f"stem_reductions={self.stem_reductions} must be 0 for small images, else 2")
+            raise ValueError(
+                f"stem_reductions={self.stem_reductions} must be 0 for small images, else 2"
+            )
         super().__post_init__()
 
 
@@ -88,7 +90,11 @@ class Bottleneck:
             "expand": Convolution(self.channels, self.outputs),
         }
         fits = self.inputs == self.outputs and self.stride == 1
-        return chain if fits else chain | {"shortcut": Convolution(self.inputs, self.outputs, strides=strides)}
+        return (
+            chain
+            if fits
+            else chain | {"shortcut": Convolution(self.inputs, self.outputs, strides=strides)}
+        )
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
         """The image after the block, and the new averages."""
@@ -120,7 +126,9 @@ class ResNet:
         inputs = self.config.filters
         for group, count in enumerate(BLOCKS[self.config.depth]):
             for i in range(count):
-                block = Bottleneck(inputs, self.config.filters << group, 2 if group and not i else 1)
+                block = Bottleneck(
+                    inputs, self.config.filters << group, 2 if group and not i else 1
+                )
                 blocks[f"{len(blocks):03}"] = block
                 inputs = block.outputs
         return blocks
@@ -142,10 +150,15 @@ class ResNet:
 
     def averages(self) -> Tree:
         """The running averages before any step: the model state."""
-        blocks = {name: {n: unit.averages() for n, unit in block.units.items()} for name, block in self.blocks.items()}
+        blocks = {
+            name: {n: unit.averages() for n, unit in block.units.items()}
+            for name, block in self.blocks.items()
+        }
         return {"stem": self.stem.averages(), "blocks": blocks}
 
-    def loss_fn(self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree, Tree]:
+    def loss_fn(
+        self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
+    ) -> tuple[Weighted, Tree, Tree]:
         """The loss of classes, the new averages, and the top-1; without a key the averages stay and are used."""
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)

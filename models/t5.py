@@ -133,7 +133,13 @@ def parts(config: T5Config) -> Parts:
     """The model taken apart."""
     if config.published:
         return t5_published.parts(config)
-    kinds = {"embeddings": Embeddings, "encoder": Block, "read": Read, "decoder": DecoderBlock, "head": Head}
+    kinds = {
+        "embeddings": Embeddings,
+        "encoder": Block,
+        "read": Read,
+        "decoder": DecoderBlock,
+        "head": Head,
+    }
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
@@ -147,7 +153,9 @@ def loss_function(config: T5Config) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
+def logits_function(
+    config: T5Config,
+) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
     """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
     if config.published:
         return t5_published.logits_function(config)
@@ -156,7 +164,9 @@ def logits_function(config: T5Config) -> Callable[[Any, Any, jax.Array | None], 
     def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["inputs"], model.key("embeddings", key))
-        read = model.part("read", params["read"])(model.through("encoder", params["encoder"], x, key))
+        read = model.part("read", params["read"])(
+            model.through("encoder", params["encoder"], x, key)
+        )
         y = embeddings(batch["tokens"], model.key("read", key))
         y = model.through("decoder", params["decoder"], y, key, read)
         return model.part("head", params["head"])(y)
@@ -171,11 +181,17 @@ def abstract_batch(config: T5Config, batch_size: int) -> dict[str, jax.ShapeDtyp
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def open_data(config: T5Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: T5Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as records whose second half is written when the first has been read."""
-    from jvpipe.models.text import open_halves  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.text import (
+        open_halves,
+    )  # a plan needs no data, nor the libraries that read it
 
-    return open_halves(data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens)
+    return open_halves(
+        data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens
+    )
 
 
 FORMAT = t5_published.FORMAT

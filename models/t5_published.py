@@ -44,7 +44,11 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     half = buckets // 2 if ahead else buckets
     far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
     exact = half // 2
-    log = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(distance / exact) * (half - exact)
+    log = (
+        jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact)
+        / math.log(distance / exact)
+        * (half - exact)
+    )
     bucket = jnp.where(far < exact, far, jnp.minimum(exact + log.astype(jnp.int32), half - 1))
     return bucket + jnp.where(forward > 0, half, 0) if ahead else bucket
 
@@ -74,14 +78,20 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.heads, inner = config.heads, config.heads * config.head_width
-        self.queries = _linear(config, rngs, config.width, inner, (config.width * config.head_width) ** -0.5)
+        self.queries = _linear(
+            config, rngs, config.width, inner, (config.width * config.head_width) ** -0.5
+        )
         self.keys = _linear(config, rngs, config.width, inner, config.width**-0.5)
         self.values = _linear(config, rngs, config.width, inner, config.width**-0.5)
         self.output = _linear(config, rngs, inner, config.width, inner**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
-        self, x: Float[Array, "B T D"], read: Float[Array, "B S D"], bias: Float[Array, "H T S"] | None, key: Key
+        self,
+        x: Float[Array, "B T D"],
+        read: Float[Array, "B S D"],
+        bias: Float[Array, "H T S"] | None,
+        key: Key,
     ) -> Float[Array, "B T D"]:
         """The mixture of the values of what is `read`."""
         q, k, v = self.queries(x), self.keys(read), self.values(read)
@@ -121,12 +131,16 @@ class EncoderBlock(nnx.Module):
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=True)
         return jnp.moveaxis(table[kinds], -1, 0)
 
-    def __call__(self, x: Float[Array, "B T D"], table: Float[Array, "buckets H"], key: Key) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], table: Float[Array, "buckets H"], key: Key
+    ) -> Float[Array, "B T D"]:
         """The tokens after one block."""
         k0, k1, k2, k3 = _keys(key, 4)
         y = _normed(self.attention_norm, x)
         x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
-        return x + dropped(self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k2), k3)
+        return x + dropped(
+            self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k2), k3
+        )
 
 
 class DecoderBlock(nnx.Module):
@@ -147,14 +161,22 @@ class DecoderBlock(nnx.Module):
         return jnp.where(ahead[None], -jnp.inf, jnp.moveaxis(table[kinds], -1, 0))
 
     def __call__(
-        self, x: Float[Array, "B T D"], read: Float[Array, "B S D"], table: Float[Array, "buckets H"], key: Key
+        self,
+        x: Float[Array, "B T D"],
+        read: Float[Array, "B S D"],
+        table: Float[Array, "buckets H"],
+        key: Key,
     ) -> Float[Array, "B T D"]:
         """The tokens after one block."""
         k0, k1, k2, k3, k4, k5 = _keys(key, 6)
         y = _normed(self.attention_norm, x)
         x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
-        x = x + dropped(self.dropout, self.reading(_normed(self.reading_norm, x), read, None, k2), k3)
-        return x + dropped(self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k4), k5)
+        x = x + dropped(
+            self.dropout, self.reading(_normed(self.reading_norm, x), read, None, k2), k3
+        )
+        return x + dropped(
+            self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k4), k5
+        )
 
 
 class Head(nnx.Module):
@@ -164,7 +186,9 @@ class Head(nnx.Module):
         spread = config.width**-0.5
         scaled = config.tied if config.scaled is None else config.scaled
         self.norm, self.scale = _norm(config, rngs), spread if scaled else None
-        self.output = None if config.tied else _linear(config, rngs, config.width, config.vocabulary, spread)
+        self.output = (
+            None if config.tied else _linear(config, rngs, config.width, config.vocabulary, spread)
+        )
 
     def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32."""
@@ -205,7 +229,9 @@ def logits_function(config: TransformerConfig) -> Callable[[Any, Any, Key], Floa
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
-        far, near = (params[f"{name}_distances"]["table"]["embedding"] for name in ("encoder", "decoder"))
+        far, near = (
+            params[f"{name}_distances"]["table"]["embedding"] for name in ("encoder", "decoder")
+        )
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         x = model.through("encoder", params["encoder"], x, key, far)
@@ -281,8 +307,12 @@ def _sources(config: Any) -> dict[str, Source]:
         sources |= table_of(f"{half}_distances.table", first)
         sources |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
-            sources |= _block(config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder")
-    return sources | ({} if config.tied else linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False))
+            sources |= _block(
+                config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder"
+            )
+    return sources | (
+        {} if config.tied else linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False)
+    )
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
@@ -296,7 +326,9 @@ def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, S
     sources |= norm_of(f"{ours}.feed_forward_norm", f"{last}.layer_norm", bias=False)
     units = {"expand": "wi_0", "gate": "wi_1"} if config.gated else {"expand": "wi"}
     for name, there in (units | {"contract": "wo"}).items():
-        sources |= linear_of(f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False)
+        sources |= linear_of(
+            f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False
+        )
     return sources
 
 
@@ -304,7 +336,11 @@ FORMAT = Format(
     _fields,
     _sources,
     harmless=("initializer_factor", "n_positions", "vocab"),
-    copies={"encoder.embed_tokens.weight": _TABLE, "decoder.embed_tokens.weight": _TABLE, _HEAD: _TABLE},
+    copies={
+        "encoder.embed_tokens.weight": _TABLE,
+        "decoder.embed_tokens.weight": _TABLE,
+        _HEAD: _TABLE,
+    },
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
 )
 """T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1; of looks at what was read, distances are never used."""

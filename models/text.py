@@ -38,7 +38,9 @@ def open_text(
     documents, held_out_documents = corpus.split()
     tokenizer = open_tokenizer(run_dir, documents, vocabulary)
     records = cached_records(documents, tokenizer, tokens)
-    held_out_records = cached_records(held_out_documents, tokenizer, tokens)[: max(1, _HELD_OUT_TOKENS // tokens)]
+    held_out_records = cached_records(held_out_documents, tokenizer, tokens)[
+        : max(1, _HELD_OUT_TOKENS // tokens)
+    ]
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
@@ -57,7 +59,13 @@ def open_text(
 
 
 def open_next_tokens(
-    data_path: Path | None, run_dir: Path, seed: int, batch_size: int, *, vocabulary: int, tokens: int
+    data_path: Path | None,
+    run_dir: Path,
+    seed: int,
+    batch_size: int,
+    *,
+    vocabulary: int,
+    tokens: int,
 ) -> Data:
     """Text as batches whose every token is predicted from those before it; raises what `open_text` does."""
     return open_text(
@@ -79,11 +87,21 @@ def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) 
     >>> example["tokens"].tolist(), example["targets"].tolist()
     ([1, 7, 8], [7, 8, 9])
     """
-    return {"tokens": record[:-1], "targets": record[1:], "weights": np.ones(len(record) - 1, np.float32)}
+    return {
+        "tokens": record[:-1],
+        "targets": record[1:],
+        "weights": np.ones(len(record) - 1, np.float32),
+    }
 
 
 def open_halves(
-    data_path: Path | None, run_dir: Path, seed: int, batch_size: int, *, vocabulary: int, tokens: int
+    data_path: Path | None,
+    run_dir: Path,
+    seed: int,
+    batch_size: int,
+    *,
+    vocabulary: int,
+    tokens: int,
 ) -> Data:
     """Text as batches whose second half is predicted from the first; raises what `open_text` does."""
     return open_text(
@@ -109,9 +127,13 @@ def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Ba
     return {"inputs": record[:half]} | next_tokens(record[half:], generator)
 
 
-def frequency_loss(records: Int32[np.ndarray, "N T"], held_out: Sequence[Batch], vocabulary: int, first: int) -> float:
+def frequency_loss(
+    records: Int32[np.ndarray, "N T"], held_out: Sequence[Batch], vocabulary: int, first: int
+) -> float:
     """The mean loss, in nats, of predicting ids from `first` on by how often each occurs in `records`, plus one."""
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
     losses = np.log(counts.sum()) - np.log(counts)
-    total = sum(float((losses[batch["targets"] - first] * batch["weights"]).sum()) for batch in held_out)
+    total = sum(
+        float((losses[batch["targets"] - first] * batch["weights"]).sum()) for batch in held_out
+    )
     return total / sum(float(batch["weights"].sum()) for batch in held_out)

@@ -37,7 +37,9 @@ def read_text(file: Path) -> str:
             f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t utf-8, or leave it out"
         ) from error
     except OSError as error:
-        raise ValueError(f"cannot read '{file}' ({error.strerror}): check that it may be read") from error
+        raise ValueError(
+            f"cannot read '{file}' ({error.strerror}): check that it may be read"
+        ) from error
 
 
 def _of_lines(file: Path) -> Iterator[str]:
@@ -51,7 +53,9 @@ def _of_lines(file: Path) -> Iterator[str]:
                 f"line {number} of '{file}' is no JSON ({problem}): each line is to be an object"
             ) from None
         if not isinstance(told, dict) or not isinstance(told.get(_FIELD), str):
-            raise ValueError(f"line {number} of '{file}' {_lacks(list(told) if isinstance(told, dict) else [])}")
+            raise ValueError(
+                f"line {number} of '{file}' {_lacks(list(told) if isinstance(told, dict) else [])}"
+            )
         yield told[_FIELD]
 
 
@@ -71,4 +75,6 @@ def _of_rows(file: Path) -> list[str]:
 
 
 def _lacks(names: list[str]) -> str:
-    return f"has no text in a field '{_FIELD}'" + (f", its fields are {', '.join(map(str, names))}" if names else "")
+    return f"has no text in a field '{_FIELD}'" + (
+        f", its fields are {', '.join(map(str, names))}" if names else ""
+    )

@@ -48,10 +48,15 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
         ValueError: it has nothing to end a document with.
     """
     known = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
-    ids = [next((known[n] for n in names if known[n] is not None), None) for names in (_STARTS, _ENDS, _MASKS)]
+    ids = [
+        next((known[n] for n in names if known[n] is not None), None)
+        for names in (_STARTS, _ENDS, _MASKS)
+    ]
     start, end, mask = ids
     if end is None:
-        raise ValueError(f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it")
+        raise ValueError(
+            f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it"
+        )
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special} | {i for i in ids if i is not None}
     return Marks(end if start is None else start, end, mask, tuple(sorted(special)))
@@ -128,7 +133,9 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
     return np.pad(rows, ((0, 0), (1, 0)), constant_values=marks.start)
 
 
-def cached_records(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
+def cached_records(
+    documents: Sequence[str], tokenizer: Tokenizer, tokens: int
+) -> Int32[np.ndarray, "N T"]:
     """`pack`, once."""
     return cached(str(tokens), documents, tokenizer, lambda: pack(documents, tokenizer, tokens))
 

@@ -28,7 +28,14 @@ from jvpipe.models.blocks import (
     looking_back,
     normed,
 )
-from jvpipe.models.translators import Logits, TranslatorConfig, abstract_batch, loss_of, open_data, unseen
+from jvpipe.models.translators import (
+    Logits,
+    TranslatorConfig,
+    abstract_batch,
+    loss_of,
+    open_data,
+    unseen,
+)
 from jvpipe.models.workload import Workload, sized
 
 
@@ -46,7 +53,9 @@ class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
 
 _config = EncoderDecoderConfig
 SIZES = {
-    "tiny": _config(blocks=2, width=32, heads=2, vocabulary=300, tokens=8, dropout=0.0, smoothing=0.0),
+    "tiny": _config(
+        blocks=2, width=32, heads=2, vocabulary=300, tokens=8, dropout=0.0, smoothing=0.0
+    ),
     "mini": _config(blocks=2, width=128, heads=4, vocabulary=1024, tokens=32, dropout=0.2),
     "base": _config(blocks=6, width=512, heads=8),
     "big": _config(blocks=6, width=1024, heads=16, dropout=0.3),
@@ -58,14 +67,18 @@ class Embeddings(nnx.Module):
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         init, dtype = nnx.initializers.normal(config.width**-0.5), jnp.dtype(config.dtype)
-        self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
+        self.tokens = nnx.Embed(
+            config.vocabulary, config.width, embedding_init=init, dtype=dtype, rngs=rngs
+        )
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The vectors that a first block reads."""
         x = self.tokens(tokens)
         D = x.shape[2]
-        return dropped(self.dropout, x * D**0.5 + sinusoids(tokens.shape[1], D).astype(x.dtype)[None], key)
+        return dropped(
+            self.dropout, x * D**0.5 + sinusoids(tokens.shape[1], D).astype(x.dtype)[None], key
+        )
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Of the next token, in float32."""
@@ -84,10 +97,14 @@ class Block(nnx.Module):
         self.feed_forward_norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def attended(self, x: Float[Array, "B T D"], bias: jax.Array, key: jax.Array | None) -> Float[Array, "B T D"]:
+    def attended(
+        self, x: Float[Array, "B T D"], bias: jax.Array, key: jax.Array | None
+    ) -> Float[Array, "B T D"]:
         """The tokens after they have looked at each other."""
         k0, k1 = _keys(key, 2)
-        return normed(self.attention_norm, x + dropped(self.dropout, self.attention(x, x, k0, bias), k1))
+        return normed(
+            self.attention_norm, x + dropped(self.dropout, self.attention(x, x, k0, bias), k1)
+        )
 
     def fed(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
         """The tokens, each for itself."""
@@ -125,7 +142,9 @@ class DecoderBlock(Block):
         """The tokens after one block."""
         k0, k1, k2, k3 = _keys(key, 4)
         x = self.attended(x, self.config.bias(x.shape[1])[None], k0)
-        x = normed(self.reading_norm, x + dropped(self.dropout, self.reading(x, read, k1, mask), k2))
+        x = normed(
+            self.reading_norm, x + dropped(self.dropout, self.reading(x, read, k1, mask), k2)
+        )
         return self.fed(x, k3)
 
 

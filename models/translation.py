@@ -47,10 +47,14 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     """
     source, _, target = languages.partition("-")
     if not (source and target and source != target):
-        raise ValueError(f"languages='{languages}' must be two, that which is read and that which is written: en-de")
+        raise ValueError(
+            f"languages='{languages}' must be two, that which is read and that which is written: en-de"
+        )
     if path is None:
         return _split(catalogue_pairs(source, target))
-    names = sorted(file.stem for file in path.glob(f"*.{source}") if file.with_suffix(f".{target}").is_file())
+    names = sorted(
+        file.stem for file in path.glob(f"*.{source}") if file.with_suffix(f".{target}").is_file()
+    )
     if not set(names) - {"valid"}:
         raise ValueError(
             f"there are no two files such as train.{source} and train.{target} in '{path}': name a folder of them, and "
@@ -63,7 +67,14 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
 
 
 def open_translation(
-    data_path: Path | None, run_dir: Path, seed: int, batch_size: int, *, languages: str, vocabulary: int, tokens: int
+    data_path: Path | None,
+    run_dir: Path,
+    seed: int,
+    batch_size: int,
+    *,
+    languages: str,
+    vocabulary: int,
+    tokens: int,
 ) -> Data:
     """Pairs as batches of `inputs`, their `lengths`, and what is to be written: `tokens`, `targets` and `weights`.
 
@@ -75,7 +86,9 @@ def open_translation(
     """
     pairs = open_parallel(data_path, languages)
     tokenizer = open_tokenizer(run_dir, [text for pair in pairs.train for text in pair], vocabulary)
-    records, held_out_records = (_records(part, tokenizer, tokens) for part in (pairs.train, pairs.held_out))
+    records, held_out_records = (
+        _records(part, tokenizer, tokens) for part in (pairs.train, pairs.held_out)
+    )
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} pairs of at most {tokens} tokens to train on and "
@@ -89,7 +102,9 @@ def open_translation(
         example=held_out[0],
         held_out=held_out,
         digest=pairs.digest,
-        baseline_loss=frequency_loss(written[written != _NONE][None], held_out, tokenizer.get_vocab_size(), first),
+        baseline_loss=frequency_loss(
+            written[written != _NONE][None], held_out, tokenizer.get_vocab_size(), first
+        ),
     )
 
 
@@ -105,10 +120,15 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
     example = halves(record, generator)
     present = {name: example[name] != _NONE for name in ("inputs", "targets")}
     filled = {name: np.maximum(example[name], 0) for name in ("inputs", "tokens", "targets")}
-    return filled | {"lengths": np.sum(present["inputs"], dtype=np.int32), "weights": present["targets"].astype("f4")}
+    return filled | {
+        "lengths": np.sum(present["inputs"], dtype=np.int32),
+        "weights": present["targets"].astype("f4"),
+    }
 
 
-def pack_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
+def pack_pairs(
+    pairs: Sequence[Pair], tokenizer: Tokenizer, tokens: int
+) -> Int32[np.ndarray, "N T"]:
     """Records of 2 `tokens` + 1: a sentence and an end, a start, its translation and an end, each filled up with -1."""
     marks = marks_of(tokenizer)
     rows = []
@@ -146,7 +166,9 @@ def _read(source: Path, target: Path) -> list[Pair]:
 def _split(pairs: Sequence[Pair]) -> Parallel:
     """Those of least hash are held out, with all translations of the same sentence."""
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]
-    bound = sorted(hashes)[max(1, min(_HELD_OUT, len(pairs) // _HELD_OUT_SHARE)) - 1] if pairs else b""
+    bound = (
+        sorted(hashes)[max(1, min(_HELD_OUT, len(pairs) // _HELD_OUT_SHARE)) - 1] if pairs else b""
+    )
     parts: tuple[list[Pair], list[Pair]] = ([], [])
     for key, pair in zip(hashes, pairs, strict=True):
         parts[key <= bound].append(pair)

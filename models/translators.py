@@ -35,9 +35,13 @@ def abstract_batch(config: TranslatorConfig, batch_size: int) -> dict[str, jax.S
     return shapes | {"lengths": jax.ShapeDtypeStruct(shape[:1], np.int32)}
 
 
-def open_data(config: TranslatorConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: TranslatorConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Sentences and their translations."""
-    from jvpipe.models.translation import open_translation  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.translation import (
+        open_translation,
+    )  # a plan needs no data, nor the libraries that read it
 
     return open_translation(
         data_path,

@@ -40,11 +40,17 @@ class UNetConfig(ImageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.convolutions, self.levels) < 1:
-            raise ValueError(f"convolutions={self.convolutions} and levels={self.levels} must be at least 1")
+            raise ValueError(
+                f"convolutions={self.convolutions} and levels={self.levels} must be at least 1"
+            )
         if self.channels < 2 or self.channels % 2:
-            raise ValueError(f"channels={self.channels} must be a multiple of 2: the last level works on half of them")
+            raise ValueError(
+                f"channels={self.channels} must be a multiple of 2: the last level works on half of them"
+            )
         if self.side % 2**self.levels or self.side < 2 << self.levels:
-            raise ValueError(f"side={self.side} is halved {self.levels} times: give a multiple of {2 << self.levels}")
+            raise ValueError(
+                f"side={self.side} is halved {self.levels} times: give a multiple of {2 << self.levels}"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
 
@@ -58,7 +64,9 @@ class UNetConfig(ImageConfig):
         bottom = [2 * inputs] * (self.convolutions - 1)
         chains["bottom"] = [inputs, *bottom, inputs]
         for level in reversed(range(self.levels)):
-            chains[f"up_{level}"] = [channels << level + 1] + [(channels << level) // 2] * self.convolutions
+            chains[f"up_{level}"] = [channels << level + 1] + [
+                (channels << level) // 2
+            ] * self.convolutions
         return chains
 
 
@@ -86,7 +94,9 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
                 f"{j:03}": draw(jax.random.fold_in(own, j), (3, 3, before, after))
                 for j, (before, after) in enumerate(pairwise(channels))
             }
-        return params | {"segment": draw(jax.random.fold_in(key, len(params)), (1, 1, config.channels // 2, 1))}
+        return params | {
+            "segment": draw(jax.random.fold_in(key, len(params)), (1, 1, config.channels // 2, 1))
+        }
 
     return init
 
@@ -136,17 +146,23 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
     masks, weights = batch["masks"], batch["weights"]
     nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))
     told = (logits > 0).astype(jnp.float32)
-    both, either = (jnp.sum(weights * jnp.sum(pixels, (1, 2))) for pixels in (2 * told * masks, told + masks))
+    both, either = (
+        jnp.sum(weights * jnp.sum(pixels, (1, 2))) for pixels in (2 * told * masks, told + masks)
+    )
     return Weighted(jnp.sum(nats * weights), jnp.sum(weights)), {"dice": Weighted(both, either)}
 
 
-def loss_function(config: UNetConfig) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+def loss_function(
+    config: UNetConfig,
+) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
     """The loss of masks and Dice's coefficient, `loss_fn(params, batch, rng)`, as `mask_loss` has them."""
     logits = logits_function(config)
 
     def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
         batch = jax.tree.map(jnp.asarray, batch)
-        return mask_loss(logits(params, batch["images"], rng if config.dropout > 0 else None), batch)
+        return mask_loss(
+            logits(params, batch["images"], rng if config.dropout > 0 else None), batch
+        )
 
     return loss_fn
 
@@ -158,9 +174,13 @@ def abstract_masks(config: UNetConfig, batch_size: int) -> dict[str, jax.ShapeDt
     return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
 
 
-def open_data(config: UNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: UNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Images and masks."""
-    from jvpipe.models.image_data import open_masks  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.image_data import (
+        open_masks,
+    )  # a plan needs no data, nor the libraries that read it
 
     return open_masks(data_path, seed, batch_size, side=config.side)
 

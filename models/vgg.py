@@ -17,7 +17,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.vision import ClassConfig, Image, abstract_images, class_loss, convolved, open_data
+from jvpipe.models.vision import (
+    ClassConfig,
+    Image,
+    abstract_images,
+    class_loss,
+    convolved,
+    open_data,
+)
 from jvpipe.models.workload import Workload, sized
 
 Tree = Any
@@ -39,20 +46,27 @@ class VggConfig(ClassConfig):
 
     def __post_init__(self) -> None:
         if self.depth not in CONVOLUTIONS:
-            raise ValueError(f"depth={self.depth} must be one of {', '.join(map(str, CONVOLUTIONS))}")
+            raise ValueError(
+                f"depth={self.depth} must be one of {', '.join(map(str, CONVOLUTIONS))}"
+            )
         if min(self.filters, self.units) < 1:
             raise ValueError(f"filters={self.filters} and units={self.units} must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         groups = len(CONVOLUTIONS[self.depth])
         if self.side % 2**groups:
-            raise ValueError(f"side={self.side} is halved {groups} times: give a multiple of {2**groups}")
+            raise ValueError(
+                f"side={self.side} is halved {groups} times: give a multiple of {2**groups}"
+            )
         super().__post_init__()
 
     @property
     def channels(self) -> list[int]:
         """Before the first group, and after each."""
-        return [3, *(self.filters << min(group, 3) for group in range(len(CONVOLUTIONS[self.depth])))]
+        return [
+            3,
+            *(self.filters << min(group, 3) for group in range(len(CONVOLUTIONS[self.depth]))),
+        ]
 
 
 SIZES = {
@@ -77,32 +91,48 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
         groups = {
             str(group): {
                 str(i): layer(
-                    jax.random.fold_in(jax.random.fold_in(key, group), i), 3, 3, after if i else before, after
+                    jax.random.fold_in(jax.random.fold_in(key, group), i),
+                    3,
+                    3,
+                    after if i else before,
+                    after,
                 )
                 for i in range(count)
             }
-            for group, (count, (before, after)) in enumerate(zip(counts, pairwise(channels), strict=True))
+            for group, (count, (before, after)) in enumerate(
+                zip(counts, pairwise(channels), strict=True)
+            )
         }
         own = jax.random.fold_in(key, len(counts))
-        maps = {str(i): layer(jax.random.fold_in(own, i), *shape) for i, shape in enumerate(pairwise(widths))}
+        maps = {
+            str(i): layer(jax.random.fold_in(own, i), *shape)
+            for i, shape in enumerate(pairwise(widths))
+        }
         return {"groups": groups, "maps": maps}
 
     return init
 
 
-def logits_function(config: VggConfig) -> Callable[[Tree, Image, jax.Array | None], Float[Array, "B K"]]:
+def logits_function(
+    config: VggConfig,
+) -> Callable[[Tree, Image, jax.Array | None], Float[Array, "B K"]]:
     """The logits of images, `logits(params, images, key)`; without dropout if the key is None."""
 
     def logits(params: Tree, x: Image, key: jax.Array | None) -> Float[Array, "B K"]:
         x = x.astype(config.dtype)
         for group in params["groups"].values():
             for p in group.values():
-                x = convolved(x, p["kernel"].astype(x.dtype), (1, 1)) + p["bias"].astype(x.dtype)[None, None, None]
+                x = (
+                    convolved(x, p["kernel"].astype(x.dtype), (1, 1))
+                    + p["bias"].astype(x.dtype)[None, None, None]
+                )
                 x = jax.nn.relu(x)
             x = nnx.max_pool(x, (2, 2), (2, 2))
         return classified(params["maps"], x.reshape(x.shape[0], -1), key)
 
-    def classified(maps: Tree, x: Float[Array, "B U"], key: jax.Array | None) -> Float[Array, "B K"]:
+    def classified(
+        maps: Tree, x: Float[Array, "B U"], key: jax.Array | None
+    ) -> Float[Array, "B K"]:
         for i, p in enumerate(maps.values()):
             if i:
                 x = nnx.Dropout(config.dropout)(jax.nn.relu(x), rngs=key, deterministic=key is None)
@@ -113,13 +143,17 @@ def logits_function(config: VggConfig) -> Callable[[Tree, Image, jax.Array | Non
     return logits
 
 
-def loss_function(config: VggConfig) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+def loss_function(
+    config: VggConfig,
+) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
     """The loss of classes and the top-1, `loss_fn(params, batch, rng)`, as `class_loss` has them."""
     logits = logits_function(config)
 
     def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
         batch = jax.tree.map(jnp.asarray, batch)
-        return class_loss(logits(params, batch["images"], rng if config.dropout > 0 else None), batch)
+        return class_loss(
+            logits(params, batch["images"], rng if config.dropout > 0 else None), batch
+        )
 
     return loss_fn
 

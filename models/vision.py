@@ -71,7 +71,10 @@ class Convolution:
 
     def averages(self) -> Tree:
         """The running averages before any step."""
-        return {"mean": np.zeros(self.outputs, np.float32), "variance": np.ones(self.outputs, np.float32)}
+        return {
+            "mean": np.zeros(self.outputs, np.float32),
+            "variance": np.ones(self.outputs, np.float32),
+        }
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
         """The image after it, and the new averages."""
@@ -80,7 +83,9 @@ class Convolution:
         if self.shifted:
             moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
             halves = zip((x, moved), jnp.split(kernel, 2, axis=3), strict=True)
-            y = jnp.concatenate([convolved(image, half, self.strides) for image, half in halves], axis=3)
+            y = jnp.concatenate(
+                [convolved(image, half, self.strides) for image, half in halves], axis=3
+            )
         else:
             y = convolved(x, kernel, self.strides)
         return batch_norm(p, averages, y, training)
@@ -88,7 +93,9 @@ class Convolution:
 
 def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
     """A convolution that keeps the image, but for strides."""
-    return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
@@ -105,12 +112,16 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
             "variance": 0.9 * averages["variance"] + 0.1 * variance,
         }
     y = (wide - mean[None, None, None]) * jax.lax.rsqrt(variance + 1e-5)[None, None, None]
-    return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(x.dtype), averages
+    return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(
+        x.dtype
+    ), averages
 
 
 def init_units(units: Mapping[str, Convolution], key: jax.Array) -> Tree:
     """Fresh parameters of convolutions by name."""
-    return {name: unit.init(jax.random.fold_in(key, i)) for i, (name, unit) in enumerate(units.items())}
+    return {
+        name: unit.init(jax.random.fold_in(key, i)) for i, (name, unit) in enumerate(units.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -131,25 +142,37 @@ class Head:
         return means @ p["kernel"] + p["bias"][None]
 
 
-def class_loss(logits: Float[Array, "B K"], batch: Mapping[str, Any]) -> tuple[Weighted, dict[str, Weighted]]:
+def class_loss(
+    logits: Float[Array, "B K"], batch: Mapping[str, Any]
+) -> tuple[Weighted, dict[str, Weighted]]:
     """The loss of classes, and beside it how many are the likeliest ones (`top_1`).
 
     The batch holds `images` [B, Y, X, 3] float32, `targets` [B] int32 and `weights` [B] float32. `total` is the sum of
     the cross entropies in nats, `weight` their number.
     """
     right = (jnp.argmax(logits, 1) == batch["targets"]).astype(jnp.float32) * batch["weights"]
-    return prediction_loss(logits, batch), {"top_1": Weighted(jnp.sum(right), jnp.sum(batch["weights"]))}
+    return prediction_loss(logits, batch), {
+        "top_1": Weighted(jnp.sum(right), jnp.sum(batch["weights"]))
+    }
 
 
 def abstract_images(config: ClassConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and types of a batch of images."""
-    shapes = {"images": (batch_size, config.side, config.side, 3), "targets": (batch_size,), "weights": (batch_size,)}
+    shapes = {
+        "images": (batch_size, config.side, config.side, 3),
+        "targets": (batch_size,),
+        "weights": (batch_size,),
+    }
     dtypes = {"images": np.float32, "targets": np.int32, "weights": np.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items()}
 
 
-def open_data(config: ClassConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: ClassConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Images of classes."""
-    from jvpipe.models.image_data import open_images  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.image_data import (
+        open_images,
+    )  # a plan needs no data, nor the libraries that read it
 
     return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)

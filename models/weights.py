@@ -50,7 +50,9 @@ class Folder:
         with safe_open(file, "numpy") as tensors:
             dtype = tensors.get_slice(own).get_dtype()
             if dtype not in _DTYPES:
-                raise ValueError(f"{file}: {own} is of {dtype}: save the model in one of {', '.join(_DTYPES)}")
+                raise ValueError(
+                    f"{file}: {own} is of {dtype}: save the model in one of {', '.join(_DTYPES)}"
+                )
             return tensors.get_tensor(own).astype(np.float32)
 
     def repeats(self, name: str, other: str) -> bool:
@@ -84,7 +86,11 @@ def open_folder(path: Path) -> Folder:
     try:
         told = _table(path / "config.json")
         index = path / "model.safetensors.index.json"
-        parts = set(map(str, _table(index, "weight_map").values())) if index.exists() else {"model.safetensors"}
+        parts = (
+            set(map(str, _table(index, "weight_map").values()))
+            if index.exists()
+            else {"model.safetensors"}
+        )
         files: dict[str, tuple[Path, str]] = {}
         for part in sorted(parts):
             with safe_open(path / part, "numpy") as tensors:
@@ -94,7 +100,9 @@ def open_folder(path: Path) -> Folder:
                         raise ValueError(f"{twin} and {name} are two tensors for one parameter")
     except (OSError, ValueError, RecursionError, SafetensorError) as problem:
         told = (
-            f"{problem.filename}: {problem.strerror}" if isinstance(problem, OSError) and problem.filename else problem
+            f"{problem.filename}: {problem.strerror}"
+            if isinstance(problem, OSError) and problem.filename
+            else problem
         )
         raise ValueError(
             f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
@@ -140,7 +148,9 @@ def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
     return fields
 
 
-def read_params(folder: Folder, form: Format, config: Any, shapes: Mapping[str, Any]) -> dict[str, Any]:
+def read_params(
+    folder: Folder, form: Format, config: Any, shapes: Mapping[str, Any]
+) -> dict[str, Any]:
     """The parameters of a model, read from a folder.
 
     Args:
@@ -155,12 +165,18 @@ def read_params(folder: Folder, form: Format, config: Any, shapes: Mapping[str, 
     sources = form.sources(config)
     leaves = dict(_leaves(shapes))
     assert sorted(sources) == sorted(leaves), sorted(set(sources) ^ set(leaves))
-    wanted = {name: shape for path, source in sources.items() for name, shape in _pieces(source, leaves[path].shape)}
+    wanted = {
+        name: shape
+        for path, source in sources.items()
+        for name, shape in _pieces(source, leaves[path].shape)
+    }
     for name, shape in wanted.items():
         there = folder.shape(name) if name in folder.files else None
         if there != shape:
             told = "is missing" if there is None else f"is {list(there)}"
-            raise ValueError(f"{folder.path} is of another architecture: {name} {told} there, {list(shape)} here")
+            raise ValueError(
+                f"{folder.path} is of another architecture: {name} {told} there, {list(shape)} here"
+            )
     for name in sorted(folder.files.keys() - wanted):
         _check_unread(folder, form, name)
     return _read(folder, sources, shapes)
@@ -176,7 +192,9 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
             )
     elif not any(fnmatchcase(name, pattern) for pattern in form.ignored):
         there = list(folder.shape(name))
-        raise ValueError(f"{folder.path} is of another architecture: {name} is {there} there, missing here")
+        raise ValueError(
+            f"{folder.path} is of another architecture: {name} is {there} there, missing here"
+        )
 
 
 def _leaves(shapes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -193,7 +211,9 @@ def _pieces(source: Source, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple
     return ((name, piece[::-1] if source.turned else piece) for name in source.names)
 
 
-def _read(folder: Folder, sources: Mapping[str, Source], shapes: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _read(
+    folder: Folder, sources: Mapping[str, Source], shapes: Mapping[str, Any], before: str = ""
+) -> dict[str, Any]:
     def leaf(path: str) -> np.ndarray:
         names, turned = sources[path]
         pieces = [folder.array(name).T if turned else folder.array(name) for name in names]
@@ -214,7 +234,9 @@ def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> di
     {'head.kernel': Source(names=('lm_head.weight',), turned=True)}
     """
     kernel = {f"{path}.kernel": Source(tuple(f"{name}.weight" for name in names), turned)}
-    return kernel | ({f"{path}.bias": Source(tuple(f"{name}.bias" for name in names))} if bias else {})
+    return kernel | (
+        {f"{path}.bias": Source(tuple(f"{name}.bias" for name in names))} if bias else {}
+    )
 
 
 def norm(path: str, name: str, bias: bool = True) -> dict[str, Source]:

@@ -113,8 +113,14 @@ class Workload:
     def settings(self) -> dict[str, Any]:
         """What is plain data of the configuration, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
-        known = {f.name: getattr(self.config, f.name) for f in fields} or getattr(self.config, "__dict__", {})
-        return {k: v for k, v in known.items() if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"}
+        known = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
+            self.config, "__dict__", {}
+        )
+        return {
+            k: v
+            for k, v in known.items()
+            if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"
+        }
 
     @property
     def has_state(self) -> bool:
@@ -179,7 +185,9 @@ def _module(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
 
 
-def configured(model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]) -> Config:
+def configured(
+    model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]
+) -> Config:
     """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
     if size not in sizes:
         raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))

@@ -22,7 +22,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvpipe.models.bert import MaskedConfig, abstract_batch
-from jvpipe.models.blocks import LossFunction, Parts, dropped, embedding, layer_norm, linear, normed, predicting
+from jvpipe.models.blocks import (
+    LossFunction,
+    Parts,
+    dropped,
+    embedding,
+    layer_norm,
+    linear,
+    normed,
+    predicting,
+)
 from jvpipe.models.transformer import sinusoids
 from jvpipe.models.workload import Data, Workload, sized
 
@@ -41,7 +50,9 @@ class XlnetConfig(MaskedConfig):
 
 SIZES = {
     "tiny": XlnetConfig(blocks=2, width=32, heads=2, vocabulary=300, tokens=16, dropout=0.0),
-    "mini": XlnetConfig(blocks=2, width=128, heads=4, vocabulary=1024, tokens=32, mask_rate=0.25, dropout=0.0),
+    "mini": XlnetConfig(
+        blocks=2, width=128, heads=4, vocabulary=1024, tokens=32, mask_rate=0.25, dropout=0.0
+    ),
     "24": XlnetConfig(blocks=24, width=1024, heads=16),
     "36": XlnetConfig(blocks=36, width=1024, heads=16),
 }
@@ -55,10 +66,14 @@ class Embeddings(nnx.Module):
         self.unknown = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.width,)))
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], predicted: int, key: jax.Array | None) -> Float[Array, "B Q D"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], predicted: int, key: jax.Array | None
+    ) -> Float[Array, "B Q D"]:
         """The rows that the first block reads."""
         x = self.tokens(tokens)
-        unknown = jnp.broadcast_to(self.unknown[...].astype(x.dtype), (x.shape[0], predicted, x.shape[2]))
+        unknown = jnp.broadcast_to(
+            self.unknown[...].astype(x.dtype), (x.shape[0], predicted, x.shape[2])
+        )
         return dropped(self.dropout, jnp.concatenate([x, unknown], 1), key)
 
 
@@ -120,7 +135,9 @@ class Block(nnx.Module):
     ) -> Float[Array, "B Q D"]:
         """The rows after one block."""
         k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = normed(self.attention_norm, x + dropped(self.dropout, self.attention(x, at, bias, k0), k1))
+        x = normed(
+            self.attention_norm, x + dropped(self.dropout, self.attention(x, at, bias, k0), k1)
+        )
         y = self.contract(jax.nn.gelu(self.expand(x)))
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, k2))
 
@@ -141,7 +158,9 @@ def order(batch: Any) -> tuple[Int[Array, "B Q"], Float[Array, "B 1 Q T"]]:
     (B, T), K = batch["tokens"].shape, batch["positions"].shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
     turns = jax.lax.broadcasted_iota(jnp.int32, (B, K), 1) + 1
-    predicted = (batch["positions"][:, :, None] == place[:, None]) & (batch["weights"] > 0)[:, :, None]
+    predicted = (batch["positions"][:, :, None] == place[:, None]) & (batch["weights"] > 0)[
+        :, :, None
+    ]
     ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # 0: not predicted
     sees = ranks[:, None] < jnp.concatenate([ranks + 1, turns], 1)[:, :, None]
     return jnp.concatenate([place, batch["positions"]], 1), jnp.where(sees, 0.0, -1e9)[:, None]
@@ -162,7 +181,9 @@ def loss_function(config: XlnetConfig) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(config: XlnetConfig) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
+def logits_function(
+    config: XlnetConfig,
+) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
     """The logits of tokens at `positions`, `logits(params, batch, key)`; without dropout if the key is None."""
     model = parts(config)
 
@@ -175,9 +196,13 @@ def logits_function(config: XlnetConfig) -> Callable[[Any, Any, jax.Array | None
     return logits
 
 
-def open_data(config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> Data:
+def open_data(
+    config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> Data:
     """Text as records of which some tokens are predicted, in a random order."""
-    from jvpipe.models.masking import open_permuted_text  # a plan needs no data, nor the libraries that read it
+    from jvpipe.models.masking import (
+        open_permuted_text,
+    )  # a plan needs no data, nor the libraries that read it
 
     return open_permuted_text(config, data_path, run_dir, seed, batch_size)
 

@@ -24,7 +24,10 @@ def train(arguments: Sequence[str]) -> int:
 @contextmanager
 def as_users_have_it() -> Iterator[None]:
     """Inside, JAX is as users have it; a command keeps nothing for later ones."""
-    names = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    names = (
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
     before, update = {name: jax.config.values[name] for name in names}, jax.config.update
 
     def updated(name: str, value: Any) -> None:

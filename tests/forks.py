@@ -42,7 +42,10 @@ def keep_compiled(folder: str) -> None:
 def environment() -> dict[str, str]:
     """Whoever runs in it makes its devices itself."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_COMPILATION_CACHE_DIR": compiled_folder()}
+    return os.environ | {
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_COMPILATION_CACHE_DIR": compiled_folder(),
+    }
 
 
 def _run(
@@ -68,7 +71,12 @@ class Fork:
     """A function at work on arguments such as a command line has, and what it says."""
 
     def __init__(
-        self, main: Main, arguments: Sequence[str], folder: Path, stands: Path | None, largest_file_bytes: int | None
+        self,
+        main: Main,
+        arguments: Sequence[str],
+        folder: Path,
+        stands: Path | None,
+        largest_file_bytes: int | None,
     ) -> None:
         self.arguments, self._told = arguments, (folder / "out", folder / "err")
         given = (main, arguments, environment(), self._told, stands, largest_file_bytes)
@@ -101,7 +109,9 @@ class Fork:
         """Once it has ended: its exit code and what it said."""
         self._process.join(LIMIT_S)
         assert self._process.exitcode is not None, "it did not end"
-        return CompletedProcess(self.arguments, self._process.exitcode, *(path.read_text() for path in self._told))
+        return CompletedProcess(
+            self.arguments, self._process.exitcode, *(path.read_text() for path in self._told)
+        )
 
     def kill(self) -> None:
         """Ends it at once, if it has not ended."""

@@ -15,7 +15,10 @@ def grid(cases: Iterable[Any], *always: Any) -> list[Any]:
     """
     every = list(cases)
     assert all(case in every for case in always), f"{always} are not all among {every}"
-    return [case if case in always else pytest.param(*_fields(case), marks=pytest.mark.thorough) for case in every]
+    return [
+        case if case in always else pytest.param(*_fields(case), marks=pytest.mark.thorough)
+        for case in every
+    ]
 
 
 def _fields(case: Any) -> Collection[Any]:

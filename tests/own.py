@@ -56,11 +56,17 @@ class Full(Plain):
         return jnp.zeros(4)
 
     def loss_fn(self, params: Any, state: Any, batch: Any, rng: Any) -> Any:  # type: ignore
-        return super().loss_fn(params, batch, rng), 0.5 * state + batch["x"].mean(0), {"largest": batch["x"].max()}
+        return (
+            super().loss_fn(params, batch, rng),
+            0.5 * state + batch["x"].mean(0),
+            {"largest": batch["x"].max()},
+        )
 
     def batches(self, seed: int, batch_size: int) -> Iterator[Any]:
         drawn = grain.MapDataset.range(10).seed(seed).shuffle().repeat()
-        made = drawn.map(lambda i: jax.tree.map(lambda x: x[0], examples(np.random.default_rng(i), 1)))
+        made = drawn.map(
+            lambda i: jax.tree.map(lambda x: x[0], examples(np.random.default_rng(i), 1))
+        )
         return iter(made.batch(batch_size).to_iter_dataset())
 
     def held_out(self) -> Any:

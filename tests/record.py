@@ -67,7 +67,11 @@ def fated(pipe: jvpipe.Pipeline, plan: jvpipe.Plan) -> jvpipe.Plan:
     stages = []
     for stage in plan.stages:
         layers = [pipe.session.graph.layers[i] for i in stage.layers]
-        names = [f"{pipe.session.graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
+        names = [
+            f"{pipe.session.graph.label(layer)}/{c.name}"
+            for layer in layers
+            for c in layer.candidates
+        ]
         names += [t.array.name for t in pipe.session.graph.tensors if t.producer in stage.layers]
         fates = {name: ("keep", "swap", "recompute")[i % 3] for i, name in enumerate(names)}
         stages.append(replace(stage, fates=fates))
@@ -83,10 +87,14 @@ def pipeline(m: Case, stages: Any, schedule: str | Schedule, **options: Any) -> 
     flush = isinstance(schedule, str)
     options = {"planner": "even", "devices": jax.devices()[:4]} | options
     kinds = {"has_aux": m.has_aux, "has_state": m.has_state}
-    return jvpipe.Pipeline(m.loss_fn, OPTIMIZER if flush else LOCAL, stages, MICRO, schedule, **kinds, **options)
+    return jvpipe.Pipeline(
+        m.loss_fn, OPTIMIZER if flush else LOCAL, stages, MICRO, schedule, **kinds, **options
+    )
 
 
-def started(m: Case, stages: Any, schedule: str | Schedule, *, fates: bool = False) -> tuple[jvpipe.Pipeline, Any]:
+def started(
+    m: Case, stages: Any, schedule: str | Schedule, *, fates: bool = False
+) -> tuple[jvpipe.Pipeline, Any]:
     pipe = pipeline(m, stages, schedule)
     state = pipe.init(m.params, batches_of(m)[0], m.rng, m.state)
     if fates:
@@ -137,8 +145,17 @@ def stream(m: Case, stages: int, schedule: Schedule) -> Record:
     again, each = jvpipe.replay(pipe.ledger, pipe, m.params, batches, m.rng, m.state)
     stream = pipe.session.compiled.stream
     lists = [*(step.lowered for step in stream.steps), stream.drain(1).lowered]
-    told = {"replay": digest(again), "each loss": digest(each), "versions": pipe.ledger.versions.to_json()}
-    return outcome(pipe, pipe.drain(state), losses) | told | held(pipe) | {"rows": [rows(found) for found in lists]}
+    told = {
+        "replay": digest(again),
+        "each loss": digest(each),
+        "versions": pipe.ledger.versions.to_json(),
+    }
+    return (
+        outcome(pipe, pipe.drain(state), losses)
+        | told
+        | held(pipe)
+        | {"rows": [rows(found) for found in lists]}
+    )
 
 
 def migrated(m: Case, schedule: str | Schedule, at: tuple[int, int]) -> Record:
@@ -152,7 +169,10 @@ def migrated(m: Case, schedule: str | Schedule, at: tuple[int, int]) -> Record:
     state, between = go(pipe, pipe.migrate(state, there, at=at), batches[1:3])
     state, after = go(pipe, pipe.migrate(state, even(pipe, 2)), batches[3:])
     moved = [(c.step, c.microbatch, c.how, c.moved_bytes, c.layers) for c in pipe.session.history]
-    return outcome(pipe, state, [before, between, after]) | {"moved": moved, "peak": list(pipe.ledger.peak)}
+    return outcome(pipe, state, [before, between, after]) | {
+        "moved": moved,
+        "peak": list(pipe.ledger.peak),
+    }
 
 
 def limited(m: Case) -> Record:
@@ -192,20 +212,39 @@ def changed(m: Case) -> Record:
 
 def planned(*arguments: str) -> Record:
     """A plan from shapes alone, as the command line prints it."""
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(StringIO()),
+        redirect_stderr(StringIO()),
+    ):
         out = Path(folder) / "plan.json"
         code = plan_command.main([*arguments, "--json", str(out)])
         found = json.loads(out.read_text()) if out.exists() else {}
-    return {"code": code, "plan": {key: value for key, value in found.items() if key != "planning_s"}}
+    return {
+        "code": code,
+        "plan": {key: value for key, value in found.items() if key != "planning_s"},
+    }
 
 
 def cases(checkpoints: Path) -> Iterator[tuple[str, Callable[[], Record]]]:
     """The names of all cases, and what runs them."""
-    for name in ("pre-norm", "resnet", "unet", "three-readers", "chained-keys", "with-aux", "integers", "experts"):
+    for name in (
+        "pre-norm",
+        "resnet",
+        "unet",
+        "three-readers",
+        "chained-keys",
+        "with-aux",
+        "integers",
+        "experts",
+    ):
         yield f"{name} 1 gpipe", partial(synchronous, CASES[name](), 1, "gpipe")
         yield f"{name} 3 1f1b fates", partial(synchronous, CASES[name](), 3, "1f1b", fates=True)
     for name in ("pre-norm", "resnet"):
-        yield f"{name} 2 gpipe bfloat16", partial(synchronous, in_bfloat16(CASES[name]()), 2, "gpipe", fates=True)
+        yield (
+            f"{name} 2 gpipe bfloat16",
+            partial(synchronous, in_bfloat16(CASES[name]()), 2, "gpipe", fates=True),
+        )
     for name, schedule in STREAMS.items():
         yield f"pre-norm 3 {name}", partial(stream, CASES["pre-norm"](), 3, schedule)
         yield f"resnet 2 {name} moves", partial(migrated, CASES["resnet"](), schedule, (2, 1))
@@ -231,7 +270,10 @@ def cases(checkpoints: Path) -> Iterator[tuple[str, Callable[[], Record]]]:
                 "--batch-size",
                 "64",
             )
-            yield f"plan {planner} {schedule}", partial(planned, *large, "--planner", planner, "--schedule", schedule)
+            yield (
+                f"plan {planner} {schedule}",
+                partial(planned, *large, "--planner", planner, "--schedule", schedule),
+            )
 
 
 def record(folder: Path, only: str = "") -> dict[str, Record]:
@@ -256,7 +298,9 @@ def differences(old: dict[str, Record], new: dict[str, Record]) -> list[str]:
     >>> differences({"a": {"losses": "x"}, "b": {}}, {"a": {"losses": "y"}, "b": {}})
     ["a: losses 'x' is now 'y'"]
     """
-    lines = [f"{name}: {'gone' if name in old else 'new'}" for name in sorted(old.keys() ^ new.keys())]
+    lines = [
+        f"{name}: {'gone' if name in old else 'new'}" for name in sorted(old.keys() ^ new.keys())
+    ]
     for name in (name for name in old if name in new):
         for key in sorted(old[name].keys() | new[name].keys()):
             a, b = old[name].get(key), new[name].get(key)

@@ -63,7 +63,9 @@ def graph(rng: np.random.Generator, layers: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cluster(rng: np.random.Generator, devices: int, *, unlike: bool = False, machines: int = 1) -> str:
+def cluster(
+    rng: np.random.Generator, devices: int, *, unlike: bool = False, machines: int = 1
+) -> str:
     """Draws a cluster file: links of some speed, and where that is asked every second device slower and smaller."""
     gbytes = rng.choice([2, 6, 12, 25, 100])
     fast = "{ like = 'v100-a', memory_bytes = '1TiB' }"
@@ -71,8 +73,16 @@ def cluster(rng: np.random.Generator, devices: int, *, unlike: bool = False, mac
     if unlike:
         listed = ", ".join(slow if d % 2 else fast for d in range(devices))
         return f"devices = [{listed}]\nhost.bytes_per_s = 12e9\npeer.bytes_per_s = {gbytes}e9\n"
-    lines = [f"device = {fast}", f"devices_per_machine = {devices // machines}", f"machines = {machines}"]
-    lines += ["host.bytes_per_s = 12e9", f"peer.bytes_per_s = {gbytes}e9", f"network.bytes_per_s = {gbytes / 4}e9"]
+    lines = [
+        f"device = {fast}",
+        f"devices_per_machine = {devices // machines}",
+        f"machines = {machines}",
+    ]
+    lines += [
+        "host.bytes_per_s = 12e9",
+        f"peer.bytes_per_s = {gbytes}e9",
+        f"network.bytes_per_s = {gbytes / 4}e9",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -85,8 +95,20 @@ def chain(seed: int, schedule: str, limit: float | None, *, unlike: bool) -> Rec
         folder = Path(name)
         (folder / "graph.txt").write_text(graph(rng, layers))
         (folder / "cluster.toml").write_text(cluster(rng, stages, unlike=unlike))
-        arguments = ["--graph", str(folder / "graph.txt"), "--hardware", str(folder / "cluster.toml")]
-        arguments += ["--stages", str(stages), "--microbatches", str(microbatches), "--schedule", schedule]
+        arguments = [
+            "--graph",
+            str(folder / "graph.txt"),
+            "--hardware",
+            str(folder / "cluster.toml"),
+        ]
+        arguments += [
+            "--stages",
+            str(stages),
+            "--microbatches",
+            str(microbatches),
+            "--schedule",
+            schedule,
+        ]
         if limit is not None:
             free = commanded([*arguments, "--memory-limit", "1TiB"], folder)
             arguments += ["--memory-limit", str(int(limit * free["bytes"]))]
@@ -178,11 +200,17 @@ def summary(old: dict[str, Record], new: dict[str, Record]) -> tuple[list[str], 
     planned = [name for name in both if old[name]["feasible"] and new[name]["feasible"]]
     ratios = {name: new[name]["step_s"] / old[name]["step_s"] for name in planned}
     lines = [f"{name}: there was a plan, now there is none" for name in gone]
-    lines += [f"{name}: step {x:.4f} of what it was" for name, x in ratios.items() if abs(x - 1) > WORST - 1]
+    lines += [
+        f"{name}: step {x:.4f} of what it was"
+        for name, x in ratios.items()
+        if abs(x - 1) > WORST - 1
+    ]
     spent_s = [sum(each[name]["planning_s"] for name in both) for each in (old, new)]
     mean, worst = fmean(ratios.values()), max(ratios.values())
     share = spent_s[1] / spent_s[0]
-    lines.append(f"{len(ratios)} steps: mean {mean:.4f}, worst {worst:.4f}; planning {share:.2f} of the seconds")
+    lines.append(
+        f"{len(ratios)} steps: mean {mean:.4f}, worst {worst:.4f}; planning {share:.2f} of the seconds"
+    )
     return lines, not gone and mean <= MEAN and worst <= WORST
 
 

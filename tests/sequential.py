@@ -54,14 +54,20 @@ class Sequential:
             self.store.layer(
                 body,
                 self.kept(layer),
-                [r.index for r in layer.reads if r.kind == "tensor" and max(tensors[r.index].readers) > layer.id],
+                [
+                    r.index
+                    for r in layer.reads
+                    if r.kind == "tensor" and max(tensors[r.index].readers) > layer.id
+                ],
             )
             for layer, body in zip(self.traced.graph.layers, self.traced.bodies, strict=True)
         ]
 
     def executables(self, programs: list[LayerPrograms]) -> dict[Any, Any]:
         """The compiled programs, by kind and key."""
-        wanted = {("F", p.key): p.forward for p in programs} | {("B", p.key): p.backward for p in programs}
+        wanted = {("F", p.key): p.forward for p in programs} | {
+            ("B", p.key): p.backward for p in programs
+        }
         options: Any = exact("cpu") if self.optimize else {"xla_backend_optimization_level": 0}
 
         def compiled(closed: ClosedJaxpr) -> Any:
@@ -77,7 +83,9 @@ class Sequential:
         values: dict[Ref, Any] = {}
         kinds = {ValueKind.PARAMETER: params, ValueKind.BATCH: batch, ValueKind.STATE: state}
         for kind, tree in kinds.items():
-            values |= {Ref(kind, i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+            values |= {
+                Ref(kind, i): jnp.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))
+            }
         values |= {Ref(ValueKind.CONSTANT, i): c for i, c in enumerate(self.traced.loss.constants)}
         if rng is not None:
             values[Ref(ValueKind.SEED, 0)] = np.array([*key_words(rng).ravel(), 0, 0], np.uint32)
@@ -96,7 +104,11 @@ class Sequential:
         per_layer: dict[tuple[int, int], jax.Array] = {}
         for layer, program in list(zip(graph.layers, programs, strict=True))[::-1]:
             signature = program.signature
-            sources = {"input": inputs[layer.id], "output": outputs[layer.id], "residual": residuals[layer.id]}
+            sources = {
+                "input": inputs[layer.id],
+                "output": outputs[layer.id],
+                "residual": residuals[layer.id],
+            }
             read = [sources[kind][i] for kind, i in signature.sources]
             read += [sums[layer.writes[i].index] for i in signature.cotangents]
             read += [sums[layer.reads[i].index] for i in signature.partial]
@@ -104,9 +116,13 @@ class Sequential:
             out = compiled["B", program.key](*read)
             count = len(signature.gradients)
             per_layer |= {
-                (layer.id, layer.reads[i].index): x for i, x in zip(signature.gradients, out[:count], strict=True)
+                (layer.id, layer.reads[i].index): x
+                for i, x in zip(signature.gradients, out[:count], strict=True)
             }
-            sums |= {layer.reads[i].index: x for i, x in zip(signature.returned, out[count:], strict=True)}
+            sums |= {
+                layer.reads[i].index: x
+                for i, x in zip(signature.returned, out[count:], strict=True)
+            }
         gradients = []
         for p, leaf in enumerate(jax.tree.leaves(params)):
             total = None
@@ -120,7 +136,9 @@ class Sequential:
             gradients,
             per_layer,
             [
-                (made | values if Ref(ValueKind.STATE, i) not in made else made)[Ref(ValueKind.STATE, i)]
+                (made | values if Ref(ValueKind.STATE, i) not in made else made)[
+                    Ref(ValueKind.STATE, i)
+                ]
                 for i in range(len(graph.state))
             ],
             [made[Ref(ValueKind.AUX, i)] for i in range(len(graph.aux))],

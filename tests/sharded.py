@@ -23,7 +23,9 @@ FULLY = {
 def shapes() -> list[dict[str, jax.ShapeDtypeStruct]]:
     """The shapes of the parameters."""
     of_layer = {"up": (WIDTH, HIDDEN), "bias": (HIDDEN,), "down": (HIDDEN, WIDTH)}
-    return [{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in of_layer.items()}] * LAYERS
+    return [
+        {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in of_layer.items()}
+    ] * LAYERS
 
 
 def parameters() -> Any:

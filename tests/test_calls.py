@@ -37,12 +37,71 @@ def pipeline(**options: Any) -> jvpipe.Pipeline:
 
 
 ODD: list[Any] = [
-    *(None, True, -1, 0, 3, 2**70, 1.5, float("nan"), 1j, np.float32(2), object(), slice(1), range(3)),
-    *("", "x", "a\0b", b"x", "auto", Path("nowhere") / "x", int, lambda: 0, lambda *given: given, loss),
-    *([], {}, (), [1], [-1], [[1]], [None], {"a": 1}, {1: 2}, {1, 2}, (-1, 0), (10**30, 0), {"*": 3}, ["16GiB"]),
-    *(KEY, np.ones((40, 40)), jnp.ones((30, 30)), np.ones(2, object), np.array(["a"]), [PARAMS], PARAMS, BATCH),
-    *({"x": np.ones((8, 5), np.float32)}, {"x": "text"}, {"x": np.ones(())}, [np.ones((4, 4), np.int32)] * 3),
-    *(Plan.from_cuts([1, 1, 1]), Plan.from_cuts([2, 1]), optax.sgd(0.1), jax.ShapeDtypeStruct((8, 4), np.float32)),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        3,
+        2**70,
+        1.5,
+        float("nan"),
+        1j,
+        np.float32(2),
+        object(),
+        slice(1),
+        range(3),
+    ),
+    *(
+        "",
+        "x",
+        "a\0b",
+        b"x",
+        "auto",
+        Path("nowhere") / "x",
+        int,
+        lambda: 0,
+        lambda *given: given,
+        loss,
+    ),
+    *(
+        [],
+        {},
+        (),
+        [1],
+        [-1],
+        [[1]],
+        [None],
+        {"a": 1},
+        {1: 2},
+        {1, 2},
+        (-1, 0),
+        (10**30, 0),
+        {"*": 3},
+        ["16GiB"],
+    ),
+    *(
+        KEY,
+        np.ones((40, 40)),
+        jnp.ones((30, 30)),
+        np.ones(2, object),
+        np.array(["a"]),
+        [PARAMS],
+        PARAMS,
+        BATCH,
+    ),
+    *(
+        {"x": np.ones((8, 5), np.float32)},
+        {"x": "text"},
+        {"x": np.ones(())},
+        [np.ones((4, 4), np.int32)] * 3,
+    ),
+    *(
+        Plan.from_cuts([1, 1, 1]),
+        Plan.from_cuts([2, 1]),
+        optax.sgd(0.1),
+        jax.ShapeDtypeStruct((8, 4), np.float32),
+    ),
 ]
 """What nobody would give, or would give elsewhere."""
 
@@ -71,14 +130,26 @@ def calls_of(pipe: jvpipe.Pipeline, saved: Path) -> Iterator[tuple[str, Callable
             yield f"{name} {option}", partial(_called, pipe, saved, name, usual, option)
     for option in inspect.signature(jvpipe.Pipeline).parameters:
         yield f"Pipeline {option}", lambda value, option=option: pipeline(**{option: value})
-    begin, model = {"params": PARAMS, "batch": BATCH, "rng": KEY}, {"loss_fn": loss, "params": PARAMS}
+    begin, model = (
+        {"params": PARAMS, "batch": BATCH, "rng": KEY},
+        {"loss_fn": loss, "params": PARAMS},
+    )
     for option in ("params", "batch", "rng", "model_state"):
-        yield f"init {option}", lambda value, option=option: pipeline().init(**begin | {option: value})
+        yield (
+            f"init {option}",
+            lambda value, option=option: pipeline().init(**begin | {option: value}),
+        )
     for option in ("loss_fn", "params", "model_state"):
-        yield f"precompile {option}", lambda value, option=option: pipe.precompile(**model | {option: value})
+        yield (
+            f"precompile {option}",
+            lambda value, option=option: pipe.precompile(**model | {option: value}),
+        )
     shapes = {"loss_fn": loss, "params": PARAMS, "batch": BATCH, **USUAL}
     for option in inspect.signature(jvpipe.plan_for).parameters:
-        yield f"plan_for {option}", lambda value, option=option: jvpipe.plan_for(**shapes | {option: value})
+        yield (
+            f"plan_for {option}",
+            lambda value, option=option: jvpipe.plan_for(**shapes | {option: value}),
+        )
     yield "restore", pipe.restore
     yield "checkpoint_extra", jvpipe.checkpoint_extra
     yield "from_cuts layers", Plan.from_cuts
@@ -89,11 +160,16 @@ def calls_of(pipe: jvpipe.Pipeline, saved: Path) -> Iterator[tuple[str, Callable
     for key in good:
         yield f"from_json {key}", lambda value, key=key: Plan.from_json(good | {key: value})
     for key, stage in [(key, good["stages"][0]) for key in good["stages"][0]]:
-        wrong = lambda value, key=key, stage=stage: Plan.from_json(good | {"stages": [stage | {key: value}]})  # noqa: E731
+
+        def wrong(value: Any, key: str = key, stage: Any = stage) -> Plan:
+            return Plan.from_json(good | {"stages": [stage | {key: value}]})
+
         yield f"from_json stages {key}", wrong
 
 
-def _called(pipe: jvpipe.Pipeline, saved: Path, name: str, usual: dict[str, Any], option: str, value: Any) -> None:
+def _called(
+    pipe: jvpipe.Pipeline, saved: Path, name: str, usual: dict[str, Any], option: str, value: Any
+) -> None:
     pipe.session.migrations.queue.clear()
     if name == "update_model":
         pipe = pipeline()
@@ -114,7 +190,9 @@ def refused(call: Callable[[Any], Any], value: Any) -> str | None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_chance_gives_what_is_no_argument(trained: tuple[jvpipe.Pipeline, Path], monkeypatch: Any) -> None:
+def test_chance_gives_what_is_no_argument(
+    trained: tuple[jvpipe.Pipeline, Path], monkeypatch: Any
+) -> None:
     monkeypatch.chdir(trained[1].parent)
     chance, found = random.Random(28), 0
     for name, call in calls_of(*trained):
@@ -129,7 +207,11 @@ def test_chance_gives_what_is_no_argument(trained: tuple[jvpipe.Pipeline, Path],
     ("name", "value", "told"),
     [
         ("precompile loss_fn", 3, r"the loss must be a function of \(params, batch, rng\), not 3"),
-        ("plan_for planner", slice(1), r"planner must be a name, or several, such as .* not slice\(None, 1, None\)"),
+        (
+            "plan_for planner",
+            slice(1),
+            r"planner must be a name, or several, such as .* not slice\(None, 1, None\)",
+        ),
         ("plan_for planner", [], r"planner must be a name, or several, .* not \[\]"),
         ("from_json", 3, "a plan must map stages, schedule, planner, and is 3"),
         ("from_json", {}, "a plan lacks stages, schedule, planner: it is {}"),
@@ -138,16 +220,32 @@ def test_chance_gives_what_is_no_argument(trained: tuple[jvpipe.Pipeline, Path],
         ("from_json stages fates", 3, "fates of stage 0 must map names of tensors, not 3"),
         ("from_json tasks", 3, "tasks must be texts, one for each device, not 3"),
         ("migrate at", (-1, 0), r"at=\(-1, 0\) is no moment to come: the next step is 0"),
-        ("migrate plan", np.ones((40, 40)), r"migrate needs a jvpipe.Plan, such as .*, not float64\[40, 40\]$"),
+        (
+            "migrate plan",
+            np.ones((40, 40)),
+            r"migrate needs a jvpipe.Plan, such as .*, not float64\[40, 40\]$",
+        ),
         ("Pipeline stages", np.ones((40, 40)), r"stages must be .*, not float64\[40, 40\]$"),
-        ("Pipeline fates", {"a": np.ones((40, 40))}, r"fates must map .*, not {'a': float64\[40, 40\]}$"),
-        ("init params", int, "parameters are <class 'int'>: give arrays, or a function key -> params"),
+        (
+            "Pipeline fates",
+            {"a": np.ones((40, 40))},
+            r"fates must map .*, not {'a': float64\[40, 40\]}$",
+        ),
+        (
+            "init params",
+            int,
+            "parameters are <class 'int'>: give arrays, or a function key -> params",
+        ),
         ("init params", lambda: 0, "give arrays, or a function key -> params that makes them"),
         ("init params", 2**70, "is the number 1180591620717411303424, which no device holds"),
         ("save path", 3, "path must be a text or a pathlib.Path, not 3"),
         ("restore", None, "path must be a text or a pathlib.Path, not None"),
         ("load", "missing.json", "missing.json cannot be read: No such file"),
-        ("step state", "x", "the state must be the one that init, step or restore returned, not of type str"),
+        (
+            "step state",
+            "x",
+            "the state must be the one that init, step or restore returned, not of type str",
+        ),
     ],
 )
 def test_the_value_and_the_cure_are_named(
@@ -160,7 +258,9 @@ def test_the_value_and_the_cure_are_named(
 
 def test_a_state_of_no_step_is_refused(trained: tuple[jvpipe.Pipeline, Path]) -> None:
     pipe, saved = trained
-    with pytest.raises(ValueError, match="the state is of step -1: use the one that init, step or restore returned"):
+    with pytest.raises(
+        ValueError, match="the state is of step -1: use the one that init, step or restore returned"
+    ):
         pipe.step(dataclasses.replace(pipe.restore(saved), step=-1), BATCH)
     with pytest.raises(ValueError, match="num_steps must be a whole number of at least 0, not -1"):
         next(pipe.run(pipe.restore(saved), [BATCH], -1))
@@ -178,16 +278,26 @@ def test_a_key_that_is_missed_is_asked_for() -> None:
     def noisy(params: Any, batch: Any, rng: Any) -> jax.Array:
         return loss(params, batch, rng) * jax.random.uniform(rng)
 
-    with pytest.raises(ValueError, match=r"the loss uses its rng, and none was given: give init a key, init\(params"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss uses its rng, and none was given: give init a key, init\(params",
+    ):
         pipeline(loss_fn=noisy).init(PARAMS, BATCH, None)
 
 
 @pytest.mark.parametrize(
     ("layer", "told"),
-    [(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "nnx.Rng"), (nnx.BatchNorm(4, rngs=nnx.Rngs(0)), "nnx.BatchStat")],
+    [
+        (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "nnx.Rng"),
+        (nnx.BatchNorm(4, rngs=nnx.Rngs(0)), "nnx.BatchStat"),
+    ],
 )
-def test_a_module_that_holds_more_than_parameters_is_to_be_split(layer: nnx.Module, told: str) -> None:
+def test_a_module_that_holds_more_than_parameters_is_to_be_split(
+    layer: nnx.Module, told: str
+) -> None:
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), layer)
     told = rf"is an {told}.*: take the module apart, graphdef, params, rest = nnx.split\(model, nnx.Param, \.\.\.\)"
     with pytest.raises(ValueError, match=told):
-        pipeline(loss_fn=lambda model, batch, rng: jnp.mean(model(batch["x"]))).init(model, BATCH, KEY)
+        pipeline(loss_fn=lambda model, batch, rng: jnp.mean(model(batch["x"]))).init(
+            model, BATCH, KEY
+        )

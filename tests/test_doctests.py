@@ -11,7 +11,10 @@ import jvpipe
 
 def module_names() -> list[str]:
     """All modules of jvpipe, and of jvpipe.models with it."""
-    return ["jvpipe", *(module.name for module in pkgutil.walk_packages(jvpipe.__path__, "jvpipe."))]
+    return [
+        "jvpipe",
+        *(module.name for module in pkgutil.walk_packages(jvpipe.__path__, "jvpipe.")),
+    ]
 
 
 @pytest.mark.parametrize("name", module_names())

@@ -22,7 +22,9 @@ MADE: list[Make] = [
 def test_arrays_and_keys_are_copied_to_another_device(make: Make, prompt: bool) -> None:
     first, second = jax.devices()[:2]
     x = jax.device_put(make(), first)
-    y = (_jax.prompt_copier(first, second) if prompt else _jax.copier(second))(jax.block_until_ready(x))
+    y = (_jax.prompt_copier(first, second) if prompt else _jax.copier(second))(
+        jax.block_until_ready(x)
+    )
     assert y.devices() == {second}
     assert y.dtype == x.dtype
     assert _words(y) == _words(x)

@@ -14,13 +14,18 @@ from jvpipe.runtime.tensors import Limits
 D, MICRO, STEPS = 4, 2, 3
 
 
-def averaged(inner: optax.GradientTransformation, decay: float = 0.5) -> optax.GradientTransformation:
+def averaged(
+    inner: optax.GradientTransformation, decay: float = 0.5
+) -> optax.GradientTransformation:
     """Keeps a running mean of the parameters beside what another optimizer keeps."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, first = inner.update(updates, state[0], params)
         new = optax.apply_updates(params, updates)
-        return updates, (first, jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state[1], new))
+        return updates, (
+            first,
+            jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state[1], new),
+        )
 
     return optax.GradientTransformation(lambda params: (inner.init(params), params), update)
 
@@ -33,9 +38,13 @@ OPTIMIZERS = {
     "ema": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     "averaged": averaged(optax.sgd(0.1, momentum=0.9)),
     "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=lambda n: 1e-2 / (1 + n)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        learning_rate=lambda n: 1e-2 / (1 + n)
+    ),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "multi_transform": optax.multi_transform({"one": optax.adam(1e-2), "two": optax.sgd(0.1, momentum=0.9)}, kinds),
+    "multi_transform": optax.multi_transform(
+        {"one": optax.adam(1e-2), "two": optax.sgd(0.1, momentum=0.9)}, kinds
+    ),
     "masked": optax.masked(optax.adam(1e-2), {"blocks": True, "head": False}),
 }
 
@@ -43,14 +52,19 @@ OPTIMIZERS = {
 def params() -> dict[str, Any]:
     scale = np.arange(1, 4, dtype=np.float32)[:, None, None]
     return {
-        "blocks": {"w": 0.2 * scale * np.eye(D, dtype=np.float32), "b": np.zeros((3, D), np.float32)},
+        "blocks": {
+            "w": 0.2 * scale * np.eye(D, dtype=np.float32),
+            "b": np.zeros((3, D), np.float32),
+        },
         "head": 0.1 * np.ones((D, 2), np.float32),
     }
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
     """Three layers stacked for a scan, and one more."""
-    x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"][None]), None), batch, params["blocks"])
+    x, _ = jax.lax.scan(
+        lambda x, p: (jnp.tanh(x @ p["w"] + p["b"][None]), None), batch, params["blocks"]
+    )
     return jnp.mean((x @ params["head"] - 1) ** 2)
 
 
@@ -58,7 +72,9 @@ def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).normal(size=(2 * MICRO, D)).astype(np.float32)
 
 
-def trained(optimizer: Any, schedule: str = "1f1b", **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
+def trained(
+    optimizer: Any, schedule: str = "1f1b", **options: Any
+) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe = jvpipe.Pipeline(loss_fn, optimizer, 2, MICRO, schedule, planner="even", **options)
     state = pipe.init(params(), batch(0), None)
     for newest, _ in pipe.run(state, map(batch, range(STEPS))):
@@ -97,7 +113,11 @@ def test_parameters_made_of_it_are_evaluated(name: str) -> None:
     pipe, state = trained(OPTIMIZERS[name])
     before, live = jax.tree.leaves(pipe.params(state)), list(pipe.ledger.live)
     inner = pipe.optimizer_state(state)
-    made = optax.contrib.schedule_free_eval_params(inner, pipe.params(state)) if name == "schedule_free" else inner[1]
+    made = (
+        optax.contrib.schedule_free_eval_params(inner, pipe.params(state))
+        if name == "schedule_free"
+        else inner[1]
+    )
     held_out = batch(7)
     found = float(pipe.evaluate(state, held_out, params=made)["loss"])
     assert found == pytest.approx(float(loss_fn(made, held_out, None)), rel=1e-5)
@@ -146,8 +166,14 @@ def test_trees_of_another_kind_are_refused() -> None:
     found = pipe.params(state)
     for bad, message in (
         ({"blocks": found["blocks"]}, "params: 'head' is missing, it must be float32"),
-        (found | {"head": found["head"][:, :1]}, r"params: 'head' is float32\[4, 1\], it must be float32\[4, 2\]"),
-        (found | {"tail": found["head"]}, "params: there is no 'tail' in the tree of this pipeline"),
+        (
+            found | {"head": found["head"][:, :1]},
+            r"params: 'head' is float32\[4, 1\], it must be float32\[4, 2\]",
+        ),
+        (
+            found | {"tail": found["head"]},
+            "params: there is no 'tail' in the tree of this pipeline",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             pipe.evaluate(state, batch(0), params=bad)

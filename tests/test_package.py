@@ -14,7 +14,12 @@ import jvpipe
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax": "jaxlib", "pillow": "PIL", "scikit-learn": "sklearn"}
+IMPORTED_AS = {
+    "orbax-checkpoint": "orbax",
+    "jax": "jaxlib",
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+}
 
 
 def named(requirements: list[str]) -> set[str]:
@@ -28,7 +33,9 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """The packages that a file imports, and whether when it is imported itself."""
     found = []
     for line in path.read_text().splitlines():
-        if match := re.match(r"( *)(?:from (\w+)[\w.]* import |import (\w+)[\w.]*( as \w+)?(  #.*)?$)", line):
+        if match := re.match(
+            r"( *)(?:from (\w+)[\w.]* import |import (\w+)[\w.]*( as \w+)?(  #.*)?$)", line
+        ):
             found.append((match[2] or match[3], not match[1]))
     return found
 
@@ -41,8 +48,14 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     ],
 )
 def test_what_is_imported_is_of_the_core_or_of_an_extra(folder: str, extras: list[str]) -> None:
-    known = named([text for extra in extras for text in EXTRAS[extra]]) | named(PROJECT["dependencies"])
-    files = [path for path in (ROOT / folder).rglob("*.py") if folder == "models" or "models" not in path.parts]
+    known = named([text for extra in extras for text in EXTRAS[extra]]) | named(
+        PROJECT["dependencies"]
+    )
+    files = [
+        path
+        for path in (ROOT / folder).rglob("*.py")
+        if folder == "models" or "models" not in path.parts
+    ]
     found = {name for path in files for name, _ in imports(path)} - set(sys.stdlib_module_names)
     assert found - known <= {"jvpipe"}
 
@@ -77,8 +90,15 @@ def test_the_changes_begin_with_this_version() -> None:
 
 def test_continuous_integration_calls_the_makefile() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    called = {target for command in commands if command.startswith("make ") for target in command.split()[1:]}
+    commands = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
+    called = {
+        target
+        for command in commands
+        if command.startswith("make ")
+        for target in command.split()[1:]
+    }
     assert called == {"test", "thorough", "wheel", "docs"}
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert called < targets

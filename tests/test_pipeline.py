@@ -34,7 +34,9 @@ def pipeline(loss: Any = loss_fn, optimizer: Any = None, **kwargs: Any) -> jvpip
     return jvpipe.Pipeline(loss, optimizer or optax.adam(1e-2), **kwargs)
 
 
-def trained(pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int) -> tuple[jvpipe.State, list[float]]:
+def trained(
+    pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int
+) -> tuple[jvpipe.State, list[float]]:
     losses = []
     for _ in range(steps):
         state, metrics = pipe.step(state, batch())
@@ -86,7 +88,9 @@ def test_init_from_a_function_equals_init_from_its_arrays() -> None:
     from_function, from_arrays = pipeline(stages=3), pipeline(stages=1)
     a = from_function.init(make, batch(), key)
     b = from_arrays.init(from_function.params(a), batch(), key)
-    for x, y in zip(jax.tree.leaves(from_function.params(a)), jax.tree.leaves(make(key)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(from_function.params(a)), jax.tree.leaves(make(key)), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     a, ours = trained(from_function, a, 2)
     b, theirs = trained(from_arrays, b, 2)
@@ -103,14 +107,20 @@ def test_a_model_larger_than_any_device_is_allowed_trains() -> None:
     pipe = pipeline(stages=6, memory_limit=limit)
 
     def make(key: jax.Array) -> Any:
-        return [(jax.random.normal(jax.random.fold_in(key, i), (D, D)), jnp.zeros(D)) for i in range(6)]
+        return [
+            (jax.random.normal(jax.random.fold_in(key, i), (D, D)), jnp.zeros(D)) for i in range(6)
+        ]
 
     state = pipe.init(make, batch(), jax.random.key(0))
     state, losses = trained(pipe, state, 3)
     assert all(np.isfinite(losses))
     held = pipe.ledger.peak_bytes
-    assert max(held.values()) <= limit < 3 * total  # parameters and Adam's two moments take 3 times the total
-    with pytest.raises(jvpipe.MemoryLimitExceeded, match=r"would hold .* bytes at task .*parameter") as refused:
+    assert (
+        max(held.values()) <= limit < 3 * total
+    )  # parameters and Adam's two moments take 3 times the total
+    with pytest.raises(
+        jvpipe.MemoryLimitExceeded, match=r"would hold .* bytes at task .*parameter"
+    ) as refused:
         pipeline(stages=1, memory_limit=limit).init(PARAMS, batch(), None)
     assert refused.value.smallest_limit_bytes > limit
     pipeline(stages=1, memory_limit=refused.value.smallest_limit_bytes).init(PARAMS, batch(), None)
@@ -148,7 +158,10 @@ def test_evaluate_changes_nothing_and_agrees_with_the_loss() -> None:
 def test_run_is_a_stream_of_steps() -> None:
     pipe, other = pipeline(), pipeline()
     state = pipe.init(PARAMS, batch(), None)
-    seen = [float(metrics["loss"]) for _, metrics in pipe.run(state, iter(lambda: batch(), None), num_steps=3)]
+    seen = [
+        float(metrics["loss"])
+        for _, metrics in pipe.run(state, iter(lambda: batch(), None), num_steps=3)
+    ]
     assert seen == trained(other, other.init(PARAMS, batch(), None), 3)[1]
 
 
@@ -178,7 +191,9 @@ def test_explain_names_every_layer_and_tied_parameters() -> None:
         return jnp.mean(x**2)
 
     pipe = pipeline(tied)
-    pipe.init({"first": np.eye(D, dtype=np.float32), "second": np.eye(D, dtype=np.float32)}, batch(), None)
+    pipe.init(
+        {"first": np.eye(D, dtype=np.float32), "second": np.eye(D, dtype=np.float32)}, batch(), None
+    )
     assert "parameter 'first' is tied: layers 0, 2 read it, layer 0 owns it" in pipe.explain()
 
 
@@ -216,9 +231,13 @@ def test_after_a_step_only_the_state_is_alive() -> None:
     alive = [x for x in jax.live_arrays() if id(x) not in before]
     extra = [x for x in alive if all(x is not y for y in state.arrays)]
     assert [(x.shape, x.dtype) for x in extra] == []
-    wanted = sum(x.nbytes for x in jax.tree.leaves((PARAMS, optax.adam(1e-2).init(jax.device_put(PARAMS)))))
+    wanted = sum(
+        x.nbytes for x in jax.tree.leaves((PARAMS, optax.adam(1e-2).init(jax.device_put(PARAMS))))
+    )
     counts = sum(x.nbytes for x in state.arrays) - wanted
-    assert counts == 4 * (len(pipe.session.graph.layers) - 1)  # each layer has a step count of its own
+    assert counts == 4 * (
+        len(pipe.session.graph.layers) - 1
+    )  # each layer has a step count of its own
     held = sum(pipe.ledger.live_bytes.values())
     assert held == sum(x.nbytes for x in alive)
 
@@ -284,11 +303,19 @@ def test_a_second_run_of_other_shapes_trains_as_in_a_new_pipeline(params: Any, s
     (losses, after), (expected, fresh) = run(used), run(pipeline(memory_limit="1GB"))
     assert losses == expected
     assert_same(after, fresh)
-    assert all(not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
-    assert [len(s.layers) for s in used.plan.stages] == [len(params) - len(params) // 2, len(params) // 2]
+    assert all(
+        not np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+    )
+    assert [len(s.layers) for s in used.plan.stages] == [
+        len(params) - len(params) // 2,
+        len(params) // 2,
+    ]
 
 
-def test_a_second_run_of_the_same_shapes_keeps_the_plan_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_of_the_same_shapes_keeps_the_plan_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)
     trained(pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([5, 1])), 1)
@@ -307,7 +334,9 @@ def test_a_second_run_may_carry_another_model_state() -> None:
 
     pipe = pipeline(loss, has_state=True)
     pipe.init(PARAMS, batch(), None, {"a": np.zeros(3)})
-    state, _ = pipe.step(pipe.init(PARAMS, batch(), None, {"a": np.zeros(2), "b": np.ones(4)}), batch())
+    state, _ = pipe.step(
+        pipe.init(PARAMS, batch(), None, {"a": np.zeros(2), "b": np.ones(4)}), batch()
+    )
     assert_same(pipe.model_state(state), {"a": np.full(2, 4), "b": np.full(4, 5)})
 
 
@@ -333,17 +362,26 @@ def expect(message: str, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"microbatches": 3}, "3 micro-batches do not divide the 8 examples .*nearest that do are 2 and 4"),
+        (
+            {"microbatches": 3},
+            "3 micro-batches do not divide the 8 examples .*nearest that do are 2 and 4",
+        ),
         ({"stages": 7}, "7 stages need as many layers, the model has 6"),
         ({"stages": 9}, "9 stages need 9 devices, there are 8"),
         ({"schedule": "1f1p"}, "unknown schedule '1f1p': did you mean '1f1b'"),
-        ({"schedule": "2bw", "microbatches": 1}, "2bw on 2 stages needs at least 2 micro-batches, 1 is given"),
+        (
+            {"schedule": "2bw", "microbatches": 1},
+            "2bw on 2 stages needs at least 2 micro-batches, 1 is given",
+        ),
         ({"planner": "evn"}, "unknown planner 'evn': did you mean 'even'"),
         ({"stages": 0}, "stages must be a whole number of at least 1, not 0"),
         ({"microbatches": True}, "microbatches must be a whole number of at least 1, not True"),
         ({"memory_limit": "lots"}, "memory limit 'lots' is not a size"),
         ({"stages": jvpipe.Plan.from_cuts([3, 2])}, r"the plan misses layers \[5\]"),
-        ({"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])}, "stage 1 is on device 9, there are 8 devices"),
+        (
+            {"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])},
+            "stage 1 is on device 9, there are 8 devices",
+        ),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
@@ -358,7 +396,11 @@ def test_bad_losses() -> None:
 
     refuse(lambda p, b, r: b["x"] @ p[0][0], r"the loss must be a scalar, its shape is \(2, 8\)")
     refuse(lambda p, b, r: jnp.mean(b["x"]), "depends on no parameter")
-    refuse(loss_fn, "parameter '1/0' is of type int32", [PARAMS[0], (np.ones((D, D), np.int32), np.zeros(D))])
+    refuse(
+        loss_fn,
+        "parameter '1/0' is of type int32",
+        [PARAMS[0], (np.ones((D, D), np.int32), np.zeros(D))],
+    )
 
 
 def test_bad_batches() -> None:
@@ -376,7 +418,10 @@ def test_a_loss_that_is_not_finite_is_told_at_once_when_it_is_known_and_takes_no
         for _ in range(bad):
             state, _ = pipe.step(state, batch())
         state, _ = pipe.step(state, {k: v * np.float32(np.nan) for k, v in batch().items()})
-        with pytest.raises(ValueError, match=f"the loss of step {bad} is nan at stage 1, and parameter '0/0' is NaN"):
+        with pytest.raises(
+            ValueError,
+            match=f"the loss of step {bad} is nan at stage 1, and parameter '0/0' is NaN",
+        ):
             pipe.wait(state)
         assert np.isnan(pipe.params(state)[0][0]).any()  # it can be looked at still
         state = pipe.init(PARAMS, batch(), None)
@@ -386,7 +431,11 @@ def test_a_state_is_consumed_by_its_step() -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)
     trained(pipe, state, 1)
-    for use in (lambda: pipe.step(state, batch()), lambda: pipe.params(state), lambda: pipe.evaluate(state, batch())):
+    for use in (
+        lambda: pipe.step(state, batch()),
+        lambda: pipe.params(state),
+        lambda: pipe.evaluate(state, batch()),
+    ):
         with pytest.raises(ValueError, match="consumed by an earlier step"):
             use()
 
@@ -413,7 +462,9 @@ def test_a_batch_of_another_shape_is_traced_again(caplog: pytest.LogCaptureFixtu
         state, _ = pipe.step(state, batch(size))
     state, metrics = pipe.step(state, batch())
     assert np.isfinite(float(metrics["loss"]))
-    assert [r.message for r in caplog.records] == ["the shapes of the batch changed: tracing and compiling for them"]
+    assert [r.message for r in caplog.records] == [
+        "the shapes of the batch changed: tracing and compiling for them"
+    ]
 
 
 def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
@@ -426,7 +477,10 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
     for params, message in (
         (PARAMS[:5], "this one has no parameter '5/0'"),
         ([*PARAMS, PARAMS[0]], "it has no parameter '6/0'"),
-        ([*wider, *PARAMS[2:]], r"its parameter '0/0' is float32\[8, 8\], this model's is float32\[8, 9\]"),
+        (
+            [*wider, *PARAMS[2:]],
+            r"its parameter '0/0' is float32\[8, 8\], this model's is float32\[8, 9\]",
+        ),
     ):
         other = pipeline()
         other.init(params, batch(), None)
@@ -435,7 +489,8 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
     other = pipeline(optimizer=optax.sgd(1e-2, momentum=0.9))
     other.init(PARAMS, batch(), None)
     with pytest.raises(
-        ValueError, match="of another optimizer: it has no array of the optimizer's state '0/trace/0/0'"
+        ValueError,
+        match="of another optimizer: it has no array of the optimizer's state '0/trace/0/0'",
     ):
         other.restore(tmp_path / "saved")
     with pytest.raises(ValueError, match="holds no checkpoint"):
@@ -455,7 +510,9 @@ def test_a_stage_that_raises_is_named() -> None:
         for i, (w, bias) in enumerate(params):
             x = jnp.tanh(x @ w + bias[None, :])
             if i == 4:
-                seen = jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+                seen = jax.pure_callback(
+                    check, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)
+                )
                 x = x + 0 * jax.lax.stop_gradient(seen)
         return jnp.mean((x - b["y"]) ** 2)
 
@@ -464,7 +521,10 @@ def test_a_stage_that_raises_is_named() -> None:
     state, metrics = pipe.step(state, batch())
     float(metrics["loss"])
     fail = True
-    with pytest.raises(jvpipe.StageError, match=r"stage 2, task 2F0\[layer 4\].*failed: .*RuntimeError: no such luck"):
+    with pytest.raises(
+        jvpipe.StageError,
+        match=r"stage 2, task 2F0\[layer 4\].*failed: .*RuntimeError: no such luck",
+    ):
         pipe.wait(pipe.step(state, batch())[0])
 
 
@@ -504,4 +564,8 @@ def test_tests_and_experiments_take_no_private_member_of_the_facade_or_the_sessi
     files = [file for folder in ("tests", "experiments") for file in (ROOT / folder).rglob("*.py")]
     assert len(names) > 50
     assert len(files) > 100
-    assert not {f"{file.relative_to(ROOT)}: {reach}" for file in files for reach in reaches(file.read_text(), names)}
+    assert not {
+        f"{file.relative_to(ROOT)}: {reach}"
+        for file in files
+        for reach in reaches(file.read_text(), names)
+    }

@@ -34,15 +34,50 @@ bytes_per_s = 12e9
 [network]
 bytes_per_s = 1e9
 """
-NUMBERS = ["1e308", "-1", "nan", "inf", "1e-320", "0", "1" + 400 * "0", "9" * 5000, "", "x", "1e15", "true", "[1; x]"]
-SIGNS = ["", "\0", "\ufeff", "é", "\r\n", " -- ", "=", ",", "[", "}", '"', "\t", "\tnode4 -- node1\n", "NaN"]
+NUMBERS = [
+    "1e308",
+    "-1",
+    "nan",
+    "inf",
+    "1e-320",
+    "0",
+    "1" + 400 * "0",
+    "9" * 5000,
+    "",
+    "x",
+    "1e15",
+    "true",
+    "[1; x]",
+]
+SIGNS = [
+    "",
+    "\0",
+    "\ufeff",
+    "é",
+    "\r\n",
+    " -- ",
+    "=",
+    ",",
+    "[",
+    "}",
+    '"',
+    "\t",
+    "\tnode4 -- node1\n",
+    "NaN",
+]
 VALUES = {  # the first of each are lawful
     "--stages": (["1", "2", "3"], ["0", "-1", "100", "99999999999999999999"]),
     "--schedule": (["gpipe", "1f1b", "pipedream", "2bw", "pipemare", "xpipe"], ["", "2b", "1F1B"]),
-    "--planner": (["even", "torchgpipe", "gpipe", "pipedream", "dapple", "vpipe", "adapipe", "jvpipe"], ["", "x"]),
+    "--planner": (
+        ["even", "torchgpipe", "gpipe", "pipedream", "dapple", "vpipe", "adapipe", "jvpipe"],
+        ["", "x"],
+    ),
     "--compare": (["all", "even,jvpipe"], ["", ",", "even, jvpipe"]),
     "--microbatches": (["1", "3", "8", "64"], ["0", "-5", "10000000000"]),
-    "--memory-limit": (["16GiB", "600B", "300", "9"], ["0", "-5", "nan", "1" + 400 * "0", "9" * 30 + "TiB", "1e9"]),
+    "--memory-limit": (
+        ["16GiB", "600B", "300", "9"],
+        ["0", "-5", "nan", "1" + 400 * "0", "9" * 30 + "TiB", "1e9"],
+    ),
     "--batch-size": ([], ["0", "-8", "64"]),
     "--size": ([], ["mini", ""]),
     "--json": (["FOLDER/plan.json"], ["", "FOLDER", "/nowhere/x.json", "\0", "GRAPH"]),
@@ -83,7 +118,9 @@ def command_line(chance: random.Random, folder: Path) -> list[str]:
             options += [name, chance.choice(unlawful)]
         elif lawful and chance.random() < (0.1 if name in ("--compare", "--timeline") else 0.5):
             options += [name, chance.choice(lawful)]
-    return [option.replace("FOLDER", str(folder)).replace("GRAPH", str(graph)) for option in options]
+    return [
+        option.replace("FOLDER", str(folder)).replace("GRAPH", str(graph)) for option in options
+    ]
 
 
 def trial(options: Sequence[str], capsys: pytest.CaptureFixture[str]) -> int:

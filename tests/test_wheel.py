@@ -14,7 +14,18 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOW = {"optax", "orbax", "tensorstore", "scipy", "matplotlib", "flax", "rich", "tyro", "grain", "tokenizers"}
+SLOW = {
+    "optax",
+    "orbax",
+    "tensorstore",
+    "scipy",
+    "matplotlib",
+    "flax",
+    "rich",
+    "tyro",
+    "grain",
+    "tokenizers",
+}
 """Packages that `import jvpipe` leaves alone."""
 USED = """
 import jax, jax.numpy as jnp, json, numpy as np, sys
@@ -63,10 +74,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def needs(distribution: Distribution, extras: Iterable[str] = ()) -> list[tuple[str, frozenset[str]]]:
+def needs(
+    distribution: Distribution, extras: Iterable[str] = ()
+) -> list[tuple[str, frozenset[str]]]:
     """The packages that a distribution asks for, with the extras that it asks for of each."""
     asked = map(Requirement, distribution.requires or ())
-    wanted = [a for a in asked if a.marker is None or any(a.marker.evaluate({"extra": e}) for e in (*extras, ""))]
+    wanted = [
+        a
+        for a in asked
+        if a.marker is None or any(a.marker.evaluate({"extra": e}) for e in (*extras, ""))
+    ]
     return [(a.name, frozenset(a.extras)) for a in wanted]
 
 
@@ -94,9 +111,26 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to(here / top)
-    command = [sys.executable, "-m", "pip", "--python", str(root / "bin/python"), "--disable-pip-version-check"]
-    install = [*command, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel)]
-    subprocess.run(install, cwd=root, env={"PATH": ""}, check=True, capture_output=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(root / "bin/python"),
+        "--disable-pip-version-check",
+    ]
+    install = [
+        *command,
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        str(wheel),
+    ]
+    subprocess.run(
+        install, cwd=root, env={"PATH": ""}, check=True, capture_output=True, timeout=120
+    )
     return root / "bin/python"
 
 
@@ -104,15 +138,32 @@ def test_holds_only_jvpipe(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert top == {"jvpipe", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    sources = {f"jvpipe/{path.relative_to(ROOT / 'jvpipe')}" for path in (ROOT / "jvpipe").rglob("*.py")}
-    sources |= {f"jvpipe/models/{path.relative_to(ROOT / 'models')}" for path in (ROOT / "models").rglob("*.py")}
+    sources = {
+        f"jvpipe/{path.relative_to(ROOT / 'jvpipe')}" for path in (ROOT / "jvpipe").rglob("*.py")
+    }
+    sources |= {
+        f"jvpipe/models/{path.relative_to(ROOT / 'models')}"
+        for path in (ROOT / "models").rglob("*.py")
+    }
     assert {name for name in names if name.endswith(".py")} == sources
     assert "jvpipe/py.typed" in names
 
 
-def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(python: Path, tmp_path: Path) -> None:
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(
+    python: Path, tmp_path: Path
+) -> None:
+    environment = {
+        "PATH": "",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    options = {
+        "cwd": tmp_path,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+    }
     used = subprocess.run([str(python), "-c", USED], **options)
     assert used.returncode == 0, used.stderr
     imported, where, *extras = used.stdout.splitlines()
@@ -130,4 +181,9 @@ def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(pyt
 
 def test_the_environment_is_that_of_the_core(python: Path) -> None:
     (site,) = python.parents[1].glob("lib/python*/site-packages")
-    assert SLOW & {path.name for path in site.iterdir()} <= {"optax", "orbax", "tensorstore", "scipy"}
+    assert SLOW & {path.name for path in site.iterdir()} <= {
+        "optax",
+        "orbax",
+        "tensorstore",
+        "scipy",
+    }

@@ -61,7 +61,10 @@ def of_wandb(run: Path) -> Logged:
     for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
         for chunk in chunks(file.read_bytes(), 7):
             record = messages.Record.FromString(chunk)
-            told = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            told = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             step = int(told.get("_step", -1))
             found |= {(name, step): value for name, value in told.items() if name[0] != "_"}
     return found

@@ -105,7 +105,9 @@ def attention(p: Tree, x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def feed_forward(p: Tree, x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x @ p["up"] + p["up_bias"][None, None]) @ p["down"] + p["down_bias"][None, None]
+    return (
+        jax.nn.gelu(x @ p["up"] + p["up_bias"][None, None]) @ p["down"] + p["down_bias"][None, None]
+    )
 
 
 def dropout(x: jax.Array, key: Any, rate: float = 0.2) -> jax.Array:
@@ -122,7 +124,12 @@ def transformer_params(blocks: int) -> Tree:
         return {
             "attention": {n: draw(D, D) for n in "qkvo"},
             "attention_norm": {"scale": ones, "bias": zeros},
-            "mlp": {"up": draw(D, 2 * D), "up_bias": draw(2 * D), "down": draw(2 * D, D), "down_bias": draw(D)},
+            "mlp": {
+                "up": draw(D, 2 * D),
+                "up_bias": draw(2 * D),
+                "down": draw(2 * D, D),
+                "down_bias": draw(D),
+            },
             "mlp_norm": {"scale": ones, "bias": zeros},
         }
 
@@ -187,7 +194,9 @@ def transformer(blocks: int = 2, *, pre_norm: bool = True, keys: str | None = "f
                 x = norm(p["attention_norm"], x + dropout(attention(p["attention"], x, mask), k0))
                 x = norm(p["mlp_norm"], x + dropout(feed_forward(p["mlp"], x), k1))
         logits = (norm(params["norm"], x) @ params["embedding"].T).astype(jnp.float32)
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
+            ..., 0
+        ]
         return -jnp.sum(jnp.where(mask, picked, 0)) / jnp.sum(mask, dtype=jnp.float32)
 
     return Case(loss_fn, transformer_params(blocks), token_batch(), quick_key(7) if keys else None)
@@ -197,7 +206,10 @@ def scanned(blocks: int = 3) -> Case:
     """Feed-forward blocks stacked for a scan over them, with a remat and dropout inside and something from each."""
     draw = draws(10)
     ones, zeros = np.ones((blocks, D), np.float32), np.zeros((blocks, D), np.float32)
-    stacked = {"w": np.stack([draw(D, D) for _ in range(blocks)]), "norm": {"scale": ones, "bias": zeros}}
+    stacked = {
+        "w": np.stack([draw(D, D) for _ in range(blocks)]),
+        "norm": {"scale": ones, "bias": zeros},
+    }
     params = {"inputs": draw(D, D), "blocks": stacked, "head": draw(D, V)}
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
@@ -207,14 +219,18 @@ def scanned(blocks: int = 3) -> Case:
             y = jax.nn.relu(norm(p["norm"], x) @ p["w"])
             return x + dropout(y, jax.random.fold_in(rng, i)), jnp.mean(x)
 
-        x, means = jax.lax.scan(block, batch["x"] @ params["inputs"], (params["blocks"], jnp.arange(blocks)))
+        x, means = jax.lax.scan(
+            block, batch["x"] @ params["inputs"], (params["blocks"], jnp.arange(blocks))
+        )
         return jnp.mean(jax.nn.logsumexp(x @ params["head"], -1)) + jnp.sum(means**2)
 
     return Case(loss_fn, params, regression_batch(B, T, D), quick_key(7))
 
 
 def convolution(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
-    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def batch_norm(p: Tree, s: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
@@ -233,7 +249,9 @@ def resnet(blocks: int = 2, halve_every: int = 2) -> Case:
     params: Tree = {"stem": kernel(3, 3, C), "blocks": [], "head": draw(C, 5)}
     state: Tree = []
     for i in range(blocks):
-        params["blocks"].append({"conv1": kernel(3, C, C), "bn1": bn(C), "conv2": kernel(3, C, C), "bn2": bn(C)})
+        params["blocks"].append(
+            {"conv1": kernel(3, C, C), "bn1": bn(C), "conv2": kernel(3, C, C), "bn2": bn(C)}
+        )
         if i % halve_every == halve_every - 1:
             params["blocks"][-1]["shortcut"] = kernel(1, C, C)
         state.append({"bn1": stats(C), "bn2": stats(C)})
@@ -355,7 +373,9 @@ def loops() -> Case:
         count = jax.lax.while_loop(lambda n: n < batch["limit"][0], lambda n: 2 * n, jnp.int32(1))
         for p in params:
             x = jax.lax.fori_loop(0, 3, lambda i, x, p=p: jnp.tanh(x @ p["w"] + p["b"][None]), x)
-            size = jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) > 0.1, lambda y: y / 2, jax.lax.stop_gradient(x))
+            size = jax.lax.while_loop(
+                lambda y: jnp.max(jnp.abs(y)) > 0.1, lambda y: y / 2, jax.lax.stop_gradient(x)
+            )
             x = x + size
         return mean_square(x, batch["y"]) * count.astype(x.dtype)
 
@@ -385,7 +405,10 @@ def one_hot() -> Case:
     params = {"embedding": draw(V, D), "hidden": [draw(D, D) for _ in range(3)]}
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
-        x = jax.nn.one_hot(batch["tokens"], V, dtype=params["embedding"].dtype) @ params["embedding"]
+        x = (
+            jax.nn.one_hot(batch["tokens"], V, dtype=params["embedding"].dtype)
+            @ params["embedding"]
+        )
         for w in params["hidden"]:
             x = jax.nn.silu(x @ w)
         logits = x @ params["embedding"].T
@@ -404,7 +427,9 @@ def _scaled_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Ar
     return x @ w, (x, w)
 
 
-def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scaled_backward(
+    saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     return g @ (0.5 * w.T), (0.5 * x.T) @ g
 
@@ -427,7 +452,9 @@ tinted.defvjp(lambda x: (tinted(x), None), lambda _, g: (g * TINTS[None, ::-1],)
 def spectral(depth: int = 4) -> Case:
     """Complex filters between Fourier transforms, behind tables in custom derivatives."""
     base, draw = mlp(depth), draws(11)
-    params = [{"w": p["w"], "filter": (draw(D) + 1j * draw(D)).astype(np.complex64)} for p in base.params]
+    params = [
+        {"w": p["w"], "filter": (draw(D) + 1j * draw(D)).astype(np.complex64)} for p in base.params
+    ]
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x = batch["x"]
@@ -445,7 +472,9 @@ def clipped(x: jax.Array) -> jax.Array:
 
 
 @clipped.defjvp
-def _clipped_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _clipped_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (x,), (t,) = primals, tangents
     return clipped(x), jnp.where(jnp.abs(x) < 0.3, t, 0.5 * t)
 
@@ -492,7 +521,13 @@ def with_aux() -> Case:
         count = jnp.sum(mask).astype(jnp.float32)
         early = jnp.sum(params["embedding"][batch["tokens"]] ** 2, -1)
         longest = jnp.max(batch["lengths"])
-        aux = {"early": early, "right": Weighted(loss * 2, count), "loss": loss, "longest": longest, "mask": mask}
+        aux = {
+            "early": early,
+            "right": Weighted(loss * 2, count),
+            "loss": loss,
+            "longest": longest,
+            "mask": mask,
+        }
         return Weighted(loss * count, count), aux
 
     return replace(base, loss_fn=loss_fn, has_aux=True)
@@ -607,7 +642,9 @@ def stacked_decoder(blocks: int = 2) -> Case:
 
         x, _ = jax.lax.scan(block, params["embedding"][batch["tokens"]], params["blocks"])
         logits = (x @ params["embedding"].T).astype(jnp.float32)
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+        )
 
     return Case(loss_fn, {"embedding": draw(V, D), "blocks": stacked}, token_batch())
 
@@ -671,7 +708,10 @@ def linen(blocks: int = 2) -> Case:
     def loss_fn(params: Tree, state: Tree, batch: Tree, rng: Any) -> tuple[jax.Array, Tree]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out, new = model.apply(
-                {"params": params, "batch_stats": state}, batch["x"], rngs={"dropout": rng}, mutable=["batch_stats"]
+                {"params": params, "batch_stats": state},
+                batch["x"],
+                rngs={"dropout": rng},
+                mutable=["batch_stats"],
             )
             return mean_square(out, batch["y"]), new["batch_stats"]
 

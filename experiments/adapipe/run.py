@@ -53,7 +53,9 @@ class Subject:
     def problem(self, tokens: int, cluster: Cluster) -> Problem:
         """Over the machines of a cluster, products in bfloat16, all else in float32, under 1F1B."""
         workload = load(self.model, **self.dials, tokens=tokens, dtype="bfloat16")
-        return question_of(workload, MICRO_BATCHES, MICRO_BATCHES, cluster.machines, optax.adamw(1e-4)).problem(cluster)
+        return question_of(
+            workload, MICRO_BATCHES, MICRO_BATCHES, cluster.machines, optax.adamw(1e-4)
+        ).problem(cluster)
 
 
 GPT3 = {"size": "770m", "blocks": 96, "width": 12288, "heads": 96, "dropout": 0.0}
@@ -66,7 +68,11 @@ def step_s(problem: Problem, decision: Decision) -> float | None:
     """The simulated seconds of a step; None if a device would hold more than it has."""
     found = evaluate(problem, decision)
     limit = problem.memory_limit_bytes
-    return None if limit is not None and found.peak_bytes > limit else simulated_step_s(problem, found.stages)
+    return (
+        None
+        if limit is not None and found.peak_bytes > limit
+        else simulated_step_s(problem, found.stages)
+    )
 
 
 def uniform(problem: Problem, *, again: bool) -> float | None:

@@ -41,7 +41,9 @@ class Subject:
         """On eight RTX 2080 Ti under 1F1B."""
         workload = load(self.model, self.size)
         batch_size = self.micro_batch * MICRO_BATCHES
-        return question_of(workload, batch_size, MICRO_BATCHES, DEVICES, optax.adamw(1e-3)).problem(CLUSTER)
+        return question_of(workload, batch_size, MICRO_BATCHES, DEVICES, optax.adamw(1e-3)).problem(
+            CLUSTER
+        )
 
 
 SUBJECTS = (Subject("bert", "large", 128), Subject("gpt2", "770m", 4), Subject("unet", "233m", 16))
@@ -121,7 +123,9 @@ def without_overlap(problem: Problem) -> float | None:
 def waiting(stage: StageCost) -> StageCost:
     """A stage that waits for its copies to the host and back."""
     half = stage.swap_s / 2
-    return replace(stage, forward_s=stage.forward_s + half, backward_s=stage.backward_s + half, swap_s=0.0)
+    return replace(
+        stage, forward_s=stage.forward_s + half, backward_s=stage.backward_s + half, swap_s=0.0
+    )
 
 
 def without_direct_edges(problem: Problem) -> float | None:

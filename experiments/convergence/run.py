@@ -18,7 +18,10 @@ from jvpipe.models import Data, Workload, load
 from jvpipe.schedules import PipeMare, Schedule, find_schedule
 
 MICROBATCHES, BATCH, LOOKS = 4, 32, 8
-RATES = (2e-3, 1e-3)  # of an update per batch, and of one per micro-batch: smaller by the root of their ratio
+RATES = (
+    2e-3,
+    1e-3,
+)  # of an update per batch, and of one per micro-batch: smaller by the root of their ratio
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ def train(way: Way, workload: Workload, data: Data, steps: int) -> Curve:
     rate = RATES[updates > steps]
     pipe = jvpipe.Pipeline(
         workload.loss_fn,
-        optax.adamw(optax.linear_schedule(0.0, rate, max(1, updates // 20)), b2=0.98, weight_decay=0.01),
+        optax.adamw(
+            optax.linear_schedule(0.0, rate, max(1, updates // 20)), b2=0.98, weight_decay=0.01
+        ),
         stages=2,
         microbatches=MICROBATCHES,
         schedule=schedule,
@@ -73,7 +78,9 @@ def train(way: Way, workload: Workload, data: Data, steps: int) -> Curve:
     examples, losses, seconds, taken_s = [0], [_loss(pipe, state, data)], [0.0], 0.0
     if way.moves:
         first, second = (len(stage.layers) for stage in pipe.plan.stages)
-        state = pipe.migrate(state, jvpipe.Plan.from_cuts([first + 1, second - 1]), at=(steps // 2, 0))
+        state = pipe.migrate(
+            state, jvpipe.Plan.from_cuts([first + 1, second - 1]), at=(steps // 2, 0)
+        )
     start_s = time.perf_counter()
     stream = pipe.run(state, data.train, num_steps=steps)
     for state, _ in stream:
@@ -90,17 +97,23 @@ def train(way: Way, workload: Workload, data: Data, steps: int) -> Curve:
 def _schedule(name: str, steps: int) -> tuple[Schedule, int]:
     """A schedule, and the updates of so many steps under it; PipeMare's T1 ends after a quarter of them."""
     updates = steps * (MICROBATCHES if find_schedule(name).period(MICROBATCHES) == 1 else 1)
-    return PipeMare(anneal_updates=updates // 4) if name == "pipemare" else find_schedule(name), updates
+    return PipeMare(anneal_updates=updates // 4) if name == "pipemare" else find_schedule(
+        name
+    ), updates
 
 
 def _loss(pipe: jvpipe.Pipeline, state: Any, data: Data) -> float:
-    return float(np.mean([float(pipe.evaluate(state, batch)["loss"]) for batch in data.held_out[:8]]))
+    return float(
+        np.mean([float(pipe.evaluate(state, batch)["loss"]) for batch in data.held_out[:8]])
+    )
 
 
 def main(names: list[str], steps: int = 400, **shape: int) -> int:
     """A row for each way: GPT-2 of a small shape on the prose that Python carries."""
     jax.config.update("jax_num_cpu_devices", 2)
-    workload = load("gpt2", "mini", **{"blocks": 4, "width": 128, "tokens": 32, "vocabulary": 1024, **shape})
+    workload = load(
+        "gpt2", "mini", **{"blocks": 4, "width": 128, "tokens": 32, "vocabulary": 1024, **shape}
+    )
     parts = [f"{(i + 1) * steps // 4 * BATCH:,} examples" for i in range(4)]
     print(f"| schedule | updates | {' | '.join(parts)} | seconds |\n|---|---|---|---|---|---|---|")
     with TemporaryDirectory() as folder:
@@ -108,7 +121,9 @@ def main(names: list[str], steps: int = 400, **shape: int) -> int:
             data = workload.open_data(None, Path(folder), 0, BATCH)
             print(train(WAYS[name], workload, data, steps).row(name), flush=True)
         known = workload.open_data(None, Path(folder), 0, BATCH).baseline_loss
-    print(f"by how often each token occurs: {known:.3f}; by chance: {math.log(workload.config.vocabulary):.3f}")
+    print(
+        f"by how often each token occurs: {known:.3f}; by chance: {math.log(workload.config.vocabulary):.3f}"
+    )
     return 0
 
 

@@ -29,7 +29,9 @@ def deepened(costs: Costs, more: int) -> Costs:
         return layer + LAYERS * block if layer >= FIRST else layer
 
     def edge(e: Edge, block: int) -> Edge:
-        return replace(e, producer=at(e.producer, block), readers=tuple(at(r, block) for r in e.readers))
+        return replace(
+            e, producer=at(e.producer, block), readers=tuple(at(r, block) for r in e.readers)
+        )
 
     def shared(x: Shared, block: int) -> Shared:
         return replace(x, layers=tuple(at(layer, block) for layer in x.layers))
@@ -62,7 +64,9 @@ def fits(problem: Problem, costs: Costs, stages: int) -> bool:
 
 def table() -> Iterator[str]:
     """Yields the table: the paper's depths beside ours, and how many times one device's they are."""
-    asked = question("bert", "48", MICRO_BATCH * MICRO_BATCHES, MICRO_BATCHES, stages=2).problem(find_cluster("v100-a"))
+    asked = question("bert", "48", MICRO_BATCH * MICRO_BATCHES, MICRO_BATCHES, stages=2).problem(
+        find_cluster("v100-a")
+    )
     yield "| devices | paper, layers | of one device's | ours, layers | of one device's | parameters |"
     yield "|---|---|---|---|---|---|"
     first = 0

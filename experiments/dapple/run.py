@@ -67,7 +67,9 @@ def costs_of(model: str) -> LocalCosts:
     return local_costs(lambda b: question(name, size, b, 1, stages=1).costs(device), LOCAL_BATCHES)
 
 
-def problem_of(model: str, batch: int, configuration: str, overlaps: bool = False) -> ReplicaProblem:
+def problem_of(
+    model: str, batch: int, configuration: str, overlaps: bool = False
+) -> ReplicaProblem:
     """A model on a configuration, with the memory of its devices."""
     cluster = find_cluster(f"v100-{configuration.lower()}")
     limit = cluster.device.memory_bytes
@@ -114,7 +116,9 @@ def table_v(rows: tuple[Row, ...]) -> Iterator[str]:
                 answer = plan_replicas(problem)
                 took_s = time.process_time() - start_s
                 shapes = [shape_s(answer, shape) for shape in others]
-                planners = [other_s(planner, problem, answer.best) for planner in ("dapple", "pipedream")]
+                planners = [
+                    other_s(planner, problem, answer.best) for planner in ("dapple", "pipedream")
+                ]
                 when = "overlaps" if overlaps else "after"
                 yield (
                     f"| {row.model} ({row.batch}) | {configuration} | {when} | {paper} | {short(answer.best.plan)} "
@@ -125,15 +129,26 @@ def table_v(rows: tuple[Row, ...]) -> Iterator[str]:
 
 def table_vi() -> Iterator[str]:
     """Yields table VI: BERT-48 on two stages of B, micro-batches of 2, everything kept or run again."""
-    paper = {(2, False): 5.10, (8, False): 7.60, (16, False): 8.18, (2, True): 4.24, (8, True): 6.23, (16, True): 6.77}
+    paper = {
+        (2, False): 5.10,
+        (8, False): 7.60,
+        (16, False): 8.18,
+        (2, True): 4.24,
+        (8, True): 6.23,
+        (16, True): 6.77,
+    }
     yield "| run again | M | paper, examples/s | ours | paper, of M = 2 | ours | peak GB |"
     yield "|---|---|---|---|---|---|---|"
     for again in (False, True):
         first = None
         for count in (2, 8, 16):
-            problem = replace(problem_of("bert-48", 2 * count, "B"), recomputes=again, memory_limit_bytes=None)
+            problem = replace(
+                problem_of("bert-48", 2 * count, "B"), recomputes=again, memory_limit_bytes=None
+            )
             tables = Tables(problem)
-            plans = [ReplicaPlan((0, int(b), problem.layers), ((0,), (1,)), 2) for b in tables.cuts[1:-1]]
+            plans = [
+                ReplicaPlan((0, int(b), problem.layers), ((0,), (1,)), 2) for b in tables.cuts[1:-1]
+            ]
             seconds = {plan: simulated_s(problem, plan, tables.stages(plan)) for plan in plans}
             plan = min(seconds, key=lambda plan: seconds[plan])
             rate = problem.batch / seconds[plan]
@@ -154,14 +169,21 @@ def beside_gpipe(model: str = "bert", size: str = "48") -> Iterator[str]:
     first: tuple[float, float] | None = None
     for order in ("gpipe", "1f1b"):
         for count in (2, 8, 16):
-            free = replace(asked, schedule=find_schedule(order), microbatches=count, memory_limit_bytes=None)
+            free = replace(
+                asked, schedule=find_schedule(order), microbatches=count, memory_limit_bytes=None
+            )
             found = evaluate(free, find_planner("dapple").decide(free))
-            rate, held = 2 * count / simulated_step_s(free, found.stages), fmean(found.device_bytes) / 1e9
+            rate, held = (
+                2 * count / simulated_step_s(free, found.stages),
+                fmean(found.device_bytes) / 1e9,
+            )
             first = first or (rate, held)
             yield f"| {order} | {count} | {rate:.1f} | {rate / first[0]:.2f} | {held:.2f} | {held / first[1]:.2f} |"
 
 
-def policies(chains: Sequence[tuple[str, int, int]] = (("gnmt", 1024, 4), ("bert-48", 64, 1))) -> Iterator[str]:
+def policies(
+    chains: Sequence[tuple[str, int, int]] = (("gnmt", 1024, 4), ("bert-48", 64, 1)),
+) -> Iterator[str]:
     """Yields DAPPLE's straight plans on C with as many micro-batches in flight as its policies A and B say.
 
     Args:
@@ -197,8 +219,21 @@ def main() -> None:
     rows = tuple(row for row in TABLE_V if not (quick and row.model.startswith("bert")))
     for title, lines in (
         ("Table V", table_v(rows)),
-        *(() if quick else (("Table VI", table_vi()), ("Table VI, GPipe", beside_gpipe()), ("Policies", policies()))),
-        ("Table VII", table_vii((("vgg16", 1024), ("gnmt", 1024), *(() if quick else (("bert-large", 128),))))),
+        *(
+            ()
+            if quick
+            else (
+                ("Table VI", table_vi()),
+                ("Table VI, GPipe", beside_gpipe()),
+                ("Policies", policies()),
+            )
+        ),
+        (
+            "Table VII",
+            table_vii(
+                (("vgg16", 1024), ("gnmt", 1024), *(() if quick else (("bert-large", 128),)))
+            ),
+        ),
     ):
         print(f"\n## {title}\n", flush=True)
         for line in lines:

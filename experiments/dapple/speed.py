@@ -36,7 +36,9 @@ def rows(counts: Sequence[int], models: Sequence[tuple[str, int]] = MODELS) -> I
             answer = plan_replicas(problem)
             took_s = time.process_time() - start_s
             plan = short(answer.best.plan)
-            told = plan if len(plan) < 60 else f"{answer.best.plan.stages} stages on {devices} devices"
+            told = (
+                plan if len(plan) < 60 else f"{answer.best.plan.stages} stages on {devices} devices"
+            )
             yield f"| {devices} | {model} ({batch}) | {told} | {answer.gap:.0%} | {took_s:.1f} |"
 
 

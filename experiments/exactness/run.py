@@ -87,7 +87,9 @@ class _Runs:
             stages.append(replace(stage, fates=fates, devices=(0,)))
         return replace(plan, stages=tuple(stages))
 
-    def _trained(self, plan: Any, then: Any = None, planner: str = "even", **options: Any) -> tuple[Any, bytes]:
+    def _trained(
+        self, plan: Any, then: Any = None, planner: str = "even", **options: Any
+    ) -> tuple[Any, bytes]:
         """The pipeline after some steps, and the bits of its losses and parameters; after the first it may migrate."""
         import optax
 

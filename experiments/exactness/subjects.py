@@ -31,7 +31,9 @@ def in_bfloat16(subject: Subject) -> Subject:
     """The same, computed in bfloat16 from parameters in float32."""
 
     def low(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+        return jax.tree.map(
+            lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         return subject.loss_fn(low(params), low(batch), rng).astype(jnp.float32)
@@ -41,7 +43,9 @@ def in_bfloat16(subject: Subject) -> Subject:
 
 def _draw(seed: int) -> Callable[..., np.ndarray]:
     rng = np.random.default_rng(seed)
-    return lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[-2 if len(shape) > 1 else 0])).astype(np.float32)
+    return lambda *shape: (
+        rng.standard_normal(shape) / np.sqrt(shape[-2 if len(shape) > 1 else 0])
+    ).astype(np.float32)
 
 
 def _pairs(*shape: int) -> Tree:
@@ -75,7 +79,11 @@ def unit_by_rsqrt(x: jax.Array) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
-    return (x - jnp.mean(x, -1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-6) * scale
+    return (
+        (x - jnp.mean(x, -1, keepdims=True))
+        / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-6)
+        * scale
+    )
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
@@ -97,7 +105,10 @@ def batch_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def contrastive(norm: Callable[..., jax.Array]) -> Subject:
     draw = _draw(3)
-    params = {**{name: [draw(D, 2 * D), draw(2 * D, D)] for name in "xy"}, "temperature": np.ones(1, np.float32)}
+    params = {
+        **{name: [draw(D, 2 * D), draw(2 * D, D)] for name in "xy"},
+        "temperature": np.ones(1, np.float32),
+    }
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x, y = (norm(jax.nn.gelu(batch[n] @ params[n][0]) @ params[n][1]) for n in "xy")
@@ -150,10 +161,20 @@ def decoder(
 ) -> Subject:
     """A causal decoder with gated MLPs, tied; stacked for a scan over `slices` or for one over an `index`."""
     draw = _draw(5)
-    shapes = {**dict.fromkeys("qkvo", (D, D)), "up": (D, 2 * D), "gate": (D, 2 * D), "down": (2 * D, D)}
-    blocks = [{n: draw(*s) for n, s in shapes.items()} | {"g": 1 + draw(D), "h": 1 + draw(D)} for _ in range(2)]
+    shapes = {
+        **dict.fromkeys("qkvo", (D, D)),
+        "up": (D, 2 * D),
+        "gate": (D, 2 * D),
+        "down": (2 * D, D),
+    }
+    blocks = [
+        {n: draw(*s) for n, s in shapes.items()} | {"g": 1 + draw(D), "h": 1 + draw(D)}
+        for _ in range(2)
+    ]
     params: Tree = {"embedding": draw(V, D), "g": 1 + draw(D)}
-    params["blocks"] = jax.tree.map(lambda *slices: np.stack(slices), *blocks) if stacked else blocks
+    params["blocks"] = (
+        jax.tree.map(lambda *slices: np.stack(slices), *blocks) if stacked else blocks
+    )
 
     def block(p: Tree, x: jax.Array) -> jax.Array:
         q, k, v = ((norm(x, p["g"]) @ p[n]).reshape(*x.shape[:2], H, D // H) for n in "qkv")
@@ -185,12 +206,17 @@ def convolutions(norm: Callable[..., jax.Array], *, norm_first: bool) -> Subject
     kernel = lambda k, a, b: draw(k * k * a, b).reshape(k, k, a, b)  # noqa: E731
     params = {
         "stem": kernel(3, 3, C),
-        "blocks": [{"g": 1 + draw(C), "w": kernel(3, C, C), "h": 1 + draw(C), "u": kernel(3, C, C)} for _ in range(2)],
+        "blocks": [
+            {"g": 1 + draw(C), "w": kernel(3, C, C), "h": 1 + draw(C), "u": kernel(3, C, C)}
+            for _ in range(2)
+        ],
         "head": draw(C, 5),
     }
 
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x = convolved(batch["x"], params["stem"])
@@ -201,10 +227,14 @@ def convolutions(norm: Callable[..., jax.Array], *, norm_first: bool) -> Subject
             else:
                 y = jax.nn.silu(norm(convolved(x, p["w"]), p["g"]))
                 x = jax.nn.relu(x + norm(convolved(y, p["u"]), p["h"]))
-        x = lax.reduce_window(x, np.array(-np.inf, x.dtype), lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        x = lax.reduce_window(
+            x, np.array(-np.inf, x.dtype), lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"
+        )
         return _cross_entropy(jnp.mean(x, (1, 2)) @ params["head"], batch["label"])
 
-    return Subject(loss_fn, params, {"x": 10 * draw(B, 8, 8, 3), "label": np.arange(B, dtype=np.int32) % 5})
+    return Subject(
+        loss_fn, params, {"x": 10 * draw(B, 8, 8, 3), "label": np.arange(B, dtype=np.int32) % 5}
+    )
 
 
 def random(kind: str, impl: str) -> Subject:
@@ -263,7 +293,9 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (0.5 * g @ saved[1].T, saved[0].T @ g))
+_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, g: (0.5 * g @ saved[1].T, saved[0].T @ g)
+)
 
 
 @jax.custom_vjp
@@ -271,32 +303,55 @@ def _normalised_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return layer_norm(x) @ w
 
 
-def _normalised_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _normalised_forward(
+    x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     rows = layer_norm(x)
     return rows @ w, (rows, w)
 
 
-_normalised_product.defvjp(_normalised_forward, lambda saved, g: (0.1 * g @ saved[1].T, saved[0].T @ g))
+_normalised_product.defvjp(
+    _normalised_forward, lambda saved, g: (0.1 * g @ saved[1].T, saved[0].T @ g)
+)
 
 _STEPS: dict[str, Callable[[jax.Array, Tree], jax.Array]] = {
     "product with a rule": lambda x, p: x + jnp.tanh(_product(layer_norm(x), p["w"]) + p["b"]),
-    "norm and product with a rule": lambda x, p: x + jnp.tanh(_normalised_product(x, p["w"]) + p["b"]),
-    "cosine attention": lambda x, p: x + jax.nn.softmax(10 * unit(x @ p["w"]) @ unit(x @ p["u"]).T) @ x,
+    "norm and product with a rule": lambda x, p: (
+        x + jnp.tanh(_normalised_product(x, p["w"]) + p["b"])
+    ),
+    "cosine attention": lambda x, p: (
+        x + jax.nn.softmax(10 * unit(x @ p["w"]) @ unit(x @ p["u"]).T) @ x
+    ),
     "softmax": lambda x, p: x + jax.nn.softmax(x @ p["w"]) @ p["u"],
     "cumsum": lambda x, p: x + jnp.tanh(layer_norm(jnp.cumsum(x @ p["w"], -1)) @ p["u"]),
     "sort": lambda x, p: x + jnp.sort(layer_norm(x @ p["w"]), -1) @ p["u"],
     "top-k": lambda x, p: x + lax.top_k(jax.nn.softmax(x @ p["w"]), 4)[0] @ p["u"][:4],
     "gather": lambda x, p: x + layer_norm(x @ p["w"])[jnp.argsort(x[:, 0])] @ p["u"],
     "scatter": lambda x, p: x.at[:2].add(layer_norm(x @ p["w"])[1:3]) @ p["u"],
-    "einsum": lambda x, p: x + 0.1 * jnp.einsum("bi,bj,ij,jk->bk", layer_norm(x), jnp.tanh(x), p["w"], p["u"]),
-    "distances": lambda x, p: jnp.exp(-jnp.sum((x[:, None] - unit(x @ p["w"])[None]) ** 2, -1)) @ x @ p["u"],
-    "unit weights": lambda x, p: x + jnp.tanh(x @ (unit(p["w"].T).T * p["b"]) + p["b"]) @ unit(p["u"]),
-    "covariance": lambda x, p: x + (layer_norm(x).T @ layer_norm(x) / len(x) @ p["w"] @ layer_norm(x).T).T,
-    "spectrum": lambda x, p: x + layer_norm(jnp.fft.fft(x.astype(jnp.float32)).real).astype(x.dtype) @ p["w"],
-    "branches": lambda x, p: lax.cond(
-        jnp.sum(x) > 0, lambda x: jnp.tanh(unit(x) @ p["w"]), lambda x: jnp.sin(layer_norm(x) @ p["w"]), x
+    "einsum": lambda x, p: (
+        x + 0.1 * jnp.einsum("bi,bj,ij,jk->bk", layer_norm(x), jnp.tanh(x), p["w"], p["u"])
     ),
-    "loop": lambda x, p: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(layer_norm(x) @ p["w"] + p["b"]), x),
+    "distances": lambda x, p: (
+        jnp.exp(-jnp.sum((x[:, None] - unit(x @ p["w"])[None]) ** 2, -1)) @ x @ p["u"]
+    ),
+    "unit weights": lambda x, p: (
+        x + jnp.tanh(x @ (unit(p["w"].T).T * p["b"]) + p["b"]) @ unit(p["u"])
+    ),
+    "covariance": lambda x, p: (
+        x + (layer_norm(x).T @ layer_norm(x) / len(x) @ p["w"] @ layer_norm(x).T).T
+    ),
+    "spectrum": lambda x, p: (
+        x + layer_norm(jnp.fft.fft(x.astype(jnp.float32)).real).astype(x.dtype) @ p["w"]
+    ),
+    "branches": lambda x, p: lax.cond(
+        jnp.sum(x) > 0,
+        lambda x: jnp.tanh(unit(x) @ p["w"]),
+        lambda x: jnp.sin(layer_norm(x) @ p["w"]),
+        x,
+    ),
+    "loop": lambda x, p: lax.fori_loop(
+        0, 3, lambda i, x: jnp.tanh(layer_norm(x) @ p["w"] + p["b"]), x
+    ),
 }
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {

@@ -41,7 +41,10 @@ class Steps:
             return jnp.mean(x**2)
 
         def init(key: jax.Array) -> Any:
-            return [jax.random.normal(k, (width, width)) / width**0.5 for k in jax.random.split(key, LAYERS)]
+            return [
+                jax.random.normal(k, (width, width)) / width**0.5
+                for k in jax.random.split(key, LAYERS)
+            ]
 
         self.pipe = jvpipe.Pipeline(loss_fn, optax.adam(1e-3), stages=2, planner="even")
         self.batch = np.ones((64, width), np.float32)
@@ -79,7 +82,9 @@ def main() -> None:
             beside = []
             while thread.is_alive():
                 beside.append(steps.one_s())
-            print(f"| {copy_s:.2f} | {write_s:.2f} | {alone:.2f} | {median(beside):.2f} |", flush=True)
+            print(
+                f"| {copy_s:.2f} | {write_s:.2f} | {alone:.2f} | {median(beside):.2f} |", flush=True
+            )
 
 
 if __name__ == "__main__":

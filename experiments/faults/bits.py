@@ -24,7 +24,16 @@ from experiments.faults.runs import LIMIT_S, Run, page
 from jvpipe.cli import train
 
 STEPS = 6
-OPTIONS = ("--schedule", "pipedream", "--planner", "even", "--steps", str(STEPS), "--checkpoint-every", "2")
+OPTIONS = (
+    "--schedule",
+    "pipedream",
+    "--planner",
+    "even",
+    "--steps",
+    str(STEPS),
+    "--checkpoint-every",
+    "2",
+)
 
 
 def interrupted(folder: Path) -> tuple[Run, Run]:
@@ -73,7 +82,9 @@ def resumed(run: Run) -> str:
             signal.alarm(LIMIT_S)
             code = 1
             try:
-                code = train.main(["--run-dir", str(run.path), "--resume", "--export", str(_exported(run))])
+                code = train.main(
+                    ["--run-dir", str(run.path), "--resume", "--export", str(_exported(run))]
+                )
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -102,7 +113,9 @@ def main() -> None:
         for file, bit in flips(run, given.flips, given.seed):
             found = outcome(whole, run, file, bit)
             print(f"{file}, bit {bit}: {found}", flush=True)
-            counts.setdefault(file, Counter())[found if found in ("noticed", "harmless") else "wrong"] += 1
+            counts.setdefault(file, Counter())[
+                found if found in ("noticed", "harmless") else "wrong"
+            ] += 1
     print("\n| file | noticed | harmless | wrong |\n|---|---|---|---|")
     for file, found in sorted(counts.items()):
         print(f"| {file} | {found['noticed']} | {found['harmless']} | {found['wrong']} |")

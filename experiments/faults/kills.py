@@ -21,10 +21,37 @@ from pathlib import Path
 from experiments.faults.runs import LIMIT_S, Run, page
 
 STEPS = 24
-OPTIONS = ("--schedule", "pipedream", "--stages", "2", "--steps", str(STEPS), "--checkpoint-every", "2")
+OPTIONS = (
+    "--schedule",
+    "pipedream",
+    "--stages",
+    "2",
+    "--steps",
+    str(STEPS),
+    "--checkpoint-every",
+    "2",
+)
 OWN = (
-    *("--model", f"{Path(__file__).with_name('own.py')}:waves", "--planner", "even", "--stages", "2"),
-    *("--steps", str(STEPS), "--checkpoint-every", "4", "--eval-every", "3", "--keep", "1", "--early-stop", "5"),
+    *(
+        "--model",
+        f"{Path(__file__).with_name('own.py')}:waves",
+        "--planner",
+        "even",
+        "--stages",
+        "2",
+    ),
+    *(
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        "4",
+        "--eval-every",
+        "3",
+        "--keep",
+        "1",
+        "--early-stop",
+        "5",
+    ),
     *("--learning-rate", "0.05", "--warmup", "1"),
 )
 EARLY, START_S, STEP_S = 0.3, 12.0, 0.3
@@ -67,7 +94,9 @@ def killed(whole: Run, name: str, kills: int, rng: random.Random) -> Outcome:
         lost = killed_at[-1] - max(run.checkpoints(), default=0)
         most = max(most, lost)
         if lost > 2 * every:  # before a checkpoint begins, the one before is whole
-            return Outcome(tuple(killed_at), most, f"{lost} steps lost, {every} between checkpoints")
+            return Outcome(
+                tuple(killed_at), most, f"{lost} steps lost, {every} between checkpoints"
+            )
     else:
         if told := run.finish("--export", str(_exported(run))):
             return Outcome(tuple(killed_at), most, told)
@@ -91,7 +120,11 @@ def _wait(run: Run, process: "subprocess.Popen[str]", rng: random.Random) -> Non
         until, steps = time.monotonic() + rng.uniform(0, START_S), None
     else:
         until, steps = time.monotonic() + LIMIT_S, len(_logged(run)) + rng.randint(1, 6)
-    while process.poll() is None and time.monotonic() < until and (steps is None or len(_logged(run)) < steps):
+    while (
+        process.poll() is None
+        and time.monotonic() < until
+        and (steps is None or len(_logged(run)) < steps)
+    ):
         time.sleep(_POLL_S)
     if steps is not None:
         time.sleep(rng.uniform(0, STEP_S))
@@ -109,7 +142,11 @@ def _difference(run: Run, whole: Run) -> str:
             return f"{name} differs: {ours} after kills, {theirs} without"
     if run.checkpoints() != whole.checkpoints():
         return f"checkpoints differ: {run.checkpoints()} after kills, {whole.checkpoints()} without"
-    best = [(each.path / "best.json").read_text() for each in (run, whole) if "--eval-every" in each.options]
+    best = [
+        (each.path / "best.json").read_text()
+        for each in (run, whole)
+        if "--eval-every" in each.options
+    ]
     if len(set(best)) > 1:
         return f"the best ones differ: {best}"
     same = _exported(run).read_bytes() == _exported(whole).read_bytes()
@@ -129,13 +166,21 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
-        wholes = [undisturbed(folder / name, options) for name, options in (("stream", OPTIONS), ("own", OWN))]
+        wholes = [
+            undisturbed(folder / name, options)
+            for name, options in (("stream", OPTIONS), ("own", OWN))
+        ]
         resumes, wrong, lost = 0, 0, 0
         for outcome in outcomes(wholes, given.kills, seed=given.seed):
             resumes, wrong = resumes + len(outcome.killed_at), wrong + bool(outcome.wrong)
             lost = max(lost, outcome.lost)
-            print(f"killed after steps {list(outcome.killed_at)}: {outcome.wrong or 'to the bit'}", flush=True)
-        print(f"{resumes} kills, {wrong} runs that did not go on to the bit, {lost} steps lost at most")
+            print(
+                f"killed after steps {list(outcome.killed_at)}: {outcome.wrong or 'to the bit'}",
+                flush=True,
+            )
+        print(
+            f"{resumes} kills, {wrong} runs that did not go on to the bit, {lost} steps lost at most"
+        )
 
 
 if __name__ == "__main__":

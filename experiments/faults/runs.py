@@ -17,8 +17,15 @@ _WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")
 
 def page(path: Path) -> Path:
     """Writes a page of prose to train on."""
-    sentences = [f"The {a} {b} sees the {c} near the old stone bridge." for a in _WORDS for b in _WORDS for c in _WORDS]
-    path.write_text("\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5)))
+    sentences = [
+        f"The {a} {b} sees the {c} near the old stone bridge."
+        for a in _WORDS
+        for b in _WORDS
+        for c in _WORDS
+    ]
+    path.write_text(
+        "\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5))
+    )
     return path
 
 
@@ -42,7 +49,11 @@ class Run:
         fresh = [*(() if "--model" in self.options else bert), *self.options]
         command = [*base, *(["--resume"] if begun else fresh), *more]
         return subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def finish(self, *more: str) -> str:
@@ -71,5 +82,10 @@ class Run:
     @property
     def _environment(self) -> dict[str, str]:
         """The command makes its devices itself."""
-        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-        return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_COMPILATION_CACHE_DIR": str(self.cache)}
+        flags = [
+            flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag
+        ]
+        return os.environ | {
+            "XLA_FLAGS": " ".join(flags),
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+        }

@@ -35,7 +35,9 @@ def save(path: Path, value: int) -> None:
 def value_in(path: Path) -> int:
     """The value that a checkpoint was saved with; it must be whole."""
     arrays, meta = load_checkpoint(path)
-    (value,) = {int(x) for array in arrays["parameter"].values() for x in np.unique(array)} | {int(meta["step"])}
+    (value,) = {int(x) for array in arrays["parameter"].values() for x in np.unique(array)} | {
+        int(meta["step"])
+    }
     return value
 
 
@@ -81,7 +83,9 @@ def ended(work: Callable[[], None], at: int | None = None, byte: int | None = No
     return os.waitpid(child, 0)[1] != 0
 
 
-def swept(begin: Path, work: Callable[[Path], None], restored: Callable[[Path], int]) -> Counter[str]:
+def swept(
+    begin: Path, work: Callable[[Path], None], restored: Callable[[Path], int]
+) -> Counter[str]:
     """What is restored from copies of a folder in which the work was ended at each of its moments."""
     counts: Counter[str] = Counter()
     folder = begin.with_name("now")
@@ -105,7 +109,9 @@ def swept(begin: Path, work: Callable[[Path], None], restored: Callable[[Path], 
 
 def main() -> None:
     """Prints a table."""
-    print("| save | ended before an operation | ended in a write | the older restored | the new restored |")
+    print(
+        "| save | ended before an operation | ended in a write | the older restored | the new restored |"
+    )
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name, work, restored in (
@@ -118,7 +124,10 @@ def main() -> None:
             for step in (0, OLD):
                 save(RunDir(begin).checkpoint(step), step)
             counts = swept(begin, work, restored)
-            row = (counts[what] for what in ("operations", "writes", f"restored {OLD}", f"restored {NEW}"))
+            row = (
+                counts[what]
+                for what in ("operations", "writes", f"restored {OLD}", f"restored {NEW}")
+            )
             print(f"| {name} | {' | '.join(map(str, row))} |", flush=True)
 
 

@@ -22,7 +22,10 @@ SHARE = 0.95
 """Of what the device reports, jvpipe is asked to plan for so much: the allocator needs some for itself."""
 FATES = {
     "keep": {"*": "keep"},
-    "recompute": {"*": "recompute", "*:*": "keep"},  # each layer by itself, from its input, which is kept
+    "recompute": {
+        "*": "recompute",
+        "*:*": "keep",
+    },  # each layer by itself, from its input, which is kept
     "swap": {"*": "swap"},
     "jvpipe": None,
 }

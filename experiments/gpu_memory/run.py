@@ -24,11 +24,22 @@ def main() -> None:
     models = [model for model in MODELS if model in sys.argv[1:]] or MODELS
     fraction = next((word for word in sys.argv[1:] if word not in ("toy", *MODELS)), "0.25")
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "JAX_COMPILATION_CACHE_DIR": folder}
+        environment = os.environ | {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": fraction,
+            "JAX_COMPILATION_CACHE_DIR": folder,
+        }
 
         @cache
         def case(model: str, way: str, size: int) -> dict[str, Any]:
-            command = [sys.executable, "-m", "experiments.gpu_memory.case", model, way, str(size), *["toy"] * toy]
+            command = [
+                sys.executable,
+                "-m",
+                "experiments.gpu_memory.case",
+                model,
+                way,
+                str(size),
+                *["toy"] * toy,
+            ]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-2000:]}")
@@ -38,11 +49,20 @@ def main() -> None:
             most: dict[str, int] = {}
             for way in WAYS:
                 near = max(most.values(), default=8)
-                most[way] = largest(lambda size, m=model, w=way: case(m, w, size)["fits"], near, bits=2 if toy else 4)
+                most[way] = largest(
+                    lambda size, m=model, w=way: case(m, w, size)["fits"],
+                    near,
+                    bits=2 if toy else 4,
+                )
             equal = min(most.values())
-            for title, sizes in (("an equal batch", dict.fromkeys(WAYS, equal)), ("each one's largest batch", most)):
+            for title, sizes in (
+                ("an equal batch", dict.fromkeys(WAYS, equal)),
+                ("each one's largest batch", most),
+            ):
                 print(f"\n### {model}, at {title}\n")
-                print("| way | micro-batch | examples/s | ledger MiB | device MiB | ledger over device | host MiB |")
+                print(
+                    "| way | micro-batch | examples/s | ledger MiB | device MiB | ledger over device | host MiB |"
+                )
                 print("|---|---|---|---|---|---|---|")
                 for way, size in sizes.items():
                     print(row(way, size, case(model, way, size) if size else {}), flush=True)
@@ -53,10 +73,15 @@ def row(way: str, size: int, found: dict[str, Any]) -> str:
     if not found:
         return f"| {way} | none fits | | | | | |"
     ledger, device = found["ledger_bytes"], found["device_bytes"]
-    shown = [way, size, f"{found['examples_per_s']:.1f}", mib(ledger), mib(device) if device else "not reported"]
-    return (
-        f"| {' | '.join(map(str, shown))} | {f'{ledger / device:.3f}' if device else ''} | {mib(found['host_bytes'])} |"
-    )
+    shown = [
+        way,
+        size,
+        f"{found['examples_per_s']:.1f}",
+        mib(ledger),
+        mib(device) if device else "not reported",
+    ]
+    ratio = f"{ledger / device:.3f}" if device else ""
+    return f"| {' | '.join(map(str, shown))} | {ratio} | {mib(found['host_bytes'])} |"
 
 
 def mib(size: int) -> str:

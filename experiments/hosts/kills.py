@@ -43,9 +43,18 @@ class Death(NamedTuple):
 def disturbed(run: Run, count: int, rng: random.Random) -> Death | None:
     """Runs over so many processes until one is killed; None if the run was done before."""
     victim = rng.randrange(count)
-    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count), "--host-timeout", "60")
+    meet = (
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        str(count),
+        "--host-timeout",
+        "60",
+    )
     with ExitStack() as stack:
-        processes = [stack.enter_context(run.start(*meet, "--process-id", str(i))) for i in range(count)]
+        processes = [
+            stack.enter_context(run.start(*meet, "--process-id", str(i))) for i in range(count)
+        ]
         for process in processes:
             stack.callback(process.kill)
         wait(run, processes[victim], rng)
@@ -72,7 +81,11 @@ def wait(run: Run, process: "subprocess.Popen[str]", rng: random.Random) -> None
         until_s, steps = time.monotonic() + rng.uniform(0, START_S), None
     else:
         until_s, steps = time.monotonic() + LIMIT_S, len(run.losses()) + rng.randint(1, 4)
-    while process.poll() is None and time.monotonic() < until_s and (steps is None or len(run.losses()) < steps):
+    while (
+        process.poll() is None
+        and time.monotonic() < until_s
+        and (steps is None or len(run.losses()) < steps)
+    ):
         time.sleep(_POLL_S)
     if steps is not None:
         time.sleep(rng.uniform(0, STEP_S))
@@ -99,19 +112,33 @@ def main() -> None:
                 if death is None:
                     break
                 deaths.append(death)
-                took = ", ".join(f"{s:.2f} s (exit {code})" for s, code in zip(death.took_s, death.codes, strict=True))
-                print(f"{count} processes, {death.victim} killed after {death.steps} steps: {took}", flush=True)
+                took = ", ".join(
+                    f"{s:.2f} s (exit {code})"
+                    for s, code in zip(death.took_s, death.codes, strict=True)
+                )
+                print(
+                    f"{count} processes, {death.victim} killed after {death.steps} steps: {took}",
+                    flush=True,
+                )
             own = folder / f"{run.path.name}.safetensors"
             told = run.finish("--export", str(own))
-            same = not told and run.losses() == whole.losses() and own.read_bytes() == Path(export[1]).read_bytes()
+            same = (
+                not told
+                and run.losses() == whole.losses()
+                and own.read_bytes() == Path(export[1]).read_bytes()
+            )
             wrong += not same
-            print(f"resumed by one process: {'to the bit' if same else told or 'DIFFERS'}", flush=True)
+            print(
+                f"resumed by one process: {'to the bit' if same else told or 'DIFFERS'}", flush=True
+            )
     codes = Counter(code for death in deaths for code in death.codes)
     first = [s for death in deaths for s in death.took_s if death.victim == 0]
     later = [s for death in deaths for s in death.took_s if death.victim != 0]
     for name, taken in (("process 0", first), ("another", later)):
         if taken:
-            print(f"{name} killed: the others ended after {statistics.median(taken):.2f} s, at most {max(taken):.2f} s")
+            print(
+                f"{name} killed: the others ended after {statistics.median(taken):.2f} s, at most {max(taken):.2f} s"
+            )
     named = sum(death.named for death in deaths)
     print(
         f"{len(deaths)} kills, exit codes {dict(codes)}, {named} of {sum(map(len, (d.codes for d in deaths)))} named it"

@@ -38,7 +38,10 @@ def loss_fn(params: list[Any], batch: dict[str, Any], rng: Any) -> Any:
 def step_s(stages: int, width: int) -> dict[str, Any]:
     """Seconds of a step of 1F1B, and bits of the last loss."""
     rng, examples = np.random.default_rng(0), ROWS[width] * MICROBATCHES
-    params = [rng.normal(size=(width, width)).astype(np.float32) / width**0.5 for _ in range(stages * LAYERS_PER_STAGE)]
+    params = [
+        rng.normal(size=(width, width)).astype(np.float32) / width**0.5
+        for _ in range(stages * LAYERS_PER_STAGE)
+    ]
     batch = {name: rng.normal(size=(examples, width)).astype(np.float32) for name in ("x", "y")}
     pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, MICROBATCHES, planner="even")
     state = pipe.init(params, batch, None)
@@ -57,7 +60,9 @@ def crossing_s(hosts: Hosts, size: int) -> float:
     like = placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
     hosts.connected.begin()
     for i in range(CROSSINGS):
-        array = jax.block_until_ready(jax.device_put(np.full(size, i, np.uint8), device, may_alias=False))
+        array = jax.block_until_ready(
+            jax.device_put(np.full(size, i, np.uint8), device, may_alias=False)
+        )
         hosts.exchange("turn", b"")
         start_s = time.perf_counter()
         if hosts.process == 0:
@@ -76,7 +81,9 @@ def main() -> None:
     stages = 2 if sys.argv[4] == "crossing" else int(sys.argv[4])
     jax.config.update("jax_num_cpu_devices", stages // count)
     if count > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, process, cluster_detection_method="deactivate")
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", count, process, cluster_detection_method="deactivate"
+        )
     if sys.argv[4] == "crossing":
         hosts = present_hosts()
         assert hosts is not None

@@ -30,8 +30,21 @@ def measured(count: int, *arguments: str) -> Any:
     port, started = free_port(), []
     for i in range(count):
         core = ["taskset", "--cpu-list", str(i % CORES)] if count > 1 else []
-        command = [*core, sys.executable, "-m", "experiments.hosts.measure", str(i), str(count), str(port), *arguments]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NPROC": "1"}))
+        command = [
+            *core,
+            sys.executable,
+            "-m",
+            "experiments.hosts.measure",
+            str(i),
+            str(count),
+            str(port),
+            *arguments,
+        ]
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NPROC": "1"}
+            )
+        )
     try:
         told = [process.communicate(timeout=LIMIT_S)[0] for process in started]
     finally:
@@ -48,7 +61,9 @@ def main() -> None:
     crossing_s = {int(size): s for size, s in measured(2, "crossing").items()}
     for size, seconds in crossing_s.items():
         print(f"crossing of {size:,} bytes: {1e3 * seconds:.2f} ms", flush=True)
-    print("| processes | width | one process, ms | its bound, ms | several, ms | over the slower | bits |")
+    print(
+        "| processes | width | one process, ms | its bound, ms | several, ms | over the slower | bits |"
+    )
     print("|---|---|---|---|---|---|---|")
     for stages in (2, 3):
         for width in ROWS:
@@ -56,7 +71,9 @@ def main() -> None:
             for _ in range(rounds):
                 one.append(measured(1, str(stages), str(width)))
                 several.append(measured(stages, str(stages), str(width)))
-            alone_s, together_s = (statistics.median(x["step_s"] for x in taken) for taken in (one, several))
+            alone_s, together_s = (
+                statistics.median(x["step_s"] for x in taken) for taken in (one, several)
+            )
             bound_s = alone_s * (MICROBATCHES + stages - 1) / MICROBATCHES
             bits = "equal" if len({x["loss"] for x in (*one, *several)}) == 1 else "DIFFER"
             print(

@@ -95,7 +95,12 @@ def judged(data: Data, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, tu
     aux = evaluations[0].get("aux", {})
     for name, trivial in (("top_1", most_frequent), ("dice", all_of_it)):
         if name in aux:
-            return {name: (trivial(data), float(np.mean([float(found["aux"][name]) for found in evaluations])))}
+            return {
+                name: (
+                    trivial(data),
+                    float(np.mean([float(found["aux"][name]) for found in evaluations])),
+                )
+            }
     loss = float(np.mean([float(found["loss"]) for found in evaluations]))
     return {"perplexity": (math.exp(data.baseline_loss), math.exp(loss))}
 
@@ -118,7 +123,10 @@ def main(names: Sequence[str]) -> int:
         print(learn(names[0], STEPS.get(names[0], 300)).row(), flush=True)
         return 0
     print(HEADER, flush=True)
-    return max(subprocess.run([sys.executable, "-m", "experiments.learns.run", name]).returncode for name in names)
+    return max(
+        subprocess.run([sys.executable, "-m", "experiments.learns.run", name]).returncode
+        for name in names
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from jvpipe.models.tokens import open_tokenizer
 from jvpipe.models.translation import open_parallel
 
 
-def judged_translation(workload: Workload, params: Any, folder: Path) -> dict[str, tuple[float, float]]:
+def judged_translation(
+    workload: Workload, params: Any, folder: Path
+) -> dict[str, tuple[float, float]]:
     """By the name of a metric, its value without learning and its value under a model, on the held-out pairs.
 
     Without learning one knows how often each token occurs, or leaves a sentence as it is.
@@ -25,7 +27,9 @@ def judged_translation(workload: Workload, params: Any, folder: Path) -> dict[st
     logits = import_module(f"jvpipe.models.{workload.name}").logits_function(config)
     data = workload.open_data(None, folder, 0, workload.batch_size)
     read, references = zip(*open_parallel(None, config.languages).held_out, strict=True)
-    written = translate(logits, params, open_tokenizer(folder, [], config.vocabulary), read, tokens=config.tokens)
+    written = translate(
+        logits, params, open_tokenizer(folder, [], config.vocabulary), read, tokens=config.tokens
+    )
     return {
         "perplexity": (math.exp(data.baseline_loss), perplexity(logits, params, data.held_out)),
         "BLEU": (bleu(read, references), bleu(written, references)),

@@ -65,7 +65,12 @@ class Question:
         )
         try:
             with perturbed(factor, self.rng):
-                pipe.init(self.case.params, batch_of(self.case, MICROBATCHES), key_of(self.case), self.case.state)
+                pipe.init(
+                    self.case.params,
+                    batch_of(self.case, MICROBATCHES),
+                    key_of(self.case),
+                    self.case.state,
+                )
         except jvpipe.MemoryLimitExceeded as error:
             self.smallest.add(error.smallest_limit_bytes)
             return None
@@ -107,7 +112,9 @@ def asked_limits(question: Question, count: int) -> Iterator[int]:
     assert most is not None
     yield from (smallest, smallest - 1)
     for _ in range(count - 2):
-        yield round(smallest * 0.9 + max(most - 0.9 * smallest, 0.3 * smallest) * question.rng.random() ** 2)
+        yield round(
+            smallest * 0.9 + max(most - 0.9 * smallest, 0.3 * smallest) * question.rng.random() ** 2
+        )
 
 
 def main() -> None:
@@ -127,12 +134,19 @@ def main() -> None:
         )
         for limit in asked_limits(question, given.limits // len(given.models)):
             wrong = question.wrong(limit)
-            asked, bad, refused = asked + 1, bad + bool(wrong), refused + (limit < min(question.smallest))
+            asked, bad, refused = (
+                asked + 1,
+                bad + bool(wrong),
+                refused + (limit < min(question.smallest)),
+            )
             if wrong:
                 print(f"{name}, {stages} stages, {schedule}: {wrong}", flush=True)
         (smallest, *others) = sorted(question.smallest)
         told = f"{smallest:,}" if not others else f"{smallest:,} and others"
-        print(f"| {name} | {stages}, {schedule} | {told} | {refused - before[0]} | {bad - before[1]} |", flush=True)
+        print(
+            f"| {name} | {stages}, {schedule} | {told} | {refused - before[0]} | {bad - before[1]} |",
+            flush=True,
+        )
     print(f"{asked} limits, {refused} of them refused, {bad} answered wrongly")
 
 

@@ -48,4 +48,8 @@ def rows() -> list[Row]:
     """The rows of both tables, with our planner's after each group."""
     found = list(REPORTED)
     groups = dict.fromkeys(row[:3] for row in found)
-    return [row for group in groups for row in [*(r for r in found if r[:3] == group), Row(*group, "jvpipe")]]
+    return [
+        row
+        for group in groups
+        for row in [*(r for r in found if r[:3] == group), Row(*group, "jvpipe")]
+    ]

@@ -30,20 +30,32 @@ class Found(NamedTuple):
 
 def problem(row: Row, costing: Costing, size: int) -> Problem:
     """The question of a cell: a model at a micro-batch size on so many A100s of 40 GiB."""
-    asked = Problem(costing(size), row.stages, find_schedule(row.schedule), row.stages, CLUSTER.device.memory_bytes)
+    asked = Problem(
+        costing(size),
+        row.stages,
+        find_schedule(row.schedule),
+        row.stages,
+        CLUSTER.device.memory_bytes,
+    )
     return on_cluster(asked, CLUSTER)
 
 
-def cell(row: Row, costing: Costing, judged: Callable[[Problem, str, bool], bool], near: int) -> int:
+def cell(
+    row: Row, costing: Costing, judged: Callable[[Problem, str, bool], bool], near: int
+) -> int:
     """The largest micro-batch of a row."""
-    return largest(lambda size: judged(problem(row, costing, size), row.planner, row.optimised), near)
+    return largest(
+        lambda size: judged(problem(row, costing, size), row.planner, row.optimised), near
+    )
 
 
 def table(model: str, asked: Iterable[Row]) -> dict[Row, Found]:
     """Prints a model's table, row by row."""
     (as_traced, as_saved), found = subject(model), {}
     print(f"\n## {model}\n")
-    print("| schedule | stages | S+R | planner | paper | as traced | as PyTorch | over paper | own rules | claimed |")
+    print(
+        "| schedule | stages | S+R | planner | paper | as traced | as PyTorch | over paper | own rules | claimed |"
+    )
     print("|---" * 10 + "|")
     traced, saved = 1, 1
     for row in asked:
@@ -53,8 +65,19 @@ def table(model: str, asked: Iterable[Row]) -> dict[Row, Found]:
         batch = row.stages if row.schedule == "gpipe" else 1
         found[row] = Found(batch * traced, batch * saved)
         paper = REPORTED[row][MODELS.index(model)] if row in REPORTED else None
-        shown = [row.schedule, row.stages, "yes" if row.optimised else "no", row.planner, paper or "", *found[row]]
-        shown += [f"{batch * saved / paper:.2f}" if paper else "", batch * own or "", batch * claimed or ""]
+        shown = [
+            row.schedule,
+            row.stages,
+            "yes" if row.optimised else "no",
+            row.planner,
+            paper or "",
+            *found[row],
+        ]
+        shown += [
+            f"{batch * saved / paper:.2f}" if paper else "",
+            batch * own or "",
+            batch * claimed or "",
+        ]
         print(f"| {' | '.join(map(str, shown))} |", flush=True)
     return found
 
@@ -67,15 +90,31 @@ def ratios(model: str, found: dict[Row, Found]) -> None:
         + "|"
     )
     for row in (row for row in found if row.planner != "jvpipe"):
-        ours, dawnpiper = (row._replace(optimised=True, planner=planner) for planner in ("jvpipe", "dawnpiper"))
+        ours, dawnpiper = (
+            row._replace(optimised=True, planner=planner) for planner in ("jvpipe", "dawnpiper")
+        )
         if not row.optimised and row.planner != "pipedream":
             ours, dawnpiper = (other._replace(optimised=False) for other in (ours, dawnpiper))
         at = MODELS.index(model)
-        over = [f"{mine / max(1, theirs):.2f}" for mine, theirs in zip(found[ours], found[row], strict=True)]
+        over = [
+            f"{mine / max(1, theirs):.2f}"
+            for mine, theirs in zip(found[ours], found[row], strict=True)
+        ]
         theirs = f"{REPORTED[dawnpiper][at] / REPORTED[row][at]:.2f}" if row != dawnpiper else ""
-        shown = [row.schedule, row.stages, "yes" if row.optimised else "no", row.planner, *over, theirs]
+        shown = [
+            row.schedule,
+            row.stages,
+            "yes" if row.optimised else "no",
+            row.planner,
+            *over,
+            theirs,
+        ]
         print(f"| {' | '.join(map(str, shown))} |")
-    above = [row for row in found if any(a > b for a, b in zip(found[row], found[_ours(row)], strict=True))]
+    above = [
+        row
+        for row in found
+        if any(a > b for a, b in zip(found[row], found[_ours(row)], strict=True))
+    ]
     print(f"\njvpipe is below another planner in {len(above)} of {len(found)} rows", *above)
 
 

@@ -20,8 +20,13 @@ BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 
 def keeping_all(costs: Costs) -> Costs:
     """Costs in which nothing can be swapped or computed again: what layers keep is bound to their stage."""
-    kept = tuple(Shared((i,), x.options[0].kept_bytes + x.input_bytes) for i, x in enumerate(costs.layers))
-    layers = (replace(x, options=(replace(x.options[0], kept_bytes=0),), input_bytes=0) for x in costs.layers)
+    kept = tuple(
+        Shared((i,), x.options[0].kept_bytes + x.input_bytes) for i, x in enumerate(costs.layers)
+    )
+    layers = (
+        replace(x, options=(replace(x.options[0], kept_bytes=0),), input_bytes=0)
+        for x in costs.layers
+    )
     return replace(costs, layers=tuple(layers), shared=costs.shared + kept)
 
 
@@ -35,8 +40,12 @@ def believed(problem: Problem, planner: str) -> Problem:
     """
     if planner == "pipedream":
         return replace(problem, memory_limit_bytes=None)
-    counted = {"vpipe": _without_temporaries, "dawnpiper": _all_by_version}.get(planner, lambda layer: layer)
-    return replace(problem, costs=replace(problem.costs, layers=tuple(map(counted, problem.costs.layers))))
+    counted = {"vpipe": _without_temporaries, "dawnpiper": _all_by_version}.get(
+        planner, lambda layer: layer
+    )
+    return replace(
+        problem, costs=replace(problem.costs, layers=tuple(map(counted, problem.costs.layers)))
+    )
 
 
 def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
@@ -52,7 +61,9 @@ def _joint(problem: Problem) -> Decision | None:
     return plan and Decision(plan.bounds, plan.choices)
 
 
-def _unless_infeasible(planner: Callable[[Problem], Decision]) -> Callable[[Problem], Decision | None]:
+def _unless_infeasible(
+    planner: Callable[[Problem], Decision],
+) -> Callable[[Problem], Decision | None]:
     def attempt(problem: Problem) -> Decision | None:
         try:
             return planner(problem)
@@ -91,7 +102,9 @@ def claims(problem: Problem, planner: str, optimised: bool) -> bool:
 def _fits(problem: Problem, told: Problem, planner: str, optimised: bool) -> bool:
     decision = decided(told, planner, optimised)
     limit = problem.memory_limit_bytes
-    return decision is not None and (limit is None or evaluate(problem, decision).peak_bytes <= limit)
+    return decision is not None and (
+        limit is None or evaluate(problem, decision).peak_bytes <= limit
+    )
 
 
 def _without_temporaries(layer: LayerCost) -> LayerCost:

@@ -26,17 +26,25 @@ def main() -> None:
         most: dict[str, int] = {}
         for planner in PLANNERS:
             most[planner] = largest_micro_batch(planner, schedule, max(most.values(), default=8))
-            print(f"{schedule}, {planner}: {most[planner]} examples per micro-batch", file=sys.stderr, flush=True)
+            print(
+                f"{schedule}, {planner}: {most[planner]} examples per micro-batch",
+                file=sys.stderr,
+                flush=True,
+            )
         equal = min(size for size in most.values() if size)
         for title, sizes in (
             (f"at an equal batch of {equal * MICRO_BATCHES}", dict.fromkeys(PLANNERS, equal)),
             ("at each one's largest batch", most),
         ):
-            print(f"\n### {schedule}, {title}\n\n| planner | batch | examples/s | peak MiB |\n|---|---|---|---|")
+            print(
+                f"\n### {schedule}, {title}\n\n| planner | batch | examples/s | peak MiB |\n|---|---|---|---|"
+            )
             for planner, size in sizes.items():
                 found = measured(planner, schedule, size) if most[planner] else None
                 shown = (
-                    f"{size * MICRO_BATCHES} | {found[0]:.0f} | {found[1] / 2**20:.2f}" if found else "none fits | |"
+                    f"{size * MICRO_BATCHES} | {found[0]:.0f} | {found[1] / 2**20:.2f}"
+                    if found
+                    else "none fits | |"
                 )
                 print(f"| {planner} | {shown} |", flush=True)
 

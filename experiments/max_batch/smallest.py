@@ -48,7 +48,10 @@ def main() -> None:
     for limit in np.linspace(default, smallest, LIMITS).astype(int).tolist():
         held, losses = run(workload, batches, limit)
         same = "the same bits" if losses == expected else "NOT the same"
-        print(f"| {limit / 2**20:.1f} | {held / 2**20:.1f} | {held / default:.3f} | {same} |", flush=True)
+        print(
+            f"| {limit / 2**20:.1f} | {held / 2**20:.1f} | {held / default:.3f} | {same} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

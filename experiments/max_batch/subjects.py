@@ -59,14 +59,23 @@ def costings(
     @cache
     def traced(size: int) -> Model:
         present = None if size == anchors[0] else traced(anchors[0]).traced
-        batch, state, key = workload.abstract_batch(size), workload.initial_state(), jax.random.key(0)
+        batch, state, key = (
+            workload.abstract_batch(size),
+            workload.initial_state(),
+            jax.random.key(0),
+        )
         aux, stateful = workload.has_aux, workload.has_state
-        return trace_model(workload.loss_fn, params, batch, key, state, present, has_aux=aux, has_state=stateful)
+        return trace_model(
+            workload.loss_fn, params, batch, key, state, present, has_aux=aux, has_state=stateful
+        )
 
     @cache
     def pieces() -> OptimizerCut:
         model, graph = traced(anchors[0]), traced(anchors[0]).traced.graph
-        owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
+        owners, readers = (
+            [p.owner for p in graph.parameters],
+            [len(p.readers) for p in graph.parameters],
+        )
         return cut_optimizer(optimizer, model.params, owners, readers, microbatches=None)
 
     def costing(form: Callable[[Traced], Traced]) -> Costing:
@@ -89,7 +98,11 @@ def between(low: Costs, high: Costs, share: float) -> Costs:
     """Costs on the line through two; of a layer's options those that both have."""
 
     def mixed(a: Any, b: Any, **others: Any) -> Any:
-        numbers = {f.name: getattr(a, f.name) for f in fields(a) if type(getattr(a, f.name)) in (int, float)}
+        numbers = {
+            f.name: getattr(a, f.name)
+            for f in fields(a)
+            if type(getattr(a, f.name)) in (int, float)
+        }
         line = {name: type(x)(x + share * (getattr(b, name) - x)) for name, x in numbers.items()}
         return replace(a, **line, **others)
 
@@ -100,7 +113,9 @@ def between(low: Costs, high: Costs, share: float) -> Costs:
 
     return replace(
         low,
-        layers=tuple(mixed(a, b, options=options(a, b)) for a, b in zip(low.layers, high.layers, strict=True)),
+        layers=tuple(
+            mixed(a, b, options=options(a, b)) for a, b in zip(low.layers, high.layers, strict=True)
+        ),
         edges=tuple(mixed(a, b) for a, b in zip(low.edges, high.edges, strict=True)),
         shared=tuple(mixed(a, b) for a, b in zip(low.shared, high.shared, strict=True)),
     )

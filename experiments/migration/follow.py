@@ -31,8 +31,12 @@ def main() -> None:
             steps_s, history = trained(STEPS, factor, adapt=on)
             print(f"| {factor} | {row(factor, steps_s, history)} |", flush=True)
     steps_s, history = trained(NOISY_STEPS, 1.0, adapt=True)
-    ratio = statistics.median(steps_s[NOISY_STEPS // 2 :]) / statistics.median(steps_s[5 : NOISY_STEPS // 2])
-    print(f"\n{NOISY_STEPS} steps under noise alone: {len(history)} migrations; second half over first {ratio:.3f}")
+    ratio = statistics.median(steps_s[NOISY_STEPS // 2 :]) / statistics.median(
+        steps_s[5 : NOISY_STEPS // 2]
+    )
+    print(
+        f"\n{NOISY_STEPS} steps under noise alone: {len(history)} migrations; second half over first {ratio:.3f}"
+    )
 
 
 def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], list[Any]]:
@@ -45,7 +49,9 @@ def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], lis
     naps.set_slowness(1, 1.0)
     naps.set_noise(NOISE, OUTLIERS)
     plan = jvpipe.Plan.from_cuts([LAYERS // 2] * 2)
-    pipe = jvpipe.Pipeline(naps.loss_fn(FORWARD_S, BACKWARD_S), optax.sgd(0.1), plan, MICRO, planner="even")
+    pipe = jvpipe.Pipeline(
+        naps.loss_fn(FORWARD_S, BACKWARD_S), optax.sgd(0.1), plan, MICRO, planner="even"
+    )
     batch = naps.batch(4 * MICRO, WIDTH)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)
     if adapt:
@@ -72,7 +78,11 @@ def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
     if away:
         repaired = " and ".join(str(c.step - SLOW.start) for c in away)
         found = ["yes", repaired, found[2], str(back[-1].step - SLOW.stop) if back else "never"]
-    seconds = (statistics.median(before), statistics.median(steps_s[SLOW.start + 5 : SLOW.stop]), modelled_s)
+    seconds = (
+        statistics.median(before),
+        statistics.median(steps_s[SLOW.start + 5 : SLOW.stop]),
+        modelled_s,
+    )
     return " | ".join([*found, *(f"{s:.3f}" for s in (*seconds, statistics.median(after)))])
 
 

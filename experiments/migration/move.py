@@ -89,18 +89,26 @@ def main() -> None:
     still = [min(pair) for pair in zip(figures(found["old"]), figures(found["new"]), strict=True)]
     worst = 0.0
     for name in ("moving", "moving back"):
-        delays = [[s - without for s, without in zip(one.done_s, still, strict=False)] for one in found[name]]
+        delays = [
+            [s - without for s, without in zip(one.done_s, still, strict=False)]
+            for one in found[name]
+        ]
         worst = max(worst, *(max(delay) for delay in delays))
         shown = [statistics.median(column) for column in zip(*delays, strict=True)]
         print(f"| {name}: delay | " + " | ".join(f"{1e3 * s:+.0f}" for s in shown) + " | | |")
-    print(f"\nthe latest micro-batch of {2 * ROUNDS} moves: {1e3 * worst:.0f} ms (bound: {1e3 * own_s:.0f})\n")
+    print(
+        f"\nthe latest micro-batch of {2 * ROUNDS} moves: {1e3 * worst:.0f} ms (bound: {1e3 * own_s:.0f})\n"
+    )
     step_s, idle_s = still[-2:]
     print("| way | step with it, s | longer, s | devices idle longer, s |")
     print("|---|---|---|---|")
     moved_s, moved_idle_s = (
-        statistics.median(values) for values in zip(*((s.step_s, s.idle_s) for s in live), strict=True)
+        statistics.median(values)
+        for values in zip(*((s.step_s, s.idle_s) for s in live), strict=True)
     )
-    print(f"| live, inside a step | {moved_s:.3f} | {moved_s - step_s:.3f} | {moved_idle_s - idle_s:.3f} |")
+    print(
+        f"| live, inside a step | {moved_s:.3f} | {moved_s - step_s:.3f} | {moved_idle_s - idle_s:.3f} |"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for way in ("reboot, programs known", "reboot, programs compiled again"):
             if "again" in way:
@@ -133,7 +141,10 @@ def seen(spans: Any, start_s: float, end_s: float) -> Step:
 
 def figures(steps: list[Step]) -> list[float]:
     """Medians: of each micro-batch, of the step, of the devices' idle seconds."""
-    return [statistics.median(column) for column in zip(*([*s.done_s, s.step_s, s.idle_s] for s in steps), strict=True)]
+    return [
+        statistics.median(column)
+        for column in zip(*([*s.done_s, s.step_s, s.idle_s] for s in steps), strict=True)
+    ]
 
 
 if __name__ == "__main__":

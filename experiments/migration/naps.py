@@ -41,7 +41,9 @@ def set_noise(noise: float, outliers: float, seed: int = 0) -> None:
 def sleep(x: jax.Array, seconds: float) -> jax.Array:
     """A copy of `x` that takes so long."""
     _library()
-    return jax.ffi.ffi_call("nap", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, seconds=np.float64(seconds))
+    return jax.ffi.ffi_call("nap", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x, seconds=np.float64(seconds)
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -75,7 +77,10 @@ def loss_fn(forward_s: float, backward_s: float) -> Any:
 
 def params(layers: int, width: int) -> list[np.ndarray]:
     draw = np.random.default_rng(0)
-    return [draw.normal(size=(width, width), scale=width**-0.5).astype(np.float32) for _ in range(layers)]
+    return [
+        draw.normal(size=(width, width), scale=width**-0.5).astype(np.float32)
+        for _ in range(layers)
+    ]
 
 
 def batch(examples: int, width: int) -> dict[str, np.ndarray]:

@@ -33,7 +33,10 @@ MICRO_BATCH = 2
 
 def paced_workload(slots: int) -> tuple[Workload, Supernet]:
     """The tiny workload with so many slots, and its supernet of sleeping blocks."""
-    workload, seconds = models.load("evolved-transformer", "tiny", blocks=slots), seconds_of_blocks()
+    workload, seconds = (
+        models.load("evolved-transformer", "tiny", blocks=slots),
+        seconds_of_blocks(),
+    )
 
     @cache
     def kind_of(config: EvolvedTransformerConfig, block: Block) -> Kind:
@@ -52,13 +55,17 @@ def traced(workload: Workload, found: Supernet, architecture: Any, micro_batch: 
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: found.params_of(architecture, key), key)
     batch = workload.abstract_batch(micro_batch)
-    return trace_model(found.loss_of(architecture), params, batch, jax.random.key(0), None, has_state=False)
+    return trace_model(
+        found.loss_of(architecture), params, batch, jax.random.key(0), None, has_state=False
+    )
 
 
 @cache
 def seconds_of_blocks() -> dict[Block, tuple[float, float]]:
     """What the forward and the backward of each block sleep."""
-    workload = models.load("evolved-transformer", "small", blocks=len(LEFT) * len(RIGHT), dropout=0.0)
+    workload = models.load(
+        "evolved-transformer", "small", blocks=len(LEFT) * len(RIGHT), dropout=0.0
+    )
     assert workload.supernet is not None
     found, seconds = smaller(workload.supernet), dict[Block, tuple[float, float]]()
     for architecture in found.space.covering():
@@ -66,16 +73,27 @@ def seconds_of_blocks() -> dict[Block, tuple[float, float]]:
         costs = estimate(model.traced, find_cluster("a100-40gb"), fates=False, store=ProgramStore())
         labels = map(model.traced.graph.label, model.traced.graph.layers)
         named = dict(zip(labels, costs.layers, strict=True))
-        seconds |= {block: (named[name].forward_s, named[name].backward_s) for _, name, block in architecture.blocks()}
+        seconds |= {
+            block: (named[name].forward_s, named[name].backward_s)
+            for _, name, block in architecture.blocks()
+        }
     scale = MEAN_S / statistics.mean(map(sum, seconds.values()))
-    return {block: (scale * forward_s, scale * backward_s) for block, (forward_s, backward_s) in seconds.items()}
+    return {
+        block: (scale * forward_s, scale * backward_s)
+        for block, (forward_s, backward_s) in seconds.items()
+    }
 
 
 class PacedBlock(TwoBranches):
     """A block whose branches' sum sleeps, forward and backward."""
 
     def __init__(
-        self, config: EvolvedTransformerConfig, block: Block, seconds: tuple[float, float], *, rngs: nnx.Rngs
+        self,
+        config: EvolvedTransformerConfig,
+        block: Block,
+        seconds: tuple[float, float],
+        *,
+        rngs: nnx.Rngs,
     ) -> None:
         super().__init__(config, block, rngs=rngs)
         self.seconds = seconds

@@ -92,7 +92,9 @@ class Moment(NamedTuple):
 
     def quiet(self, later: "Moment") -> bool:
         """Whether hardly anything was stolen from here on."""
-        return later.stolen_s - self.stolen_s < QUIET * (later.at_s - self.at_s) * (os.cpu_count() or 1)
+        return later.stolen_s - self.stolen_s < QUIET * (later.at_s - self.at_s) * (
+            os.cpu_count() or 1
+        )
 
 
 class Clock:
@@ -158,7 +160,9 @@ class Alone(NamedTuple):
     quiet: bool
 
 
-def pipeline(subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pipeline] = jvpipe.Pipeline) -> Any:
+def pipeline(
+    subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pipeline] = jvpipe.Pipeline
+) -> Any:
     """One that plans by itself."""
     optimizer = subject.workload.optimizer(1000, local=schedule == "pipedream")
     limit = subject.limit_bytes
@@ -167,9 +171,18 @@ def pipeline(subject: Subject, schedule: str, loss_fn: Any, made: type[jvpipe.Pi
 
 def homes_of(subject: Subject, schedule: str, architecture: Architecture) -> list[int]:
     """Where the upper layer's own planner has the slots of an architecture."""
-    loss_fn, optimizer = subject.supernet.loss_of(architecture), subject.workload.optimizer(1000, local=True)
-    pipe = jvpipe.Pipeline(loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule)
-    pipe.init(subject.supernet.params_of(architecture, jax.random.key(0)), subject.batch(), jax.random.key(0))
+    loss_fn, optimizer = (
+        subject.supernet.loss_of(architecture),
+        subject.workload.optimizer(1000, local=True),
+    )
+    pipe = jvpipe.Pipeline(
+        loss_fn, optimizer, subject.stages, MICRO_BATCHES, schedule, planner=schedule
+    )
+    pipe.init(
+        subject.supernet.params_of(architecture, jax.random.key(0)),
+        subject.batch(),
+        jax.random.key(0),
+    )
     return streams.homes(pipe.session.graph, len(architecture.slots), pipe.plan.cuts)
 
 
@@ -177,11 +190,19 @@ def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvp
     """Trains the stream; layers move as the plan of each architecture says. Also the pipeline and its last state."""
     space = subject.supernet.space
     given = subject.architectures
-    search = ArchitectureSearch(subject.supernet, 0, STEPS, streams.Given(space, given) if given else None)
-    pipe, batch, clock = pipeline(subject, schedule, search.first.loss_fn, Timed), subject.batch(), Clock()
+    search = ArchitectureSearch(
+        subject.supernet, 0, STEPS, streams.Given(space, given) if given else None
+    )
+    pipe, batch, clock = (
+        pipeline(subject, schedule, search.first.loss_fn, Timed),
+        subject.batch(),
+        Clock(),
+    )
     state = pipe.init(search.first.params, batch, jax.random.key(0))
     for architecture in dict.fromkeys(given[1:] if given else space.covering()):
-        shapes = jax.eval_shape(lambda a=architecture: subject.supernet.params_of(a, jax.random.key(0)))
+        shapes = jax.eval_shape(
+            lambda a=architecture: subject.supernet.params_of(a, jax.random.key(0))
+        )
         pipe.precompile(subject.supernet.loss_of(architecture), shapes)
     pipe.prepared_s.clear()
     found = []
@@ -190,7 +211,11 @@ def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvp
             state = reached
             clock.watch(metrics["loss"])
             found.append(architecture)
-    return Followed(found[::STEPS], clock.moments(), [*pipe.prepared_s], [*pipe.switched_s], compiled), pipe, state
+    return (
+        Followed(found[::STEPS], clock.moments(), [*pipe.prepared_s], [*pipe.switched_s], compiled),
+        pipe,
+        state,
+    )
 
 
 def plans_at_home(
@@ -201,13 +226,18 @@ def plans_at_home(
     problem = pipe.session.planned.problem
 
     def kept(bounds: Sequence[int]) -> jvpipe.Plan:
-        return jvpipe.Plan.from_cuts([j - i for i, j in pairwise(bounds)]).with_schedule(problem.schedule.name)
+        return jvpipe.Plan.from_cuts([j - i for i, j in pairwise(bounds)]).with_schedule(
+            problem.schedule.name
+        )
 
     def static(bounds: Sequence[int]) -> list[jvpipe.Plan]:
         again = checkpointed(pipe.session.graph, kept(bounds), "always")
         return [again] if problem.schedule.synchronous else [kept(bounds), again]
 
-    chosen = (d.plan(problem.costs, problem.schedule.name, "vpipe") for d in variants.chosen_at_home(problem, whole))
+    chosen = (
+        d.plan(problem.costs, problem.schedule.name, "vpipe")
+        for d in variants.chosen_at_home(problem, whole)
+    )
     unlimited = problem.memory_limit_bytes is None
     return {
         "ideal": iter([pipe.plan]),
@@ -218,7 +248,11 @@ def plans_at_home(
 
 
 def alone(
-    subject: Subject, pipe: jvpipe.Pipeline, state: Any, architecture: Architecture, homes: Sequence[Sequence[int]]
+    subject: Subject,
+    pipe: jvpipe.Pipeline,
+    state: Any,
+    architecture: Architecture,
+    homes: Sequence[Sequence[int]],
 ) -> tuple[dict[str, Alone], Any]:
     """The variants that do not move layers; and the state."""
     batch, params = subject.batch(), subject.supernet.params_of(architecture, jax.random.key(0))
@@ -258,7 +292,15 @@ def subject(name: str) -> Subject:
     workload, supernet = paced.paced_workload(slots)
     blocks = list(default_architecture(workload.config).slots[:2])
     given = streams.changed([block for block in blocks if block]) if name == "changed" else None
-    return Subject(name, workload, supernet, streams.STAGES, given, paced.MICRO_BATCH, LIMIT_BYTES if given else None)
+    return Subject(
+        name,
+        workload,
+        supernet,
+        streams.STAGES,
+        given,
+        paced.MICRO_BATCH,
+        LIMIT_BYTES if given else None,
+    )
 
 
 LIMIT_BYTES = 2**21
@@ -274,7 +316,11 @@ def run(subject: Subject, schedule: str, count: int) -> None:
     for architecture in stream.architectures[1:]:
         taken, state = alone(subject, pipe, state, architecture, homes)
         measured.append(taken)
-    step_s = {name: [found[name].step_s for found in measured] for name in variants.NAMES if name != "full"}
+    step_s = {
+        name: [found[name].step_s for found in measured]
+        for name in variants.NAMES
+        if name != "full"
+    }
     step_s["full"] = stream.step_s()
     layers = [sum(found["ideal"].plan.cuts) for found in measured]
     alone_quiet = [all(taken.quiet for taken in found.values()) for found in measured]
@@ -297,9 +343,15 @@ def main() -> None:
     name = words[0] if words else "changed"
     jax.config.update("jax_num_cpu_devices", 2 if name == "unpaced" else streams.STAGES)
     asked = subject(name)
-    count = next((int(word) for word in words if word.isdigit()), len(asked.architectures or ()) or streams.COUNT)
+    count = next(
+        (int(word) for word in words if word.isdigit()),
+        len(asked.architectures or ()) or streams.COUNT,
+    )
     with awake():
-        for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
+        for schedule in [word for word in words if word in ("gpipe", "pipedream")] or [
+            "gpipe",
+            "pipedream",
+        ]:
             run(asked, schedule, count)
 
 

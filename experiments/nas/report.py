@@ -40,7 +40,9 @@ def report(
     `counted`. The first one is number `first`.
     """
     counted = counted or [True] * len(layers)
-    print(f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|")
+    print(
+        f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|"
+    )
     for n, count in enumerate(layers):
         rates = (f"{MICRO_BATCHES / step_s[name][n]:.1f}" for name in NAMES)
         print(f"| {n + first}{'' if counted[n] else ' *'} | {count} | {' | '.join(rates)} |")
@@ -48,10 +50,14 @@ def report(
     if not all(counted):
         print("\nWhile those with a * ran, other machines on the host were busy.")
     if any(counted) and not all(counted):
-        means["those without a *"] = {name: statistics.mean(compress(step_s[name], counted)) for name in NAMES}
+        means["those without a *"] = {
+            name: statistics.mean(compress(step_s[name], counted)) for name in NAMES
+        }
     print(f"\n| mean of | {' | '.join(NAMES)} |\n{'|---' * (1 + len(NAMES))}|")
     for those, mean_s in means.items():
-        print(f"| {those} | {' | '.join(f'{MICRO_BATCHES / mean_s[name]:.1f}' for name in NAMES)} |")
+        print(
+            f"| {those} | {' | '.join(f'{MICRO_BATCHES / mean_s[name]:.1f}' for name in NAMES)} |"
+        )
     for those, mean_s in means.items():
         over = {name: mean_s[name] / mean_s["full"] for name in NAMES}
         lost = STEPS * (mean_s["full"] - mean_s["ideal"]) / mean_s["ideal"]
@@ -68,7 +74,9 @@ def keep(name: str, schedule: str, step_s: Mapping[str, Sequence[float]]) -> Non
     """Adds rates to <name>.json beside this file, and draws what is there to <name>.svg."""
     path = Path(__file__).with_name(f"{name}.json")
     rates = json.loads(path.read_text()) if path.exists() else {}
-    rates[schedule] = {variant: [round(MICRO_BATCHES / s, 2) for s in step_s[variant]] for variant in NAMES}
+    rates[schedule] = {
+        variant: [round(MICRO_BATCHES / s, 2) for s in step_s[variant]] for variant in NAMES
+    }
     path.write_text(json.dumps(rates, indent=1) + "\n")
     draw(name, rates)
 
@@ -76,7 +84,9 @@ def keep(name: str, schedule: str, step_s: Mapping[str, Sequence[float]]) -> Non
 def draw(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     """Draws rates to <name>.svg beside this file."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        picture(name, rates).savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None})
+        picture(name, rates).savefig(
+            Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None}
+        )
 
 
 def picture(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
@@ -89,7 +99,9 @@ def picture(name: str, rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Fi
         for variant, colour in COLOURS.items():
             if values := variants.get(variant):
                 edges, style = range(1, len(values) + 2), ":" if variant == "ideal" else "-"
-                axes.stairs(values, edges, color=colour, linestyle=style, label=variant, baseline=None)
+                axes.stairs(
+                    values, edges, color=colour, linestyle=style, label=variant, baseline=None
+                )
         axes.set_title(f"{name.replace('_', ', ')}, {schedule}", loc="left", fontsize=10)
         axes.set_xlabel("architecture", fontsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -100,13 +100,20 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
     start_s = time.perf_counter()
     model = traced(workload, supernet, architecture, micro_batch)
     graph = model.traced.graph
-    owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
-    optimizer = cut_optimizer(workload.optimizer(1000), model.params, owners, readers, microbatches=None)
+    owners, readers = (
+        [p.owner for p in graph.parameters],
+        [len(p.readers) for p in graph.parameters],
+    )
+    optimizer = cut_optimizer(
+        workload.optimizer(1000), model.params, owners, readers, microbatches=None
+    )
     prepared_s = time.perf_counter() - start_s
     costs = estimate(model.traced, CLUSTER, optimizer, MICRO_BATCHES, store=ProgramStore())
     limit, host = CLUSTER.device.memory_bytes, CLUSTER.host_memory_bytes
     schedule = find_schedule("gpipe")
-    problem = Problem(costs, streams.STAGES, schedule, MICRO_BATCHES, limit, host, CLUSTER.host, CLUSTER.peer)
+    problem = Problem(
+        costs, streams.STAGES, schedule, MICRO_BATCHES, limit, host, CLUSTER.host, CLUSTER.peer
+    )
     return Planned(problem, graph, prepared_s)
 
 
@@ -130,10 +137,14 @@ def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) 
         elif had[name][0] != stage:
             taken_s[stage] += new.problem.peer.seconds(size)
     stages_s = [stage.compute_s for stage in evaluate(new.problem, now).stages]
-    return max(taken_s) + (0.0 if new.problem.schedule.synchronous else sum(stages_s) - max(stages_s))
+    return max(taken_s) + (
+        0.0 if new.problem.schedule.synchronous else sum(stages_s) - max(stages_s)
+    )
 
 
-def seconds(found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]) -> dict[str, list[float]]:
+def seconds(
+    found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]
+) -> dict[str, list[float]]:
     """Seconds per step of each variant, by architecture; those of the full one with its switches."""
     step_s: dict[str, list[float]] = {name: [] for name in variants.NAMES}
     before: tuple[Planned, Decision] | None = None
@@ -143,14 +154,19 @@ def seconds(found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]
         planning_s = one.prepared_s + time.perf_counter() - start_s
         bounds = streams.home_bounds(one.graph, whole)
         for name, decisions in (
-            ("static, first", variants.static_at_home(one.problem, streams.home_bounds(one.graph, first))),
+            (
+                "static, first",
+                variants.static_at_home(one.problem, streams.home_bounds(one.graph, first)),
+            ),
             ("static", variants.static_at_home(one.problem, bounds)),
             ("swap/recompute", variants.chosen_at_home(one.problem, bounds)),
         ):
             step_s[name].append(one.step_s(variants.fitting(one.problem, decisions)))
         lost_s = 0.0
         if before is not None:
-            lost_s = switch_s(before, (one, best)) + max(0.0, planning_s - STEPS * step_s["ideal"][-1])
+            lost_s = switch_s(before, (one, best)) + max(
+                0.0, planning_s - STEPS * step_s["ideal"][-1]
+            )
         step_s["ideal"].append(one.step_s(best))
         step_s["full"].append(step_s["ideal"][-1] + lost_s / STEPS)
         before = one, best
@@ -165,9 +181,16 @@ def main() -> None:
     count = next((int(word) for word in words if word.isdigit()), streams.COUNT)
     architectures = architectures_of(name, workload, count)
     found = [planned(workload, architecture, MICRO_BATCH[name]) for architecture in architectures]
-    whole = found[0] if name == "changed" else planned(workload, default(workload), MICRO_BATCH[name])
-    for schedule in [word for word in words if word in ("gpipe", "pipedream")] or ["gpipe", "pipedream"]:
-        homes = [homes_of(one.under(schedule), len(architectures[0].slots)) for one in (found[0], whole)]
+    whole = (
+        found[0] if name == "changed" else planned(workload, default(workload), MICRO_BATCH[name])
+    )
+    for schedule in [word for word in words if word in ("gpipe", "pipedream")] or [
+        "gpipe",
+        "pipedream",
+    ]:
+        homes = [
+            homes_of(one.under(schedule), len(architectures[0].slots)) for one in (found[0], whole)
+        ]
         step_s = seconds([one.under(schedule) for one in found], *homes)
         report(f"{name}, simulated, {schedule}", step_s, [len(one.names) for one in found])
         keep(f"{name}_simulated", schedule, step_s)

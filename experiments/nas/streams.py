@@ -41,8 +41,12 @@ def changed(blocks: Sequence[Block]) -> list[Architecture]:
     """
 
     def architecture(counts: Sequence[int]) -> Architecture:
-        filled = [slot % PER_STAGE < counts[slot // PER_STAGE] for slot in range(STAGES * PER_STAGE)]
-        return Architecture(tuple(blocks[i % len(blocks)] if there else None for i, there in enumerate(filled)))
+        filled = [
+            slot % PER_STAGE < counts[slot // PER_STAGE] for slot in range(STAGES * PER_STAGE)
+        ]
+        return Architecture(
+            tuple(blocks[i % len(blocks)] if there else None for i, there in enumerate(filled))
+        )
 
     return [
         architecture((FILLED, FILLED + more, FILLED - fewer, FILLED))
@@ -50,7 +54,9 @@ def changed(blocks: Sequence[Block]) -> list[Architecture]:
     ]
 
 
-def evolved(space: SearchSpace, count: int, loss: Callable[[Architecture], float], seed: int = 0) -> list[Architecture]:
+def evolved(
+    space: SearchSpace, count: int, loss: Callable[[Architecture], float], seed: int = 0
+) -> list[Architecture]:
     """The first architectures of regularised evolution under a loss that is known beforehand."""
     evolution, found = RegularizedEvolution(space, seed), list[Architecture]()
     for _ in range(count):
@@ -74,7 +80,9 @@ def home_bounds(graph: Any, homes: Sequence[int], stages: int = STAGES) -> list[
     """
     blocks = _slots(graph)
     last = max(i for i, slot in enumerate(blocks) if slot >= 0)
-    found = [stages - 1 if i > last else homes[slot] if slot >= 0 else 0 for i, slot in enumerate(blocks)]
+    found = [
+        stages - 1 if i > last else homes[slot] if slot >= 0 else 0 for i, slot in enumerate(blocks)
+    ]
     found = list(accumulate(found, max))
     starts = [max(sum(home < s for home in found), s) for s in range(stages + 1)]
     for s in range(stages - 1, 0, -1):

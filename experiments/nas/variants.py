@@ -25,17 +25,23 @@ def static_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision
     """What the upper layer would do, the first choice first."""
     if not problem.schedule.synchronous:
         yield Decision.keeping_all(bounds)
-    yield Decision(tuple(bounds), tuple(RECOMPUTE if i in bounds else RECOMPUTE_CHAIN for i in range(bounds[-1])))
+    yield Decision(
+        tuple(bounds),
+        tuple(RECOMPUTE if i in bounds else RECOMPUTE_CHAIN for i in range(bounds[-1])),
+    )
 
 
 def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
     """vPipe's swap and recompute at these cuts; then under smaller limits, should the first plan hold too much."""
     for share in (1.0, 0.95, 0.9, 0.8, 0.7):
-        asked = replace(problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None)
+        asked = replace(
+            problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None
+        )
         segments = Segments(asked)
         moves = {k: FateChanges(asked, k) for k in set(segments.in_flight)}
         stages = [
-            Selection(segments, moves[segments.in_flight[s]], s, i, j) for s, (i, j) in enumerate(pairwise(bounds))
+            Selection(segments, moves[segments.in_flight[s]], s, i, j)
+            for s, (i, j) in enumerate(pairwise(bounds))
         ]
         for stage in stages:
             swap_recompute(stage)

@@ -18,7 +18,9 @@ WIDTH = 32
 
 def spin(x: jax.Array, iterations: int) -> jax.Array:
     """`x`, once a loop that starts from it has run."""
-    end = jax.lax.fori_loop(0, iterations, lambda _, c: c * np.float32(0.999) + np.float32(1e-3), x.ravel()[0])
+    end = jax.lax.fori_loop(
+        0, iterations, lambda _, c: c * np.float32(0.999) + np.float32(1e-3), x.ravel()[0]
+    )
     return jnp.where(end > 1e30, end, x)  # never so, which the compiler cannot know
 
 
@@ -67,7 +69,10 @@ def paced_loss(seconds: tuple[tuple[float, float], ...]) -> Any:
 
 def params(layers: int) -> list[np.ndarray]:
     draw = np.random.default_rng(0)
-    return [draw.normal(size=(WIDTH, WIDTH), scale=WIDTH**-0.5).astype(np.float32) for _ in range(layers)]
+    return [
+        draw.normal(size=(WIDTH, WIDTH), scale=WIDTH**-0.5).astype(np.float32)
+        for _ in range(layers)
+    ]
 
 
 def batch(examples: int) -> dict[str, np.ndarray]:

@@ -23,7 +23,9 @@ def main() -> None:
     from jvpipe.simulate.rows import simulate
 
     loss_fn, params = layers.paced_loss(((FORWARD_S, BACKWARD_S),) * LAYERS), layers.params(LAYERS)
-    print("| schedule | cuts | M | simulated, s | measured, s | ratio | peak bytes, simulated | ledger |")
+    print(
+        "| schedule | cuts | M | simulated, s | measured, s | ratio | peak bytes, simulated | ledger |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for schedule in ("gpipe", "1f1b"):
@@ -31,19 +33,33 @@ def main() -> None:
             for micro in MICRO_BATCHES:
                 plan = Plan.from_cuts(cuts)
                 pipe = jvpipe.Pipeline(
-                    loss_fn, optax.sgd(0.1), stages=plan, microbatches=micro, schedule=schedule, planner="even"
+                    loss_fn,
+                    optax.sgd(0.1),
+                    stages=plan,
+                    microbatches=micro,
+                    schedule=schedule,
+                    planner="even",
                 )
                 batch = layers.batch(2 * micro)
                 state = pipe.init(params, batch, None)
                 compiled = pipe.session.compiled
                 simulated, taken, peak_bytes = [], [], ()
-                for _ in range(5):  # layers and steps in turns, so that a slow moment of the machine hits both
-                    costs = measured_costs(compiled.traced, jax.devices()[0], compiled.store, fates=False).layers
+                for _ in range(
+                    5
+                ):  # layers and steps in turns, so that a slow moment of the machine hits both
+                    costs = measured_costs(
+                        compiled.traced, jax.devices()[0], compiled.store, fates=False
+                    ).layers
 
                     def seconds_of(row: Row, costs: tuple = costs) -> float:
-                        return {"F": costs[row.layer].forward_s, "B": costs[row.layer].backward_s}.get(row.kind, 0.0)
+                        return {
+                            "F": costs[row.layer].forward_s,
+                            "B": costs[row.layer].backward_s,
+                        }.get(row.kind, 0.0)
 
-                    found = simulate(compiled.lowered, seconds_of, temporary_bytes=compiled.step.temporary_bytes)
+                    found = simulate(
+                        compiled.lowered, seconds_of, temporary_bytes=compiled.step.temporary_bytes
+                    )
                     simulated.append(found.step_s)
                     peak_bytes = found.peak_bytes
                     for _ in range(2):
@@ -55,7 +71,9 @@ def main() -> None:
                 ratio = measured_s / simulated_s
                 worst = max(worst, abs(ratio - 1))
                 peaks = list(peak_bytes[:2]), list(pipe.ledger.peak[:2])
-                shown = f"{simulated_s:.3f} | {measured_s:.3f} | {ratio:.3f} | {peaks[0]} | {peaks[1]}"
+                shown = (
+                    f"{simulated_s:.3f} | {measured_s:.3f} | {ratio:.3f} | {peaks[0]} | {peaks[1]}"
+                )
                 print(f"| {schedule} | {cuts[0]}:{cuts[1]} | {micro} | {shown} |", flush=True)
                 assert peaks[0] == peaks[1], "the simulator and the ledger count alike"
     print(f"\nthe simulated step is off by {worst:.1%} at most (bound: 10%)")

@@ -22,9 +22,16 @@ def environment(extras: str = "") -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         source, root = Path(folder) / "source", Path(folder) / "environment"
         kept = ("jvpipe", "models", "pyproject.toml", "README.md", "LICENSE")
-        shutil.copytree(ROOT, source, ignore=lambda at, names: set(names) - set(kept) if at == str(ROOT) else set())
+        shutil.copytree(
+            ROOT,
+            source,
+            ignore=lambda at, names: set(names) - set(kept) if at == str(ROOT) else set(),
+        )
         venv.create(root, with_pip=True, symlinks=True)
-        subprocess.run([root / "bin/python", "-m", "pip", "install", "--quiet", f"{source}{extras}"], check=True)
+        subprocess.run(
+            [root / "bin/python", "-m", "pip", "install", "--quiet", f"{source}{extras}"],
+            check=True,
+        )
         yield root
 
 

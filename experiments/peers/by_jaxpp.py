@@ -20,7 +20,9 @@ STAGES = 2
 
 
 def ready(schedule: str, cut: int, sizes: Sizes) -> work.Ready:
-    mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()).reshape(STAGES, 1), ("stage", "data")), "stage")
+    mesh = jaxpp.MpmdMesh(
+        jax.sharding.Mesh(np.array(jax.devices()).reshape(STAGES, 1), ("stage", "data")), "stage"
+    )
 
     def loss(params: Any, part: Any) -> Any:
         def before(half: int, x: jax.Array) -> jax.Array:
@@ -30,20 +32,26 @@ def ready(schedule: str, cut: int, sizes: Sizes) -> work.Ready:
 
     def run(params: Any, parts: Any) -> Any:
         order = getattr(jaxpp, schedule)(STAGES)
-        return jaxpp.treduce(lambda part: jax.value_and_grad(loss)(params, part), parts, schedule=order)
+        return jaxpp.treduce(
+            lambda part: jax.value_and_grad(loss)(params, part), parts, schedule=order
+        )
 
     given = transformer_params(sizes), micro_batches(sizes)
     compiled = jaxpp.mpmd_jit_with_loop(run, mpmd_mesh=mesh).compile(*given)
     placed = jax.tree.map(lambda x, at: everywhere(mesh, x, at), given, compiled.in_shardings[0])
     losses, sums = compiled(*placed)
     gradients = {name: local(x) / MICRO_BATCHES for name, x in work.named(sums).items()}
-    return work.Ready(lambda: jax.block_until_ready(compiled(*placed)), float(np.mean(local(losses))), gradients)
+    return work.Ready(
+        lambda: jax.block_until_ready(compiled(*placed)), float(np.mean(local(losses))), gradients
+    )
 
 
 def everywhere(mesh: Any, x: np.ndarray, at: Any) -> Any:
     """Puts an array on the stages that read it."""
     shardings = (jax.sharding.NamedSharding(mesh.unstack[i], at.spec) for i in sorted(at.mesh_ids))
-    return jaxpp.MpmdArray([jax.device_put(x, sharding) for sharding in shardings], mpmd_sharding=at)
+    return jaxpp.MpmdArray(
+        [jax.device_put(x, sharding) for sharding in shardings], mpmd_sharding=at
+    )
 
 
 def local(x: Any) -> np.ndarray:

@@ -21,7 +21,9 @@ Gradients = Callable[[], tuple[Any, Any]]  # losses, summed gradients
 
 def micro_batches(sizes: Sizes) -> Any:
     """The batch with a leading axis of micro-batches."""
-    return jax.tree.map(lambda x: x.reshape(MICRO_BATCHES, -1, *x.shape[1:]), transformer_batch(sizes))
+    return jax.tree.map(
+        lambda x: x.reshape(MICRO_BATCHES, -1, *x.shape[1:]), transformer_batch(sizes)
+    )
 
 
 def loop(sizes: Sizes) -> Gradients:

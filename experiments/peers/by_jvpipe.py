@@ -16,7 +16,9 @@ from experiments.throughput.data import MICRO_BATCHES, Sizes, transformer_batch,
 from experiments.throughput.model import transformer_loss
 from jvpipe.schedules import SCHEDULES
 
-RATE = 128.0  # a power of two, so large that a step's difference of parameters has the gradient's bits
+RATE = (
+    128.0  # a power of two, so large that a step's difference of parameters has the gradient's bits
+)
 
 
 def pipeline(schedule: str, plan: int | jvpipe.Plan, rate: float) -> jvpipe.Pipeline:
@@ -45,7 +47,9 @@ def main() -> None:
     options = work.options(__doc__, tuple(SCHEDULES))
     jax.config.update("jax_num_cpu_devices", options.stages)
     made, cuts = ready(options.way, options.stages, options.sizes)
-    print(json.dumps(work.told(made, options) | {"version": f"JAX {jax.__version__}", "cuts": cuts}))
+    print(
+        json.dumps(work.told(made, options) | {"version": f"JAX {jax.__version__}", "cuts": cuts})
+    )
 
 
 if __name__ == "__main__":

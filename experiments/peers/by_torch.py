@@ -18,7 +18,13 @@ from torch.distributed import pipelining  # pyright: ignore[reportMissingImports
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from experiments.peers import work
-from experiments.throughput.data import HEADS, MICRO_BATCHES, Sizes, transformer_batch, transformer_params
+from experiments.throughput.data import (
+    HEADS,
+    MICRO_BATCHES,
+    Sizes,
+    transformer_batch,
+    transformer_params,
+)
 
 WAYS = ("1F1B", "ZeroBubble")
 STAGES = 2
@@ -38,19 +44,27 @@ class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(width, bias=False)
-        self.wqkv, self.wo = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.wqkv, self.wo = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
 
     def forward(self, x: Any) -> Any:
         parts = self.wqkv(self.ln1(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        return x + self.wo(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.wo(
+            functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class FeedForward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ln2 = nn.LayerNorm(width, bias=False)
-        self.w1, self.w2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.w1, self.w2 = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Any) -> Any:
         return x + self.w2(functional.gelu(self.w1(self.ln2(x)), approximate="tanh"))
@@ -59,7 +73,10 @@ class FeedForward(nn.Module):
 class Head(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.lnf, self.out = nn.LayerNorm(sizes.width, bias=False), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.lnf, self.out = (
+            nn.LayerNorm(sizes.width, bias=False),
+            nn.Linear(sizes.width, sizes.vocabulary, bias=False),
+        )
 
     def forward(self, x: Any) -> Any:
         return self.out(self.lnf(x))
@@ -67,7 +84,11 @@ class Head(nn.Module):
 
 def layers(sizes: Sizes) -> list[tuple[str, Any]]:
     """The layers of the model and what the names of their parameters begin with."""
-    halves = [(f"blocks.{i}.", half(sizes.width)) for i in range(sizes.blocks) for half in (Attention, FeedForward)]
+    halves = [
+        (f"blocks.{i}.", half(sizes.width))
+        for i in range(sizes.blocks)
+        for half in (Attention, FeedForward)
+    ]
     return [("", Embedding(sizes)), *halves, ("", Head(sizes))]
 
 
@@ -86,13 +107,21 @@ def ready(way: str, rank: int, cut: int, sizes: Sizes) -> work.Ready:
     with torch.no_grad():
         for name, transposed, parameter in parameters(mine):
             parameter.copy_(torch.from_numpy(given[name].T if transposed else given[name]))
-    stage = pipelining.PipelineStage(nn.Sequential(*(layer for _, layer in mine)), rank, STAGES, torch.device("cpu"))
-    common: dict[str, Any] = {"n_microbatches": MICRO_BATCHES, "loss_fn": mean_loss, "scale_grads": False}
+    stage = pipelining.PipelineStage(
+        nn.Sequential(*(layer for _, layer in mine)), rank, STAGES, torch.device("cpu")
+    )
+    common: dict[str, Any] = {
+        "n_microbatches": MICRO_BATCHES,
+        "loss_fn": mean_loss,
+        "scale_grads": False,
+    }
     if way == "1F1B":
         schedule = pipelining.Schedule1F1B(stage, **common)
     else:
         schedule = pipelining.ScheduleInterleavedZeroBubble([stage], **common)
-    tokens, targets = (torch.from_numpy(transformer_batch(sizes)[name]).long() for name in ("tokens", "targets"))
+    tokens, targets = (
+        torch.from_numpy(transformer_batch(sizes)[name]).long() for name in ("tokens", "targets")
+    )
 
     def run() -> list[Any]:
         losses: list[Any] = []
@@ -108,7 +137,10 @@ def ready(way: str, rank: int, cut: int, sizes: Sizes) -> work.Ready:
     losses = run()
     loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
     distributed.broadcast(loss, STAGES - 1)
-    gradients = {name: (p.grad.T if t else p.grad).numpy().copy() / MICRO_BATCHES for name, t, p in parameters(mine)}
+    gradients = {
+        name: (p.grad.T if t else p.grad).numpy().copy() / MICRO_BATCHES
+        for name, t, p in parameters(mine)
+    }
     return work.Ready(step, float(loss), gradients)
 
 
@@ -120,9 +152,14 @@ def ranks() -> None:
     """Starts a process per stage and tells what they found together."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "experiments.peers.by_torch", *sys.argv[1:]]
-        common = os.environ | {"PEER_MEETING": str(Path(folder) / "meeting"), "OMP_NUM_THREADS": "1"}
+        common = os.environ | {
+            "PEER_MEETING": str(Path(folder) / "meeting"),
+            "OMP_NUM_THREADS": "1",
+        }
         started = [
-            subprocess.Popen(command, env=common | {"PEER_RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=common | {"PEER_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            )
             for rank in range(STAGES)
         ]
         try:
@@ -130,7 +167,10 @@ def ranks() -> None:
         finally:
             for process in started:
                 process.kill()
-    both = {"arrays": sum(each["arrays"] for each in told), "error": max(each["error"] for each in told)}
+    both = {
+        "arrays": sum(each["arrays"] for each in told),
+        "error": max(each["error"] for each in told),
+    }
     print(json.dumps(told[-1] | both))
 
 

@@ -63,11 +63,18 @@ class Bench:
 
     def runs(self, way: Way) -> dict[str, Any]:
         """What one way prints, measured in a process of its own, each of its devices on a core of its own."""
-        command = [self.pythons[way.environment], "-m", f"experiments.peers.{way.script}", way.arguments[0]]
+        command = [
+            self.pythons[way.environment],
+            "-m",
+            f"experiments.peers.{way.script}",
+            way.arguments[0],
+        ]
         command += [self.reference, *way.arguments[1:], *self.more]
         path = os.pathsep.join(filter(None, [str(ROOT), self.jaxpp_src]))
         environment = os.environ | {"NPROC": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
@@ -82,7 +89,9 @@ def check(way: Way, rounds: Sequence[dict[str, Any]]) -> None:
 
 def rows(found: dict[Way, list[dict[str, Any]]]) -> list[str]:
     """The table: medians over rounds, and how they compare with the best of the peers on two devices."""
-    step_s = {way: statistics.median(each["step_s"] for each in rounds) for way, rounds in found.items()}
+    step_s = {
+        way: statistics.median(each["step_s"] for each in rounds) for way, rounds in found.items()
+    }
     rivals = [step_s[way] for way in found if way.script in ("by_jaxpp", "by_torch")]
     table = [
         "| way | s per step | least, most | over the best peer | worst error | cuts |",
@@ -92,7 +101,14 @@ def rows(found: dict[Way, list[dict[str, Any]]]) -> list[str]:
         taken = sorted(each["step_s"] for each in rounds)
         over = f"{step_s[way] / min(rivals):.2f}" if rivals else "-"
         error, cuts = max(each["error"] for each in rounds), rounds[-1].get("cuts", "")
-        shown = [way.name, f"{step_s[way]:.3f}", f"{taken[0]:.3f}, {taken[-1]:.3f}", over, f"{error:.0e}", cuts]
+        shown = [
+            way.name,
+            f"{step_s[way]:.3f}",
+            f"{taken[0]:.3f}, {taken[-1]:.3f}",
+            over,
+            f"{error:.0e}",
+            cuts,
+        ]
         table.append(f"| {' | '.join(map(str, shown))} |")
     return table
 
@@ -104,7 +120,9 @@ def main() -> None:
     parser.add_argument("--jaxpp-python", default="")
     parser.add_argument("--jaxpp-src", default="", help="the folder src of JaxPP's repository")
     parser.add_argument("--torch-python", default="")
-    parser.add_argument("--only", default="", help="ways whose name has one of these in it, with commas between")
+    parser.add_argument(
+        "--only", default="", help="ways whose name has one of these in it, with commas between"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: dispatch alone")
     options = parser.parse_args()
     pythons: dict[Environment, str] = {
@@ -115,11 +133,18 @@ def main() -> None:
     for name in (name for name, python in pythons.items() if not python):
         print(f"{name} is left out: --{name.lower()}-python is not given")
     only = options.only.split(",")
-    ways = [way for way in WAYS if pythons[way.environment] and any(name in way.name for name in only)]
+    ways = [
+        way for way in WAYS if pythons[way.environment] and any(name in way.name for name in only)
+    ]
     found: dict[Way, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder) / "reference.npz")
-        bench = Bench(pythons, options.jaxpp_src, reference, ("--tiny", "--steps", "40") if options.tiny else ())
+        bench = Bench(
+            pythons,
+            options.jaxpp_src,
+            reference,
+            ("--tiny", "--steps", "40") if options.tiny else (),
+        )
         bench.runs(Way("reference", "by_jit", ("reference",)))
         for _ in range(options.rounds):
             for way in ways:

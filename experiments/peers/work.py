@@ -38,7 +38,9 @@ def options(description: str | None, ways: tuple[str, ...]) -> argparse.Namespac
     parser.add_argument("way", choices=ways)
     parser.add_argument("reference", help="file of the loss and gradients that one device computes")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--cut", type=int, help="half-blocks on the first of two stages; half of them")
+    parser.add_argument(
+        "--cut", type=int, help="half-blocks on the first of two stages; half of them"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--tiny", action="store_true")

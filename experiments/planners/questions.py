@@ -9,10 +9,14 @@ from jvpipe.schedules import find_schedule
 from jvpipe.session.question import Question
 
 
-def question(model: str, size: str | None, batch_size: int, microbatches: int, stages: int = 4) -> Question:
+def question(
+    model: str, size: str | None, batch_size: int, microbatches: int, stages: int = 4
+) -> Question:
     """A model of a size over some stages, whole batch and micro-batches given."""
     workload = models.load(model, size)
-    return question_of(workload, batch_size, microbatches, stages, workload.optimizer(workload.steps))
+    return question_of(
+        workload, batch_size, microbatches, stages, workload.optimizer(workload.steps)
+    )
 
 
 def question_of(

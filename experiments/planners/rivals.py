@@ -37,7 +37,13 @@ CLUSTERS = ("2080ti", "v100-b", "a100-80gb", "v100-c")
 SHARES = (None, 0.7, None, 0.5)
 """Limits, as shares of what even cuts take with everything kept."""
 LENGTHS = (50, 140, 300, 700, 2_000)
-MODELS = (("bert", "base", 64), ("bert", "large", 64), ("gpt2", "770m", 16), ("amoebanet", None, 32), ("t5", None, 32))
+MODELS = (
+    ("bert", "base", 64),
+    ("bert", "large", 64),
+    ("gpt2", "770m", 16),
+    ("amoebanet", None, 32),
+    ("t5", None, 32),
+)
 ROWS, ROWS_UNDER_A_LIMIT = 6_000, 1_200
 """AdaPipe is left out where stages x layers are more: it takes minutes to hours."""
 
@@ -57,9 +63,18 @@ def chain(layers: int, slow: bool) -> tuple[Costs, Link]:
     drawn = []
     for i in range(layers):
         f, kept = draw.uniform(0.2, 1.8) / layers, draw.randint(5, 40) * MB
-        options = (Option(kept), Option(0, kept), Option(kept // 3, 0, 0.4 * f, kept), Option(0, 0, 0.9 * f, kept))
+        options = (
+            Option(kept),
+            Option(0, kept),
+            Option(kept // 3, 0, 0.4 * f, kept),
+            Option(0, 0, 0.9 * f, kept),
+        )
         more = dict.fromkeys(("parameter_bytes", "gradient_bytes"), draw.randint(1, 8) * MB)
-        drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, **more, input_bytes=4 * MB, temporary_bytes=4 * MB))
+        drawn.append(
+            LayerCost(
+                f"layer{i}", f, 2 * f, options, **more, input_bytes=4 * MB, temporary_bytes=4 * MB
+            )
+        )
     edges = tuple(Edge(i, (i + 1,), draw.choice((1, 2, 4, 8, 16)) * MB) for i in range(layers - 1))
     return Costs(tuple(drawn), edges), Link(60e6 if slow else 12e9, 1e-5)
 
@@ -72,14 +87,20 @@ def dense(blocks: int) -> Costs:
         size = 6 * (4 + 4 * block)
         for i in range(size):
             f, kept = 1e-3 * draw.uniform(0.5, 2.0) * (1 + i / size), (24 >> block) * MB
-            layers.append(LayerCost(f"block{block}.{i}", f, 2 * f, (Option(kept), Option(0, extra_s=f)), MB, MB))
+            layers.append(
+                LayerCost(
+                    f"block{block}.{i}", f, 2 * f, (Option(kept), Option(0, extra_s=f)), MB, MB
+                )
+            )
             readers = tuple(range(begin + i + 1, begin + size + (block + 1 < blocks)))
             edges += [Edge(begin + i, readers, (8 >> block) * MB)] if readers else []
         begin += size
     return Costs(tuple(layers), tuple(edges))
 
 
-def models(profiles: Sequence[Path]) -> Iterator[tuple[str, Callable[[], tuple[Costs, Link | None]]]]:
+def models(
+    profiles: Sequence[Path],
+) -> Iterator[tuple[str, Callable[[], tuple[Costs, Link | None]]]]:
     """Names, and what makes their costs; with a link if they have one of their own."""
     for path in profiles:
         yield path.name.removesuffix(".graph.txt"), lambda path=path: (read_graph(path).costs, None)
@@ -89,14 +110,21 @@ def models(profiles: Sequence[Path]) -> Iterator[tuple[str, Callable[[], tuple[C
         yield f"dense, {blocks} blocks", lambda blocks=blocks: (dense(blocks), None)
     for model, size, examples in MODELS:
         asked = question(model, size, 8 * examples, 8)
-        yield f"{model} {size or ''}".strip(), lambda q=asked: (q.costs(find_cluster("a100-40gb")), None)
+        yield (
+            f"{model} {size or ''}".strip(),
+            lambda q=asked: (q.costs(find_cluster("a100-40gb")), None),
+        )
 
 
 def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
     """The problems, links, micro-batches and limits taking turns."""
-    profiles = arguments.profiles or sorted(p for p in PROFILES.glob("*") if p.suffix in (".txt", ".json"))
+    profiles = arguments.profiles or sorted(
+        p for p in PROFILES.glob("*") if p.suffix in (".txt", ".json")
+    )
     known: dict[str, tuple[Costs, Link | None]] = {}
-    every = product(models([p for p in profiles if not p.stem.endswith("_expert")]), STAGES, SCHEDULES)
+    every = product(
+        models([p for p in profiles if not p.stem.endswith("_expert")]), STAGES, SCHEDULES
+    )
     for at, ((name, make), stages, schedule) in enumerate(every):
         if at < arguments.first or (at - arguments.first) % arguments.every:
             continue
@@ -110,9 +138,13 @@ def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
         except ValueError:
             continue  # too few pieces
         if link:
-            problem = replace(problem, host=Link(12e9, 1e-5), peer=link, peer_uses_host=bool(turn % 2))
+            problem = replace(
+                problem, host=Link(12e9, 1e-5), peer=link, peer_uses_host=bool(turn % 2)
+            )
         else:
-            cluster = replace(find_cluster(CLUSTERS[turn % len(CLUSTERS)]), machines=16, host_memory_bytes=None)
+            cluster = replace(
+                find_cluster(CLUSTERS[turn % len(CLUSTERS)]), machines=16, host_memory_bytes=None
+            )
             problem = on_cluster(problem, cluster)
         share = SHARES[turn // 2 % len(SHARES)]
         yield name, replace(problem, memory_limit_bytes=share and int(share * even.peak_bytes))
@@ -135,28 +167,52 @@ def rivals(problem: Problem) -> list[str]:
     """The planners that answer in a minute or so."""
     rows = problem.stages * len(problem.costs.layers)
     most = ROWS if problem.memory_limit_bytes is None else ROWS_UNDER_A_LIMIT
-    return [p.name for p in PLANNERS if p.name != "jvpipe" and (p.name != "adapipe" or rows <= most)]
+    return [
+        p.name for p in PLANNERS if p.name != "jvpipe" and (p.name != "adapipe" or rows <= most)
+    ]
 
 
 def main() -> None:
     """Prints a line per case; at the end, the worst."""
     arguments = tyro.cli(Arguments)
-    print("| model | layers | S | M | schedule | links, MB/s | limit, MB | best rival | its ms | jvpipe ms ", end="")
+    print(
+        "| model | layers | S | M | schedule | links, MB/s | limit, MB | best rival | its ms | jvpipe ms ",
+        end="",
+    )
     print("| ratio | over the bound | planning s |\n|" + 13 * "---|")
     worst, count = 0.0, 0
     for name, problem in cases(arguments):
         ours_s, taken_s = step_s(problem, find_planner("jvpipe").decide)
-        theirs = {rival: step_s(problem, find_planner(rival).decide)[0] for rival in rivals(problem)}
+        theirs = {
+            rival: step_s(problem, find_planner(rival).decide)[0] for rival in rivals(problem)
+        }
         best = min(theirs, key=lambda rival: theirs[rival])
         if ours_s == theirs[best] == float("inf"):
             continue  # nothing fits
         ratio = ours_s / theirs[best]
         worst, count = max(worst, ratio), count + 1
         limit = problem.memory_limit_bytes
-        cells = [name, len(problem.costs.layers), problem.stages, problem.microbatches, problem.schedule.name]
-        cells += [f"{problem.peer.bytes_per_s / MB:.0f}{' shared' if problem.peer_uses_host else ''}"]
-        cells += ["none" if limit is None else f"{limit / MB:.0f}", best, f"{1e3 * theirs[best]:.2f}"]
-        cells += [f"{1e3 * ours_s:.2f}", f"{ratio:.4f}", f"{ours_s / lower_bound(problem):.3f}", f"{taken_s:.2f}"]
+        cells = [
+            name,
+            len(problem.costs.layers),
+            problem.stages,
+            problem.microbatches,
+            problem.schedule.name,
+        ]
+        cells += [
+            f"{problem.peer.bytes_per_s / MB:.0f}{' shared' if problem.peer_uses_host else ''}"
+        ]
+        cells += [
+            "none" if limit is None else f"{limit / MB:.0f}",
+            best,
+            f"{1e3 * theirs[best]:.2f}",
+        ]
+        cells += [
+            f"{1e3 * ours_s:.2f}",
+            f"{ratio:.4f}",
+            f"{ours_s / lower_bound(problem):.3f}",
+            f"{taken_s:.2f}",
+        ]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
     print(f"\n{count} cases; jvpipe over the best rival at worst: {worst:.4f}", file=sys.stdout)
 

@@ -11,7 +11,9 @@ from jvpipe.simulate.rows import simulate_lists
 from jvpipe.simulate.stages import StageLoad
 
 STAGES = 64
-PER_MICRO_BATCH = 7 * STAGES - 4  # F, R, B, OUT, IN, two sends; the last stage swaps nothing, the ends send once
+PER_MICRO_BATCH = (
+    7 * STAGES - 4
+)  # F, R, B, OUT, IN, two sends; the last stage swaps nothing, the ends send once
 
 
 def main() -> None:
@@ -22,7 +24,9 @@ def main() -> None:
         start = time.perf_counter()
         timeline = simulate_lists(lists, [load] * STAGES, shared_link=shared)
         taken_s = time.perf_counter() - start
-        print(f"{len(timeline.tasks):,} tasks, {'shared' if shared else 'separate'} links: {taken_s:.1f} s")
+        print(
+            f"{len(timeline.tasks):,} tasks, {'shared' if shared else 'separate'} links: {taken_s:.1f} s"
+        )
 
 
 if __name__ == "__main__":

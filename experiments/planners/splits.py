@@ -19,7 +19,9 @@ CLUSTERS = (("a100-40gb", (4, 8)), ("a100-80gb", (8, 16, 24)))
 """Cluster (the links of the first are PCIe, those of the second NVLink) and stages, all as if in one machine."""
 
 
-def planned(cluster_name: str, model: str, size: str, examples: int, stages: int) -> list[tuple[Problem, Answer]]:
+def planned(
+    cluster_name: str, model: str, size: str, examples: int, stages: int
+) -> list[tuple[Problem, Answer]]:
     """The plan with whole layers, and with finer ones."""
     microbatches = 2 * stages
     about = question(model, size, examples * microbatches, microbatches, stages)
@@ -38,7 +40,10 @@ def row(name: str, stages: int, answers: Sequence[tuple[Problem, Answer]]) -> st
         seconds = [cost.compute_s for cost in costs]
         slowest = seconds.index(max(seconds))
         steps.append(simulated_step_s(problem, costs))
-        cells += [f"{max(seconds) * stages / sum(seconds):.3f}", f"{bounds[slowest + 1] - bounds[slowest]}"]
+        cells += [
+            f"{max(seconds) * stages / sum(seconds):.3f}",
+            f"{bounds[slowest + 1] - bounds[slowest]}",
+        ]
         cells += [f"{1e3 * steps[-1]:.1f}"]
     layers = len(answers[1][0].costs.layers)
     return f"| {name} | {stages} | {' | '.join(cells)} | {layers} | {1 - steps[1] / steps[0]:.1%} |"

@@ -34,20 +34,29 @@ def exact_bottleneck_s(costs: Costs, stages: int) -> float:
     best = total.copy()
     for _ in range(stages - 1):
         best = np.array(
-            [min((max(best[i], total[j] - total[i]) for i in range(j)), default=0.0) for j in range(len(total))]
+            [
+                min((max(best[i], total[j] - total[i]) for i in range(j)), default=0.0)
+                for j in range(len(total))
+            ]
         )
     return float(best[-1])
 
 
 def bottlenecks() -> None:
-    print("## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream (planning seconds)\n")
-    print(f"| planner | {' | '.join(f'{f} {s}' for f in FILES for s in STAGES)} |\n|---|{'---|' * 9}")
+    print(
+        "## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream (planning seconds)\n"
+    )
+    print(
+        f"| planner | {' | '.join(f'{f} {s}' for f in FILES for s in STAGES)} |\n|---|{'---|' * 9}"
+    )
     problems = []
     for name in FILES:
         costs = read_graph(PROFILES / f"pipedream_{name}.graph.txt").costs
         for stages in STAGES:
             exact_s = exact_bottleneck_s(costs, stages)
-            problems.append((Problem(costs, stages, find_schedule("pipedream"), 4 * stages), exact_s))
+            problems.append(
+                (Problem(costs, stages, find_schedule("pipedream"), 4 * stages), exact_s)
+            )
     for planner in (planner.name for planner in PLANNERS):
         cells = []
         for problem, exact_s in problems:
@@ -63,7 +72,12 @@ def expert() -> None:
     assert graph.devices is not None
     loads = split_loads_s(graph, expert_split(file.with_name(f"{file.stem}_expert.json")))
     problem = Problem(
-        graph.costs, graph.devices, find_schedule("pipedream"), 24, graph.memory_limit_bytes, peer=graph.link
+        graph.costs,
+        graph.devices,
+        find_schedule("pipedream"),
+        24,
+        graph.memory_limit_bytes,
+        peer=graph.link,
     )
     given = answer(problem, "jvpipe")
     assert given.evaluation is not None
@@ -71,19 +85,29 @@ def expert() -> None:
     print(
         f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's {1e3 * given.evaluation.bottleneck_s:.2f} ms;"
     )
-    print(f"most bytes on a device {given.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}")
+    print(
+        f"most bytes on a device {given.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}"
+    )
 
 
 def under_limits() -> None:
-    print("\n## Simulated step over jvpipe's, under a limit (share of what keeping everything takes); M = 4 S\n")
-    cases = [(f, read_graph(PROFILES / f"pipedream_{f}.graph.txt").costs) for f in FILES] if PROFILES.exists() else []
+    print(
+        "\n## Simulated step over jvpipe's, under a limit (share of what keeping everything takes); M = 4 S\n"
+    )
+    cases = (
+        [(f, read_graph(PROFILES / f"pipedream_{f}.graph.txt").costs) for f in FILES]
+        if PROFILES.exists()
+        else []
+    )
     cluster = find_cluster("a100-40gb")
     for size in ("base", "large"):
         costs = question("bert", size, 64, 16).costs(cluster)
         cases.append((f"bert {size}", costs))
     columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
     planners = [p.name for p in PLANNERS if p.name not in ("even", "torchgpipe-size")]
-    print(f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} |\n|---|{'---|' * len(columns)}")
+    print(
+        f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} |\n|---|{'---|' * len(columns)}"
+    )
     for name, costs in cases:
         rows: dict[str, list[str]] = {planner: [] for planner in planners}
         for schedule, share in columns:
@@ -94,7 +118,13 @@ def under_limits() -> None:
             ours_s = _step_s(problem, answer(problem, "jvpipe"))
             for planner in planners:
                 step_s = _step_s(problem, answer(problem, planner))
-                worse = "no plan" if step_s is None else "" if ours_s is None else f"{step_s / ours_s:.3f}"
+                worse = (
+                    "no plan"
+                    if step_s is None
+                    else ""
+                    if ours_s is None
+                    else f"{step_s / ours_s:.3f}"
+                )
                 rows[planner].append(worse)
         for planner, cells in rows.items():
             print(f"| {name}, {planner} | {' | '.join(cells)} |", flush=True)
@@ -110,7 +140,9 @@ def _step_s(problem: Problem, given: Answer) -> float | None:
 
 
 def noise(draws: int = 20) -> None:
-    print("\n## Plans made on costs that are off by 10%: true step over that of a plan made on true costs\n")
+    print(
+        "\n## Plans made on costs that are off by 10%: true step over that of a plan made on true costs\n"
+    )
     print("| planner | mean | worst |\n|---|---|---|")
     cluster = find_cluster("a100-40gb")
     costs = question("bert", "large", 64, 16).costs(cluster)
@@ -124,11 +156,17 @@ def noise(draws: int = 20) -> None:
             for layer in costs.layers:
                 f, b = (random_numbers.gauss(1, 0.1) for _ in range(2))
                 layers.append(
-                    replace(layer, forward_s=layer.forward_s * max(f, 0.5), backward_s=layer.backward_s * max(b, 0.5))
+                    replace(
+                        layer,
+                        forward_s=layer.forward_s * max(f, 0.5),
+                        backward_s=layer.backward_s * max(b, 0.5),
+                    )
                 )
             given = answer(replace(problem, costs=replace(costs, layers=tuple(layers))), planner)
             assert given.decision is not None
-            ratios.append(simulated_step_s(problem, evaluate(problem, given.decision).stages) / true_s)
+            ratios.append(
+                simulated_step_s(problem, evaluate(problem, given.decision).stages) / true_s
+            )
         print(f"| {planner} | {np.mean(ratios):.3f} | {max(ratios):.3f} |", flush=True)
 
 

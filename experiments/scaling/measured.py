@@ -42,7 +42,9 @@ def bert(stages: int, micro: int = MICRO_BATCHES, steps: int = STEPS) -> float:
 
 
 def _pipe(loss_fn: Any, optimizer: Any, stages: int, micro: int) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss_fn, optimizer, stages=stages, microbatches=micro, devices=jax.devices()[:stages])
+    return jvpipe.Pipeline(
+        loss_fn, optimizer, stages=stages, microbatches=micro, devices=jax.devices()[:stages]
+    )
 
 
 SUBJECTS: Mapping[str, Callable[[int], float]] = {"layers that sleep": sleeping, "bert mini": bert}
@@ -64,7 +66,9 @@ def main() -> int:
 def alone(name: str, stages: int) -> float:
     """A cell by a process of its own."""
     command = [sys.executable, "-m", "experiments.scaling.measured", name, str(stages)]
-    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+    return float(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
+    )
 
 
 def row(name: str, rates: Sequence[float]) -> str:

@@ -33,9 +33,13 @@ class Subject:
 
     def problem(self) -> Problem:
         """On one device; costs are those of a micro-batch, so that only the number of stages changes."""
-        workload = load(self.model, self.size, **({} if self.tokens is None else {"tokens": self.tokens}))
+        workload = load(
+            self.model, self.size, **({} if self.tokens is None else {"tokens": self.tokens})
+        )
         batch_size = self.micro_batch * MICRO_BATCHES
-        return question_of(workload, batch_size, MICRO_BATCHES, 1, optax.adamw(1e-3)).problem(PRESETS["v100-a"])
+        return question_of(workload, batch_size, MICRO_BATCHES, 1, optax.adamw(1e-3)).problem(
+            PRESETS["v100-a"]
+        )
 
     def row(self) -> str:
         """Examples per second at each number of stages, and the share of the first one's per device that is left."""
@@ -43,7 +47,9 @@ class Subject:
         for stages in STAGES:
             rate = self.rate(replace(problem, stages=stages))
             first = first or rate / stages
-            cells.append(f"{rate:.3g} ({100 * rate / stages / first:.0f}%)" if rate else "does not fit")
+            cells.append(
+                f"{rate:.3g} ({100 * rate / stages / first:.0f}%)" if rate else "does not fit"
+            )
         return f"| {self.model} {self.size} | {self.micro_batch} | {' | '.join(cells)} |"
 
     def rate(self, problem: Problem) -> float:
@@ -57,8 +63,18 @@ class Subject:
 
 
 SUBJECTS = (
-    *(Subject("bert", "large", 4), Subject("gpt2", "770m", 1), Subject("t5", "780m", 2), Subject("gnmt", "16", 8)),
-    *(Subject("xlnet", "36", 1), Subject("resnet", "152", 16), Subject("vgg", "19", 16), Subject("unet", "233m", 8)),
+    *(
+        Subject("bert", "large", 4),
+        Subject("gpt2", "770m", 1),
+        Subject("t5", "780m", 2),
+        Subject("gnmt", "16", 8),
+    ),
+    *(
+        Subject("xlnet", "36", 1),
+        Subject("resnet", "152", 16),
+        Subject("vgg", "19", 16),
+        Subject("unet", "233m", 8),
+    ),
     *(Subject("amoebanet", "122m", 16), Subject("llama", "1b", 1, tokens=2048)),
 )
 

@@ -42,8 +42,20 @@ KINDS = (
 """What a forward leaves, and what is there between the halves of the backward."""
 SENT = 260 * KB
 MODELS = (
-    *(("bert", "base", 64), ("bert", "large", 64), ("gpt2", "770m", 16), ("llama", "1b", 4), ("xlnet", "24", 16)),
-    *(("gnmt", "8", 64), ("transformer", "base", 64), ("t5", "small", 32), ("resnet", "50", 64), ("vgg", "16", 64)),
+    *(
+        ("bert", "base", 64),
+        ("bert", "large", 64),
+        ("gpt2", "770m", 16),
+        ("llama", "1b", 4),
+        ("xlnet", "24", 16),
+    ),
+    *(
+        ("gnmt", "8", 64),
+        ("transformer", "base", 64),
+        ("t5", "small", 32),
+        ("resnet", "50", 64),
+        ("vgg", "16", 64),
+    ),
     *(("unet", "233m", 8), ("amoebanet", "28m", 32)),
 )
 """Model, size, and examples of a micro-batch."""
@@ -63,7 +75,12 @@ class Case:
 
 
 def drawn(
-    devices: int, microbatches: int, halves: tuple[float, float], send: float, uneven: bool, layers: int = LAYERS
+    devices: int,
+    microbatches: int,
+    halves: tuple[float, float],
+    send: float,
+    uneven: bool,
+    layers: int = LAYERS,
 ) -> Problem:
     """A drawn model; the same arguments give the same one.
 
@@ -74,14 +91,29 @@ def drawn(
     for i in range(layers):
         f = draw.uniform(0.5, 1.5) if uneven else 1.0
         kept, split = KINDS[i % len(KINDS)]
-        options = (Option(kept), Option(kept // 3, 0, 0.35 * f, kept - kept // 3), Option(0, 0, 0.9 * f, kept))
+        options = (
+            Option(kept),
+            Option(kept // 3, 0, 0.35 * f, kept - kept // 3),
+            Option(0, 0, 0.9 * f, kept),
+        )
         split = replace(split, input_s=halves[0] * f, weight_s=halves[1] * f)
         b = split.input_s + split.weight_s
-        some.append(LayerCost(f"layer{i}", f, b, options, input_bytes=SENT, temporary_bytes=2 * SENT, split=split))
+        some.append(
+            LayerCost(
+                f"layer{i}", f, b, options, input_bytes=SENT, temporary_bytes=2 * SENT, split=split
+            )
+        )
     edges = tuple(Edge(i, (i + 1,), SENT) for i in range(layers - 1))
     forward_s = sum(layer.forward_s for layer in some) / devices
     link = Link(SENT / (send * forward_s), 0.0) if send else INFINITE
-    return Problem(Costs(tuple(some), edges), devices, ONE_F_ONE_B, microbatches, peer=link, peer_uses_host=False)
+    return Problem(
+        Costs(tuple(some), edges),
+        devices,
+        ONE_F_ONE_B,
+        microbatches,
+        peer=link,
+        peer_uses_host=False,
+    )
 
 
 def bytes_of_1f1b(problem: Problem) -> int:
@@ -91,7 +123,9 @@ def bytes_of_1f1b(problem: Problem) -> int:
 
 def drawn_cases() -> Iterator[Case]:
     """Yields every row of drawn models."""
-    for devices, rounds, halves, send, uneven in product(DEVICES, ROUNDS, HALVES, SENDS, (False, True)):
+    for devices, rounds, halves, send, uneven in product(
+        DEVICES, ROUNDS, HALVES, SENDS, (False, True)
+    ):
         microbatches = devices * rounds
         name = f"S {devices}, M {microbatches}, I : W {halves[0]} : {halves[1]}, sends {send}"
         made = partial(drawn, devices, microbatches, halves, send, uneven)
@@ -101,12 +135,21 @@ def drawn_cases() -> Iterator[Case]:
 
 def real_cases() -> Iterator[Case]:
     """Yields rows of profiles, if there are any beside the checkout, and of the package's models."""
-    paths = sorted(p for p in PROFILES.glob("*") if p.suffix in (".txt", ".json") and not p.stem.endswith("_expert"))
+    paths = sorted(
+        p
+        for p in PROFILES.glob("*")
+        if p.suffix in (".txt", ".json") and not p.stem.endswith("_expert")
+    )
     for path, devices, share in product(paths, DEVICES, SHARES[:2]):
         name = path.name.removesuffix(".graph.txt").removesuffix(".json")
         yield Case("profiles", f"{name}, S {devices}", partial(profiled, path, devices), share)
     for (model, size, examples), devices, share in product(MODELS, DEVICES, SHARES[::2]):
-        yield Case("models", f"{model} {size}, S {devices}", partial(estimated, model, size, examples, devices), share)
+        yield Case(
+            "models",
+            f"{model} {size}, S {devices}",
+            partial(estimated, model, size, examples, devices),
+            share,
+        )
 
 
 def profiled(path: Path, devices: int) -> Problem:
@@ -117,8 +160,12 @@ def profiled(path: Path, devices: int) -> Problem:
 def estimated(model: str, size: str, examples: int, devices: int) -> Problem:
     """A model of the package on the same devices; its backwards may be split."""
     microbatches = 2 * devices
-    asked = replace(question(model, size, microbatches * examples, microbatches, devices), schedule=AUTO)
-    return _on_a100(Problem(asked.costs(find_cluster("a100-40gb")), devices, ONE_F_ONE_B, microbatches))
+    asked = replace(
+        question(model, size, microbatches * examples, microbatches, devices), schedule=AUTO
+    )
+    return _on_a100(
+        Problem(asked.costs(find_cluster("a100-40gb")), devices, ONE_F_ONE_B, microbatches)
+    )
 
 
 def _on_a100(problem: Problem) -> Problem:

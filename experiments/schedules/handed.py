@@ -38,7 +38,9 @@ def main() -> None:
             for column, each in zip(columns, over, strict=True):
                 column.append(each)
             shown = f"{devices}, M {devices * rounds} | {halves[0]} : {halves[1]} | {'uneven' if uneven else 'alike'}"
-            print(f"| {shown} | {limit} | {' | '.join(f'{each:.3f}' for each in over)} |", flush=True)
+            print(
+                f"| {shown} | {limit} | {' | '.join(f'{each:.3f}' for each in over)} |", flush=True
+            )
     for name, of in (("least", min), ("median", statistics.median), ("most", max)):
         print(f"| {name} | | | | {' | '.join(f'{of(column):.3f}' for column in columns)} |")
 
@@ -62,7 +64,9 @@ def _with_splits(
     problem: Problem, layers: Collection[int], split_of: Callable[[LayerCost, SplitCost], SplitCost]
 ) -> Problem:
     costs = tuple(
-        replace(layer, split=split_of(layer, layer.split)) if layer.split and at in layers else layer
+        replace(layer, split=split_of(layer, layer.split))
+        if layer.split and at in layers
+        else layer
         for at, layer in enumerate(problem.costs.layers)
     )
     return replace(problem, costs=replace(problem.costs, layers=costs))

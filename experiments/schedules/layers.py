@@ -18,11 +18,15 @@ def dense(x: jax.Array, w: jax.Array, seconds: Seconds) -> jax.Array:
     return sleep(x @ w, seconds[0])
 
 
-def _forward(x: jax.Array, w: jax.Array, seconds: Seconds) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(
+    x: jax.Array, w: jax.Array, seconds: Seconds
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return sleep(x @ w, seconds[0]), (x, w)
 
 
-def _backward(seconds: Seconds, left: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    seconds: Seconds, left: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = left
     return sleep(g @ w.T, seconds[1]), sleep(x.T @ g, seconds[2])
 

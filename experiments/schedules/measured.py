@@ -13,7 +13,16 @@ from experiments.schedules.clock import step_s
 
 MICRO, WARM, STEPS, PER_DEVICE, NAPS = 8, 2, 6, 4, 20
 WIDTH = 16
-FAMILIES = ("gpipe", "interleaved", "interleaved-4", "zb-h1", "interleaved-split", "zb-v", "v-half", "auto")
+FAMILIES = (
+    "gpipe",
+    "interleaved",
+    "interleaved-4",
+    "zb-h1",
+    "interleaved-split",
+    "zb-v",
+    "v-half",
+    "auto",
+)
 NAP_S = 5e-3
 """What each of a layer's F, I and W sleeps."""
 MOST_OFF, MOST_OVER = 0.03, 1.05
@@ -23,7 +32,9 @@ MOST_OFF, MOST_OVER = 0.03, 1.05
 def main() -> None:
     """The table, for two and for four devices."""
     jax.config.update("jax_num_cpu_devices", 4)
-    print("| S | schedule | simulated, s | measured, s | ratio | over 1f1b | over the bound | peak bytes per device |")
+    print(
+        "| S | schedule | simulated, s | measured, s | ratio | over 1f1b | over the bound | peak bytes per device |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     off, over = 0.0, 0.0
     for devices in (2, 4):
@@ -37,7 +48,9 @@ def main() -> None:
             shown += [f"{one.measured_s / usual_s:.3f} | {auto_over:.3f} | {one.peak_bytes}"]
             print(f"| {devices} | {name} | {' | '.join(shown)} |", flush=True)
     print(f"\nmeasured steps are off by {off:.1%} at most (bound: {MOST_OFF:.0%})")
-    print(f"auto takes {over:.3f} of what no order of its plan is below at most (bound: {MOST_OVER})")
+    print(
+        f"auto takes {over:.3f} of what no order of its plan is below at most (bound: {MOST_OVER})"
+    )
     sys.exit(off > MOST_OFF or over > MOST_OVER)
 
 

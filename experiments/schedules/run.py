@@ -87,7 +87,9 @@ class Row:
 
     def over_best(self) -> float:
         """The step of `auto` over the fastest family's."""
-        return self.planned[AUTO].step_s / min(x.step_s for name, x in self.planned.items() if name != AUTO)
+        return self.planned[AUTO].step_s / min(
+            x.step_s for name, x in self.planned.items() if name != AUTO
+        )
 
 
 def row_of(case: Case) -> Row:
@@ -111,7 +113,10 @@ def by_rule(problem: Problem, schedule: Schedule) -> Planned | None:
     try:
         asked = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
         plain = schedule.chunks == 1 and not asked.splits
-        if not plain and with_fates(asked, balanced(asked, Segments(asked).cuts, layer_s(asked))) is None:
+        if (
+            not plain
+            and with_fates(asked, balanced(asked, Segments(asked).cuts, layer_s(asked))) is None
+        ):
             return None
         decision = find_planner("jvpipe").decide(asked)
     except (Infeasible, ValueError):
@@ -128,7 +133,8 @@ def by_search(problem: Problem) -> Planned | None:
         return None
     taken_s = time.process_time() - start_s
     layers = tuple(
-        replace(layer, split=None) if at in found.whole else layer for at, layer in enumerate(problem.costs.layers)
+        replace(layer, split=None) if at in found.whole else layer
+        for at, layer in enumerate(problem.costs.layers)
     )
     schedule = found.schedule
     asked = replace(
@@ -150,8 +156,9 @@ def _simulated(problem: Problem, decision: Decision, planning_s: float) -> Plann
 
 def families_table(rows: Sequence[Row]) -> Iterable[str]:
     """Lists, for each limit, what families take over 1F1B with recomputation under it."""
-    yield "| limit | schedule | plans | step over 1f1b: least | median | most | peak: median | most " + (
-        "| planning s: median | most |"
+    yield (
+        "| limit | schedule | plans | step over 1f1b: least | median | most | peak: median | most "
+        + ("| planning s: median | most |")
     )
     yield f"|{10 * '---|'}"
     for share in sorted({row.share for row in rows}, key=lambda share: -(share or 1)):
@@ -180,9 +187,18 @@ def auto_table(rows: Sequence[Row], label: Callable[[Row], str]) -> Iterable[str
         best = [row.over_best() for row in some if len(row.planned) > 1]
         if not best:
             continue
-        cells = [name, share or "none", len(some), *_spread(usual, 3), sum(x <= GAIN for x in usual)]
+        cells = [
+            name,
+            share or "none",
+            len(some),
+            *_spread(usual, 3),
+            sum(x <= GAIN for x in usual),
+        ]
         cells += [*_spread(best, 4)[1:], sum(x <= 0.99 for x in best)]
-        least = [(row.planned[AUTO].bound_s, row.bound_s, row.planned[ONE_F_ONE_B.name].step_s) for row in some]
+        least = [
+            (row.planned[AUTO].bound_s, row.bound_s, row.planned[ONE_F_ONE_B.name].step_s)
+            for row in some
+        ]
         cells += [f"{statistics.median(x[at] / x[2] for x in least):.3f}" for at in (0, 1)]
         yield f"| {' | '.join(map(str, cells))} |"
 
@@ -194,11 +210,17 @@ def _spread(values: Sequence[float], digits: int) -> list[str]:
 def mistakes(rows: Sequence[Row]) -> list[str]:
     """Lists the rows in which `auto` is slower than a family, and says if under the least limit it gains too little."""
     some = [row for row in rows if len(row.planned) > 1]
-    found = [f"auto takes {row.over_best():.4f} of the best: {row}" for row in some if row.over_best() > SAME]
+    found = [
+        f"auto takes {row.over_best():.4f} of the best: {row}"
+        for row in some
+        if row.over_best() > SAME
+    ]
     tight = [row for row in some if row.share == TIGHT and row.case_group in ("uniform", "uneven")]
     gains = sum(row.over_1f1b(AUTO) <= GAIN for row in tight)
     if tight and 2 * gains <= len(tight):
-        found.append(f"auto is 10% faster than 1f1b under {TIGHT} of its bytes in {gains} of {len(tight)} rows only")
+        found.append(
+            f"auto is 10% faster than 1f1b under {TIGHT} of its bytes in {gains} of {len(tight)} rows only"
+        )
     return found
 
 
@@ -208,7 +230,11 @@ def main() -> int:
     every = QUICK if arguments.quick else arguments.every
     cases = [case for at, case in enumerate(drawn_cases()) if at // len(SHARES) % every == 0]
     cases += [] if arguments.quick else real_cases()
-    cases = [case for case in cases if case.group in arguments.groups and (case.share or 1.0) in arguments.limits]
+    cases = [
+        case
+        for case in cases
+        if case.group in arguments.groups and (case.share or 1.0) in arguments.limits
+    ]
     start_s = time.perf_counter()
     rows = []
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
@@ -216,17 +242,30 @@ def main() -> int:
             rows.append(row)
             if arguments.rows:
                 steps = ", ".join(f"{name} {row.over_1f1b(name):.4f}" for name in row.planned)
-                print(f"{row.case_group}, {row.name}, limit {row.share or 'none'}: {steps}", flush=True)
+                print(
+                    f"{row.case_group}, {row.name}, limit {row.share or 'none'}: {steps}",
+                    flush=True,
+                )
     drawn = [row for row in rows if row.case_group in ("uniform", "uneven")]
     print("\n## Families\n", *families_table(drawn), sep="\n")
     print("\n## auto\n", *auto_table(drawn, lambda row: row.case_group), sep="\n")
     print(
-        "\n## auto, by devices and micro-batches\n", *auto_table(drawn, lambda row: row.name.split(", I")[0]), sep="\n"
+        "\n## auto, by devices and micro-batches\n",
+        *auto_table(drawn, lambda row: row.name.split(", I")[0]),
+        sep="\n",
     )
     real = [row for row in rows if row not in drawn]
-    print("\n## auto, profiles and models\n", *auto_table(real, lambda row: row.name.split(", S")[0]), sep="\n")
+    print(
+        "\n## auto, profiles and models\n",
+        *auto_table(real, lambda row: row.name.split(", S")[0]),
+        sep="\n",
+    )
     wrong = mistakes(rows)
-    print(f"\n{len(rows)} rows in {time.perf_counter() - start_s:.0f} s; {len(wrong)} mistakes", *wrong, sep="\n")
+    print(
+        f"\n{len(rows)} rows in {time.perf_counter() - start_s:.0f} s; {len(wrong)} mistakes",
+        *wrong,
+        sep="\n",
+    )
     return 1 if wrong else 0
 
 

@@ -18,7 +18,9 @@ HALVES, SEND = (1.3, 0.7), 0.1
 def main() -> int:
     """Prints the table."""
     late = 0
-    print("| layers, devices | limit | sought, s | bound, s | step, s | comes from |\n|---|---|---|---|---|---|")
+    print(
+        "| layers, devices | limit | sought, s | bound, s | step, s | comes from |\n|---|---|---|---|---|---|"
+    )
     for (layers, devices), bound_s in BOUNDS_S.items():
         free = drawn(devices, 2 * devices, HALVES, SEND, uneven=True, layers=layers)
         full_bytes = bytes_of_1f1b(free)

@@ -32,7 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "gpipe", "interleaved", "auto"])
     jax.config.update("jax_num_cpu_devices", 2)
-    print("| schedule | speeds | limits | layers, by stage | simulated, s | measured, s | ratio | blind, s | peaks |")
+    print(
+        "| schedule | speeds | limits | layers, by stage | simulated, s | measured, s | ratio | blind, s | peaks |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     worst = 0.0
     for schedule in parser.parse_args().schedules:
@@ -48,7 +50,9 @@ def main() -> None:
                 shown = f"{row.simulated_s:.3f} | {row.measured_s:.3f} | {ratio:.3f} | {blind.measured_s:.3f}"
                 told = f"{speeds[0]:g}:{speeds[1]:g} | {'none' if limit is None else list(limit)}"
                 print(f"| {schedule} | {told} | {row.placed} | {shown} | {row.peaks} |", flush=True)
-                assert limit is None or all(held <= most for held, most in zip(row.peaks, limit, strict=True))
+                assert limit is None or all(
+                    held <= most for held, most in zip(row.peaks, limit, strict=True)
+                )
     print(f"\nmeasured steps are off by {worst:.1%} at most (bound: {BOUND:.0%})")
     sys.exit(worst > BOUND)
 
@@ -76,7 +80,9 @@ def one(schedule: str, speeds: tuple[float, ...], *, told: bool = True, limit: A
     measured_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)
     planned = pipe.session.planned
     assert planned is not None
-    placed = " ".join(f"{len(stage.layers)} on {stage.devices[0]}," for stage in pipe.plan.stages).rstrip(",")
+    placed = " ".join(
+        f"{len(stage.layers)} on {stage.devices[0]}," for stage in pipe.plan.stages
+    ).rstrip(",")
     return Row(placed, planned.step_s, measured_s, list(pipe.ledger.peak[:2]))
 
 

@@ -29,7 +29,9 @@ def seconds(count: int) -> tuple[layers.Seconds, ...]:
     return tuple((float(x), float(x), float(x)) for x in drawn)
 
 
-def measured(schedule: str, planner: str, limit: int | None, steps: int, chain: int) -> tuple[float, int]:
+def measured(
+    schedule: str, planner: str, limit: int | None, steps: int, chain: int
+) -> tuple[float, int]:
     """Examples per second, the median of steps that are warm, and the bytes of the fullest device."""
     pipe = jvpipe.Pipeline(
         layers.loss_fn(seconds(chain)),
@@ -42,7 +44,11 @@ def measured(schedule: str, planner: str, limit: int | None, steps: int, chain: 
         devices=jax.devices()[:DEVICES],
     )
     batch = naps.batch(EXAMPLES * MICRO, WIDTH)
-    state, taken, start_s = pipe.init(naps.params(chain, WIDTH), batch, None), list[float](), time.perf_counter()
+    state, taken, start_s = (
+        pipe.init(naps.params(chain, WIDTH), batch, None),
+        list[float](),
+        time.perf_counter(),
+    )
     for _, metrics in pipe.run(state, itertools.repeat(batch), num_steps=steps):
         jax.block_until_ready(metrics["loss"])
         taken.append(time.perf_counter() - start_s)

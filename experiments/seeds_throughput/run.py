@@ -64,14 +64,18 @@ class Rate:
 NONE = Rate(0, 0.0)
 
 
-def rate_of(system: System, planner: str, costs: Costs, size: int, devices: int, cluster: Cluster) -> Rate:
+def rate_of(
+    system: System, planner: str, costs: Costs, size: int, devices: int, cluster: Cluster
+) -> Rate:
     """The rate of a planner's plan at a micro-batch size; none if it finds none, or one beyond the devices' memory.
 
     jvpipe's planner alone is told how much that is.
     """
     limit = cluster.device.memory_bytes
     told = limit if planner == "jvpipe" else None
-    problem = on_cluster(Problem(costs, devices, find_schedule(system.schedule), MICRO_BATCHES, told), cluster)
+    problem = on_cluster(
+        Problem(costs, devices, find_schedule(system.schedule), MICRO_BATCHES, told), cluster
+    )
     try:
         decision = find_planner(planner).decide(problem)
     except Infeasible:
@@ -83,7 +87,9 @@ def rate_of(system: System, planner: str, costs: Costs, size: int, devices: int,
     return Rate(size, problem.microbatches * size / step_s)
 
 
-def compared(system: System, costing: Callable[[int], Costs], devices: int, cluster: Cluster) -> tuple[Rate, Rate]:
+def compared(
+    system: System, costing: Callable[[int], Costs], devices: int, cluster: Cluster
+) -> tuple[Rate, Rate]:
     """A system's rate with its own planner and with jvpipe's: each at the size that is best for it.
 
     With its own planner sizes are all powers of two, with jvpipe's what is best without, twice and four times that.
@@ -117,7 +123,10 @@ def by_size(costing: Callable[[int], Costs], devices: int, sizes: Sequence[int])
     yield f"| examples of a micro-batch | {' | '.join(map(str, sizes))} |\n|---{'|---' * len(sizes)}|"
     for system in SYSTEMS:
         for planner in (system.planner, "jvpipe"):
-            rates = [rate_of(system, planner, costing(size), size, devices, CLUSTER).per_s for size in sizes]
+            rates = [
+                rate_of(system, planner, costing(size), size, devices, CLUSTER).per_s
+                for size in sizes
+            ]
             told = [f"{rate:.3g}" if rate else "does not fit" for rate in rates]
             yield f"| {system.name}{' with jvpipe' if planner == 'jvpipe' else ''} | {' | '.join(told)} |"
 
@@ -125,7 +134,11 @@ def by_size(costing: Callable[[int], Costs], devices: int, sizes: Sequence[int])
 def main(words: Sequence[str]) -> int:
     devices = [int(word) for word in words if word.isdigit()] or [4, 8]
     names = [name for name in MODELS if name in words] or list(MODELS)
-    print(f"| model | devices | {' | '.join(f'{x.name} | with jvpipe | ' for x in SYSTEMS)}|\n|---" + "|---" * 7 + "|")
+    print(
+        f"| model | devices | {' | '.join(f'{x.name} | with jvpipe | ' for x in SYSTEMS)}|\n|---"
+        + "|---" * 7
+        + "|"
+    )
     for name in names:
         costing = as_pytorch(load(*MODELS[name]), CLUSTER)
         for count in devices:

@@ -25,7 +25,9 @@ def said(arguments: list[str], cache: str) -> list[tuple[float, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    with tempfile.TemporaryDirectory() as scratch:  # nothing was trained, compiled or measured before
+    with (
+        tempfile.TemporaryDirectory() as scratch
+    ):  # nothing was trained, compiled or measured before
         lines = said(["--run-dir", f"{scratch}/run", *arguments], scratch)
     gaps = sorted(((b[0] - a[0], a, b) for a, b in pairwise(lines)), reverse=True)
     print(f"\n{len(lines) - 1} lines; the first after {lines[0][0]:.1f} s; the longest silences:")

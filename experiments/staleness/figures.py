@@ -34,10 +34,19 @@ def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
             found = row(subject, curves, name, 1 if name in _ALONE else stages)
             if found is None:
                 continue
-            for axes, x in zip(line, (found.steps * subject.batch_size, found.updates, found.seconds), strict=True):
+            for axes, x in zip(
+                line, (found.steps * subject.batch_size, found.updates, found.seconds), strict=True
+            ):
                 style = {"gpipe": (0, (4, 4)), "one device, per batch": (0, (1, 3))}.get(name, "-")
                 axes.plot(x, found.mean, color=colour, linewidth=1.3, linestyle=style, label=name)
-                axes.fill_between(x, found.losses.min(0), found.losses.max(0), color=colour, alpha=0.12, linewidth=0)
+                axes.fill_between(
+                    x,
+                    found.losses.min(0),
+                    found.losses.max(0),
+                    color=colour,
+                    alpha=0.12,
+                    linewidth=0,
+                )
         for axes, word in zip(line, ("examples", "updates", "simulated seconds"), strict=True):
             axes.set_xlabel(word, fontsize=8)
             axes.tick_params(labelsize=8)
@@ -48,4 +57,6 @@ def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
     panels[0][0].set_title(subject.name, loc="left", fontsize=10)
     panels[0][2].legend(frameon=False, fontsize=7)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "staleness"}):
-        figure.savefig(folder / f"{subject.name.lower().replace(' ', '_')}.svg", metadata={"Date": None})
+        figure.savefig(
+            folder / f"{subject.name.lower().replace(' ', '_')}.svg", metadata={"Date": None}
+        )

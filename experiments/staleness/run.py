@@ -21,7 +21,9 @@ STAGES, SEEDS = (2, 4, 8), (0, 1, 2)
 def runs(subject: Subject, seed: int) -> Iterator[Run]:
     """What differs: synchronous schedules do not from one device, nor does 2bw with the stages (see `check`)."""
     plain = [("1f1b", 1), ("pipedream", 1), ("2bw", 1)]
-    stale = [(name, stages) for stages in reversed(STAGES) for name in ("pipedream", "pipemare", "xpipe")]
+    stale = [
+        (name, stages) for stages in reversed(STAGES) for name in ("pipedream", "pipemare", "xpipe")
+    ]
     for name, stages in plain + stale:
         yield Run(subject.name, name, stages, seed, subject.rate(per_micro_batch(name)))
 
@@ -32,11 +34,18 @@ def check(subject: Subject, curves: list[Curve]) -> None:
     Where they end: on the way a stream's layers are not at one version.
     """
     for like in ("1f1b", "2bw"):
-        run = next(c.run for c in curves if (c.run.subject, c.run.schedule, c.run.seed) == (subject.name, like, 0))
+        run = next(
+            c.run
+            for c in curves
+            if (c.run.subject, c.run.schedule, c.run.seed) == (subject.name, like, 0)
+        )
         wanted = train(subject, run, 8).losses[-1]
         for name in ("gpipe", "1f1b") if like == "1f1b" else ("2bw",):
             for stages in STAGES:
-                same = train(subject, replace(run, schedule=name, stages=stages), 8).losses[-1] == wanted
+                same = (
+                    train(subject, replace(run, schedule=name, stages=stages), 8).losses[-1]
+                    == wanted
+                )
                 word = "the same bits as" if same else "NOT the same as"
                 print(f"{subject.name}, {name}, {stages} stages: {word} {like} on one", flush=True)
 
@@ -52,11 +61,19 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "curves.jsonl"
-    curves = [Curve.from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    curves = (
+        [Curve.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
     start_s = time.perf_counter()
-    subjects = [make() for make in (bert, digits) if not sys.argv[2:] or make.__name__ in sys.argv[2:]]
+    subjects = [
+        make() for make in (bert, digits) if not sys.argv[2:] or make.__name__ in sys.argv[2:]
+    ]
     known = {curve.run for curve in curves}
-    wanted = [(subject, run) for seed in SEEDS for subject in subjects for run in runs(subject, seed)]
+    wanted = [
+        (subject, run) for seed in SEEDS for subject in subjects for run in runs(subject, seed)
+    ]
     wanted.sort(key=lambda each: urgency(each[1]))
     for i, (subject, run) in enumerate(wanted):
         if run not in known:

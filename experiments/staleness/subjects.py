@@ -48,7 +48,11 @@ class Subject:
 
 def bert() -> Subject:
     """BERT mini on records of 32 tokens (not 64), 2 to a micro-batch; AdamW without clipping, at a constant rate."""
-    workload, batch_size, folder = load("bert", "mini", tokens=32), 2 * MICRO_BATCHES, Path(tempfile.mkdtemp())
+    workload, batch_size, folder = (
+        load("bert", "mini", tokens=32),
+        2 * MICRO_BATCHES,
+        Path(tempfile.mkdtemp()),
+    )
     return Subject(
         name="BERT mini",
         loss_fn=workload.loss_fn,
@@ -65,7 +69,9 @@ def bert() -> Subject:
 
 def digits() -> Subject:
     """Eight convolutions and a dense layer on images of 8 x 8, 8 to a micro-batch; SGD with momentum 0.9."""
-    found = import_module("sklearn.datasets").load_digits()  # of the extra "experiments": not there for type checks
+    found = import_module(
+        "sklearn.datasets"
+    ).load_digits()  # of the extra "experiments": not there for type checks
     images = (found.images[..., None] / 16 - 0.5).astype(np.float32)
     whole = {"images": images, "labels": found.target.astype(np.int32)}
     shuffled = np.random.default_rng(2026).permutation(len(images))
@@ -113,9 +119,15 @@ def digits_loss(params: Any, batch: Any, rng: Any) -> jax.Array:
     """Mean cross entropy of the digit, in nats."""
     x = jnp.asarray(batch["images"])  # B 8 8 1
     for i, layer in enumerate(params[:-1]):
-        x = jax.lax.conv_general_dilated(x, layer["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.lax.conv_general_dilated(
+            x, layer["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         x = jax.nn.relu(x + layer["b"][None, None, None])
         if i in POOLED:
-            x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean((2, 4))
+            x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean(
+                (2, 4)
+            )
     logits = x.reshape(x.shape[0], -1) @ params[-1]["w"] + params[-1]["b"][None]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(batch["labels"])).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.asarray(batch["labels"])
+    ).mean()

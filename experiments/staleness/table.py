@@ -11,9 +11,15 @@ from experiments.staleness.subjects import Subject
 from experiments.staleness.train import Curve, simulated_s, updates
 
 ROWS = [("one device, per batch", 1), ("one device, per micro-batch", 1)] + [
-    (name, stages) for name in ("gpipe", "1f1b", "2bw", "pipedream", "pipemare", "xpipe") for stages in (2, 4, 8)
+    (name, stages)
+    for name in ("gpipe", "1f1b", "2bw", "pipedream", "pipemare", "xpipe")
+    for stages in (2, 4, 8)
 ]
-_RUN_AS = {"one device, per batch": "1f1b", "one device, per micro-batch": "pipedream", "gpipe": "1f1b"}
+_RUN_AS = {
+    "one device, per batch": "1f1b",
+    "one device, per micro-batch": "pipedream",
+    "gpipe": "1f1b",
+}
 _ALIKE = ("1f1b", "2bw")  # at every number of stages
 
 
@@ -45,13 +51,19 @@ def row(subject: Subject, curves: Sequence[Curve], name: str, stages: int) -> Ro
     """The curves of a row of `ROWS`; None if there are none yet."""
     schedule = _RUN_AS.get(name, name)
     run_on = 1 if schedule in _ALIKE else stages
-    found = [c for c in curves if (c.run.subject, c.run.schedule, c.run.stages) == (subject.name, schedule, run_on)]
+    found = [
+        c
+        for c in curves
+        if (c.run.subject, c.run.schedule, c.run.stages) == (subject.name, schedule, run_on)
+    ]
     if not found:
         return None
     at = np.array(found[0].steps)
     seconds = np.array(simulated_s(schedule, stages, subject.steps))[at]
     made = np.array([updates(schedule, n) for n in at.tolist()])
-    return Row(tuple(c.run.seed for c in found), at, made, seconds, np.array([c.losses for c in found]))
+    return Row(
+        tuple(c.run.seed for c in found), at, made, seconds, np.array([c.losses for c in found])
+    )
 
 
 def print_table(subjects: Sequence[Subject], curves: Sequence[Curve]) -> None:
@@ -84,7 +96,17 @@ def print_table(subjects: Sequence[Subject], curves: Sequence[Curve]) -> None:
                 last = float(np.mean([ends[seed] for seed in found.seeds]))
                 equal = float(found.mean[found.updates.tolist().index(count)])
                 to_s = found.seconds_to(last)
-                cells = (name, stages, len(found.seeds), f"{end:.3f} ± {spread:.3f}", f"{end / last - 1:+.1%}")
-                times = (found.updates[-1], f"{found.seconds[-1]:.0f}", f"{to_s:.0f}" if to_s < math.inf else "-")
+                cells = (
+                    name,
+                    stages,
+                    len(found.seeds),
+                    f"{end:.3f} ± {spread:.3f}",
+                    f"{end / last - 1:+.1%}",
+                )
+                times = (
+                    found.updates[-1],
+                    f"{found.seconds[-1]:.0f}",
+                    f"{to_s:.0f}" if to_s < math.inf else "-",
+                )
                 print("|", " | ".join(map(str, (*cells, f"{equal:.3f}", *times))), "|")
     print(flush=True)

@@ -92,12 +92,17 @@ def train(subject: Subject, run: Run, steps: int | None = None) -> Curve:
             raise
         rest = range(seen[-1] + steps // MICRO_BATCHES, steps + 1, steps // MICRO_BATCHES)
         seen, losses = [*seen, *rest], losses + [math.inf] * len(rest)
-    return Curve(run, tuple(seen), tuple(loss if math.isfinite(loss) else math.inf for loss in losses))
+    return Curve(
+        run, tuple(seen), tuple(loss if math.isfinite(loss) else math.inf for loss in losses)
+    )
 
 
 def _held_out_loss(pipe: jvpipe.Pipeline, state: Any, held_out: Sequence[Batch]) -> float:
     """The mean over the examples of all batches, or over what counts in them."""
-    counts = [float(batch["weights"].sum()) if "weights" in batch else len(batch["labels"]) for batch in held_out]
+    counts = [
+        float(batch["weights"].sum()) if "weights" in batch else len(batch["labels"])
+        for batch in held_out
+    ]
     losses = [float(pipe.evaluate(state, batch)["loss"]) for batch in held_out]
     return sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
 

@@ -11,7 +11,9 @@ SEED = 3  # none of those that are reported
 def main() -> None:
     """One update per batch is 1f1b on one stage, one per micro-batch is pipedream on one stage."""
     print("| subject | an update per | rate: held-out loss at the end |\n|---|---|---|")
-    for subject in (make() for make in (bert, digits) if not sys.argv[1:] or make.__name__ in sys.argv[1:]):
+    for subject in (
+        make() for make in (bert, digits) if not sys.argv[1:] or make.__name__ in sys.argv[1:]
+    ):
         for schedule, each in (("1f1b", "batch"), ("pipedream", "micro-batch")):
             found = []
             for rate in subject.grids[schedule == "pipedream"]:

@@ -16,7 +16,10 @@ from experiments.throughput import data, model
 
 
 def seconds(
-    step: Callable[[], None], warm: int = 2, runs: int = 6, clock: Callable[[], float] = time.perf_counter
+    step: Callable[[], None],
+    warm: int = 2,
+    runs: int = 6,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """The median of `runs` steps after `warm` ones."""
     taken = []
@@ -76,7 +79,11 @@ def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None
     step = stepper(pipe, state, batch)
     step()
     first_s = time.perf_counter() - start
-    found = {"first_s": first_s, "programs": sum(pipe.session.programs.values()), "cuts": pipe.plan.cuts}
+    found = {
+        "first_s": first_s,
+        "programs": sum(pipe.session.programs.values()),
+        "cuts": pipe.plan.cuts,
+    }
     return {"step_s": seconds(step), "busy_s": seconds(step, clock=time.process_time)} | found
 
 
@@ -92,7 +99,9 @@ def dispatch() -> dict[str, Any]:
 
     batch, steps = model.chain_batch(), {}
     for arrays in (2, 4, 6):
-        pipe = jvpipe.Pipeline(model.chain_loss, optax.adam(1e-3), stages=4, microbatches=8, planner="even")
+        pipe = jvpipe.Pipeline(
+            model.chain_loss, optax.adam(1e-3), stages=4, microbatches=8, planner="even"
+        )
         steps[arrays] = stepper(pipe, pipe.init(model.chain_params(arrays), batch, None), batch)
     rounds, jit_us = [], []
     for _ in range(15):

@@ -17,12 +17,17 @@ def normed(x: jax.Array, g: jax.Array) -> jax.Array:
 def attention(x: jax.Array, wqkv: jax.Array, wo: jax.Array) -> jax.Array:
     B, T, D = x.shape
     q, k, v = (a.reshape(B, T, HEADS, D // HEADS) for a in jnp.split(x @ wqkv, 3, -1))
-    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / np.float32(np.sqrt(D // HEADS)), -1)
+    weights = jax.nn.softmax(
+        jnp.einsum("bthd,bshd->bhts", q, k) / np.float32(np.sqrt(D // HEADS)), -1
+    )
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ wo
 
 
 def transformer_loss(
-    params: Any, batch: Any, rng: Any, before: Callable[[int, jax.Array], jax.Array] = lambda _, x: x
+    params: Any,
+    batch: Any,
+    rng: Any,
+    before: Callable[[int, jax.Array], jax.Array] = lambda _, x: x,
 ) -> jax.Array:
     """Next-token loss of a pre-norm transformer; `before` sees what goes into each half of a block, with its number."""
     x = params["embed"][batch["tokens"]] + params["pos"]
@@ -48,7 +53,9 @@ def chain_loss(params: Any, batch: Any, rng: Any) -> jax.Array:
 
 def chain_params(arrays: int, layers: int = 8, width: int = 4) -> Any:
     w = np.random.default_rng(0).normal(size=(layers, width, width)).astype(np.float32)
-    return [(w[i], *(np.zeros(width, np.float32) for _ in range(arrays - 1))) for i in range(layers)]
+    return [
+        (w[i], *(np.zeros(width, np.float32) for _ in range(arrays - 1))) for i in range(layers)
+    ]
 
 
 def chain_batch(width: int = 4) -> Any:

@@ -31,9 +31,18 @@ def main() -> None:
     initialised_s = time.perf_counter() - start_s
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(state)
-    found = {"imported_s": imported_s, "initialised_s": initialised_s, "start_s": time.perf_counter() - start_s}
+    found = {
+        "imported_s": imported_s,
+        "initialised_s": initialised_s,
+        "start_s": time.perf_counter() - start_s,
+    }
     session = pipe.session
-    print(json.dumps(found | {"layers": len(session.graph.layers), "programs": sum(session.programs.values())}))
+    print(
+        json.dumps(
+            found
+            | {"layers": len(session.graph.layers), "programs": sum(session.programs.values())}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
         state = found[0]
         losses.append(found[1]["loss"])
         if n >= 1:
-            measured = pipe.session.measured(before=True)  # of the step before: the next one is under way
+            measured = pipe.session.measured(
+                before=True
+            )  # of the step before: the next one is under way
             if n - 1 == WARM - 1:
                 began_s = time.perf_counter()
             elif WARM <= n - 1 < WARM + STEPS:
@@ -82,7 +84,9 @@ def busy_share(spans: list[Span]) -> float:
     begin_s = max(min(s.start_s for s in work if s.device == d) for d in devices)
     end_s = min(max(s.end_s for s in work if s.device == d) for d in devices)
     inside = [s for s in work if begin_s <= s.start_s and s.end_s <= end_s]
-    return min(sum(s.end_s - s.start_s for s in inside if s.device == d) for d in devices) / (end_s - begin_s)
+    return min(sum(s.end_s - s.start_s for s in inside if s.device == d) for d in devices) / (
+        end_s - begin_s
+    )
 
 
 def work(turns: int = 4) -> None:
@@ -106,7 +110,9 @@ def work(turns: int = 4) -> None:
         quartile = [sorted(found[kind])[len(found[kind]) // 4] * 1e3 for kind in kinds]
         often = [len(found[kind]) / turns / data.MICRO_BATCHES for kind in kinds]
         spent = [seconds * times for seconds, times in zip(quartile, often, strict=True)]
-        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in spent)} | {sum(spent):.1f} |", flush=True)
+        print(
+            f"| {name} | {' | '.join(f'{x:.1f}' for x in spent)} | {sum(spent):.1f} |", flush=True
+        )
 
 
 def main() -> None:
@@ -124,7 +130,10 @@ def main() -> None:
             pipes[name] = pipe, jax.block_until_ready(pipe.drain(state))
             taken[name].append(seconds)
             busy[name].append(share)
-            print(f"{name}: {seconds * 1e3:.1f} ms per micro-batch, the less busy device works {share:.1%}", flush=True)
+            print(
+                f"{name}: {seconds * 1e3:.1f} ms per micro-batch, the less busy device works {share:.1%}",
+                flush=True,
+            )
     median = {name: statistics.median(values) for name, values in taken.items()}
     print("\n| schedule | ms per micro-batch | less busy device |\n|---|---|---|")
     for name, value in median.items():

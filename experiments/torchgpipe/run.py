@@ -44,7 +44,9 @@ class Benchmark:
     def problem(self, schedule: str) -> Problem:
         """What a planner is asked, at the memory of a P40."""
         workload, optimizer = load(self.model, self.size), optax.sgd(0.1)
-        asked = question_of(workload, self.batch, self.microbatches, self.devices, optimizer, schedule)
+        asked = question_of(
+            workload, self.batch, self.microbatches, self.devices, optimizer, schedule
+        )
         return asked.problem(PRESETS["p40"])
 
 
@@ -65,7 +67,11 @@ class Simulated:
 def as_torchgpipe(problem: Problem, *, whole: bool = False) -> Simulated:
     """Blocks of equal seconds, GPipe's order; each stage keeps its input alone, unless `whole`."""
     decision = find_planner("torchgpipe").decide(problem)
-    again = [c for i, j in pairwise(decision.bounds) for c in (RECOMPUTE, *[RECOMPUTE_CHAIN] * (j - i - 1))]
+    again = [
+        c
+        for i, j in pairwise(decision.bounds)
+        for c in (RECOMPUTE, *[RECOMPUTE_CHAIN] * (j - i - 1))
+    ]
     return Simulated.of(problem, decision if whole else replace(decision, choices=tuple(again)))
 
 
@@ -85,8 +91,16 @@ def _amoebanet(devices: int, microbatches: int, batch: int, theirs: float) -> Be
 
 AMOEBANET = (
     *(_amoebanet(2, 1, 96, 26.733), _amoebanet(2, 4, 256, 41.133), _amoebanet(2, 32, 1280, 47.386)),
-    *(_amoebanet(4, 1, 160, 26.827), _amoebanet(4, 4, 360, 44.543), _amoebanet(4, 32, 1152, 72.412)),
-    *(_amoebanet(8, 1, 196, 24.918), _amoebanet(8, 4, 480, 70.065), _amoebanet(8, 32, 1280, 132.413)),
+    *(
+        _amoebanet(4, 1, 160, 26.827),
+        _amoebanet(4, 4, 360, 44.543),
+        _amoebanet(4, 32, 1152, 72.412),
+    ),
+    *(
+        _amoebanet(8, 1, 196, 24.918),
+        _amoebanet(8, 4, 480, 70.065),
+        _amoebanet(8, 32, 1280, 132.413),
+    ),
 )
 GPIPE = (1.0, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48)
 """GPipe's speed-ups in the rows of AmoebaNet, on its TPUs."""
@@ -108,7 +122,9 @@ MEMORY = (
 
 def speeds(rows: Sequence[Benchmark], others: Sequence[float] = ()) -> None:
     """Examples per second, and how many times the first row's."""
-    print("| | batch | paper /s | | GPipe's | as torchgpipe /s | | jvpipe /s | | fullest device GiB, of both |")
+    print(
+        "| | batch | paper /s | | GPipe's | as torchgpipe /s | | jvpipe /s | | fullest device GiB, of both |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     first: list[float] = []
     for i, row in enumerate(rows):
@@ -116,25 +132,37 @@ def speeds(rows: Sequence[Benchmark], others: Sequence[float] = ()) -> None:
         theirs, ours = as_torchgpipe(problem, whole=row.whole), as_jvpipe(problem)
         rates = [row.theirs, row.batch / theirs.step_s, row.batch / ours.step_s if ours else 0.0]
         first = first or rates
-        cells = [f"{rate:.1f} | {rate / begin:.2f}x" for rate, begin in zip(rates, first, strict=True)]
+        cells = [
+            f"{rate:.1f} | {rate / begin:.2f}x" for rate, begin in zip(rates, first, strict=True)
+        ]
         gpipe = f"{others[i]:.2f}x" if others else ""
         held = ", ".join(f"{max(each.device_bytes) / GIB:.1f}" for each in (theirs, ours) if each)
-        print(f"| {row.title} | {row.batch} | {cells[0]} | {gpipe} | {cells[1]} | {cells[2]} | {held} |", flush=True)
+        print(
+            f"| {row.title} | {row.batch} | {cells[0]} | {gpipe} | {cells[1]} | {cells[2]} | {held} |",
+            flush=True,
+        )
 
 
 def memory(rows: Sequence[Benchmark]) -> None:
     """GiB of all devices, and whether the fullest one has as many."""
-    print("| | (B, C) | parameters | paper GiB | as torchgpipe GiB | fullest | jvpipe GiB | fullest |")
+    print(
+        "| | (B, C) | parameters | paper GiB | as torchgpipe GiB | fullest | jvpipe GiB | fullest |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for row in rows:
         workload, problem = load(row.model, row.size), row.problem("gpipe")
-        count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(0))))
+        count = sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(0)))
+        )
         dials = f"({workload.config.convolutions}, {workload.config.channels})"
         cells = []
         for found in (as_torchgpipe(problem, whole=row.whole), as_jvpipe(problem)):
             gib = [held / GIB for held in found.device_bytes] if found else []
             cells.append(f"{sum(gib):.1f} | {max(gib):.1f}" if gib else "does not fit | ")
-        print(f"| {row.title} | {dials} | {count:,} | {row.theirs} | {cells[0]} | {cells[1]} |", flush=True)
+        print(
+            f"| {row.title} | {dials} | {count:,} | {row.theirs} | {cells[0]} | {cells[1]} |",
+            flush=True,
+        )
 
 
 TABLES: dict[str, Callable[[], None]] = {

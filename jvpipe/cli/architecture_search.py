@@ -42,12 +42,18 @@ class ArchitectureSearch:
     """
 
     def __init__(
-        self, supernet: Supernet, seed: int, steps: int = 5, evolution: RegularizedEvolution | None = None
+        self,
+        supernet: Supernet,
+        seed: int,
+        steps: int = 5,
+        evolution: RegularizedEvolution | None = None,
     ) -> None:
         self.steps, self._supernet = steps, supernet
         self.evolution = evolution or RegularizedEvolution(supernet.space, seed)
         self._key = jax.random.key(seed)
-        self._loss_of = cache(supernet.loss_of)  # the same object, so that a pipeline knows it again
+        self._loss_of = cache(
+            supernet.loss_of
+        )  # the same object, so that a pipeline knows it again
         self.first = self._candidate(next(self.evolution))
 
     def run(

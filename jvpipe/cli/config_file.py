@@ -11,10 +11,18 @@ from jvpipe.ir.names import did_you_mean
 
 RECORDED = ("model_config", "parameters", "data_digest", "files", "digest")
 """What config.json holds beside options."""
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list of texts"}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of texts",
+}
 
 
-def read_options(path: Path, types: Mapping[str, Any], of_one_start: Collection[str]) -> dict[str, Any]:
+def read_options(
+    path: Path, types: Mapping[str, Any], of_one_start: Collection[str]
+) -> dict[str, Any]:
     """The options in a file, TOML or JSON; names may have hyphens as on the command line.
 
     Of a run's config.json what is no option, and what held for that start alone, is passed over.
@@ -36,7 +44,9 @@ def read_options(path: Path, types: Mapping[str, Any], of_one_start: Collection[
     if not isinstance(told, dict):
         raise ValueError(f"--config {path} holds no options by name, but {type(told).__name__}")
     if "data_digest" in told:  # a run wrote it
-        told = {name: value for name, value in told.items() if name not in (*RECORDED, *of_one_start)}
+        told = {
+            name: value for name, value in told.items() if name not in (*RECORDED, *of_one_start)
+        }
     named = {name.replace("-", "_"): value for name, value in told.items()}
     if unknown := next((name for name in named if name not in types), None):
         raise ValueError(f"--config {path}: {did_you_mean('option', unknown, list(types))}")
@@ -45,7 +55,9 @@ def read_options(path: Path, types: Mapping[str, Any], of_one_start: Collection[
     values = {name: as_type(value, types[name]) for name, value in named.items()}
     for name, value in values.items():
         if not is_type(value, types[name]):
-            raise ValueError(f"--config {path}: {name} is {value!r}, and should be {_wanted(types[name])}")
+            raise ValueError(
+                f"--config {path}: {name} is {value!r}, and should be {_wanted(types[name])}"
+            )
     return values
 
 
@@ -57,7 +69,11 @@ def as_type(value: Any, wanted: Any) -> Any:
     """
     if isinstance(value, list) and get_origin(wanted) is tuple:
         return tuple(value)
-    return float(value) if type(value) is int and float in _kinds(wanted) and int not in _kinds(wanted) else value
+    return (
+        float(value)
+        if type(value) is int and float in _kinds(wanted) and int not in _kinds(wanted)
+        else value
+    )
 
 
 def is_type(value: Any, wanted: Any) -> bool:

@@ -36,7 +36,11 @@ class Evaluations:
         """In words, once the run has ended; nothing where there was none."""
         if self.best_loss is None:
             return ""
-        stopped = f"; stopped early, as {self.since} evaluations since were no better" if self.over(patience) else ""
+        stopped = (
+            f"; stopped early, as {self.since} evaluations since were no better"
+            if self.over(patience)
+            else ""
+        )
         return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +56,9 @@ class Evaluations:
 def evaluations_before(job: Job) -> Evaluations:
     """Those that the last checkpoint of a resumed run tells of."""
     kept = job.run.checkpoints() if job.options.resume else []
-    return Evaluations.from_json(jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {})
+    return Evaluations.from_json(
+        jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
+    )
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:

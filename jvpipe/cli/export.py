@@ -29,11 +29,15 @@ def check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--export {path}: there is no folder {path.parent}")
     if path.is_dir():
-        raise ValueError(f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}")
+        raise ValueError(
+            f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}"
+        )
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
     if path.suffix != ".safetensors":
-        raise ValueError(f"--export {path}: parameters are written as safetensors, name it {path.stem}.safetensors")
+        raise ValueError(
+            f"--export {path}: parameters are written as safetensors, name it {path.stem}.safetensors"
+        )
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:

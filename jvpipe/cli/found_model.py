@@ -17,7 +17,9 @@ ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""
 
 
-def find_model(name: str, size: str | None = None, fields: Mapping[str, Any] | None = None) -> models.Workload:
+def find_model(
+    name: str, size: str | None = None, fields: Mapping[str, Any] | None = None
+) -> models.Workload:
     """The model that a command line names.
 
     Args:
@@ -48,9 +50,13 @@ def find_model(name: str, size: str | None = None, fields: Mapping[str, Any] | N
     if not colon:
         known = [*models.NAMES, *announced]
         raise ValueError(
-            did_you_mean("model", name, known) + "; one of your own is file.py:NAME or package.module:NAME"
+            did_you_mean("model", name, known)
+            + "; one of your own is file.py:NAME or package.module:NAME"
         )
-    module = _loaded(name, lambda: _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where))
+    module = _loaded(
+        name,
+        lambda: _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where),
+    )
     return completed(name, attribute, _member(name, module, attribute), size, options)
 
 
@@ -84,7 +90,9 @@ def _loaded(name: str, load: Any) -> Any:
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
         told = (str(problem).splitlines() or [""])[0]
-        raise ValueError(f"--model {name} cannot be imported: {kind}{told}{_line_of(name, problem)}") from problem
+        raise ValueError(
+            f"--model {name} cannot be imported: {kind}{told}{_line_of(name, problem)}"
+        ) from problem
 
 
 def _line_of(name: str, problem: Exception) -> str:
@@ -101,6 +109,12 @@ def _line_of(name: str, problem: Exception) -> str:
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
-    own = [each for each, value in vars(module).items() if not each.startswith("_") and is_model(value)]
-    there = did_you_mean("name", attribute, own) if own else f"there is no {attribute}, nor any other model"
+    own = [
+        each for each, value in vars(module).items() if not each.startswith("_") and is_model(value)
+    ]
+    there = (
+        did_you_mean("name", attribute, own)
+        if own
+        else f"there is no {attribute}, nor any other model"
+    )
     raise ValueError(f"--model {name}: {there} in {name.removesuffix(f':{attribute}')}")

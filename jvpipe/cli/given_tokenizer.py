@@ -24,7 +24,9 @@ def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) ->
     if options.resume:
         raise ValueError(f"{told}: a run that is resumed has its tokenizer, leave it out")
     if workload.name not in models.NAMES or "vocabulary" not in workload.settings:
-        raise ValueError(f"{told}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out")
+        raise ValueError(
+            f"{told}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
+        )
     with extra("models"):
         from jvpipe.models.tokens import read_tokenizer
     try:

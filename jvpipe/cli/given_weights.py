@@ -29,13 +29,17 @@ def as_in_folder(options: Options) -> Options:
     if options.resume:
         raise ValueError(f"{told}: a run that is resumed has its parameters, leave it out")
     if options.model not in _SIZES:
-        raise ValueError(f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}")
+        raise ValueError(
+            f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}"
+        )
     from jvpipe.models.weights import open_folder, read_fields  # needs an extra
 
     folder = open_folder(Path(options.init_from))
     kind = folder.told.get("model_type")
     if kind != options.model:
-        raise ValueError(f"{told} is a folder of {kind}, and --model is {options.model}: give --model {kind}")
+        raise ValueError(
+            f"{told} is a folder of {kind}, and --model is {options.model}: give --model {kind}"
+        )
     try:
         fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
@@ -63,4 +67,6 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     from jvpipe.models.weights import open_folder, read_params
 
     shapes = jax.eval_shape(workload.init, jax.random.key(0))
-    return read_params(open_folder(Path(options.init_from)), format_of(workload.name), workload.config, shapes)
+    return read_params(
+        open_folder(Path(options.init_from)), format_of(workload.name), workload.config, shapes
+    )

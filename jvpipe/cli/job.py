@@ -49,7 +49,9 @@ class Job:
     hosts: Hosts
     search: ArchitectureSearch | None = None
 
-    def stream(self, state: Any, steps: int) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
+    def stream(
+        self, state: Any, steps: int
+    ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
         """The steps of the run: states, metrics, and the names of the blocks of the architecture if it is searched."""
         if self.search is None:
             return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
@@ -108,7 +110,9 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
     rates = workload.learning_rates(updates)
-    job = Job(options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search)
+    job = Job(
+        options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search
+    )
     state = _state(job)
     hosts.first("run's files", lambda: _write(job, files if options.resume else run.adopt(made)))
     return job, state
@@ -127,7 +131,12 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
             return replace(options, stages=options.stages_asked), before, None, False
         schedule = find_schedule(plan.schedule or options.schedule)
         stages = options.stages if options.shares else pipeline_length(plan, schedule)
-        return replace(options, stages=stages, schedule=schedule.name), before, plan, given is not None
+        return (
+            replace(options, stages=stages, schedule=schedule.name),
+            before,
+            plan,
+            given is not None,
+        )
 
     options, before, plan, given = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
@@ -136,10 +145,14 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     hosts.connect()  # from here on it is seen at once if one is gone
     _keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
-    workload = hosts.together("model", lambda: find_model(options.model, options.size, fields_of(options)))
+    workload = hosts.together(
+        "model", lambda: find_model(options.model, options.size, fields_of(options))
+    )
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
-    hosts.agree("the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()])
+    hosts.agree(
+        "the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()]
+    )
     run = _held_folder(options, workload, hosts, held)
 
     def last_plan() -> jvpipe.Plan | None:
@@ -156,7 +169,9 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     return Start(options, run, workload, before, hosts.together("run", last_plan))
 
 
-def _held_folder(options: Options, workload: models.Workload, hosts: Hosts, held: ExitStack) -> RunDir:
+def _held_folder(
+    options: Options, workload: models.Workload, hosts: Hosts, held: ExitStack
+) -> RunDir:
     """The folder of the run, which the first process keeps others out of and all see."""
 
     def hold() -> str:
@@ -166,14 +181,19 @@ def _held_folder(options: Options, workload: models.Workload, hosts: Hosts, held
         return options.run_dir
 
     run = RunDir(Path(hosts.decided("run's folder", hold)))
-    hosts.agree("the folder of the run as processes see it", [(str(run.path), hosts.together("folder", run.identity))])
+    hosts.agree(
+        "the folder of the run as processes see it",
+        [(str(run.path), hosts.together("folder", run.identity))],
+    )
     return run
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
     """Writes what a run is resumed with; `files` are digests of what belongs to it."""
     options, run = job.options, job.run
-    run.write_plan(job.pipe.plan)  # before the options that it was made for: they say whether it may be used again
+    run.write_plan(
+        job.pipe.plan
+    )  # before the options that it was made for: they say whether it may be used again
     config = _config(options, job.workload) | kept_options(options)
     run.write_config(config | {"data_digest": job.data.digest, "files": files})
     run.explanation.write_text(job.pipe.explain() + "\n")
@@ -219,7 +239,9 @@ def _open_data(
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     if options.eval_every and not data.held_out:
-        raise ValueError(f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on")
+        raise ValueError(
+            f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on"
+        )
     if options.resume:
         run.check({"data_digest": data.digest})
         run.check_files(files)
@@ -228,7 +250,11 @@ def _open_data(
 
 def _state(job: Job) -> jvpipe.State:
     """The state at the start of the run, or that of its last checkpoint; the data go on from there."""
-    params = job.search.first.params if job.search else job.hosts.together("weights", lambda: _first_params(job))
+    params = (
+        job.search.first.params
+        if job.search
+        else job.hosts.together("weights", lambda: _first_params(job))
+    )
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
     if job.options.resume and job.run.checkpoints():
@@ -284,4 +310,6 @@ def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
 def resume_command(job: Job) -> str:
     """The command line that goes on with a run."""
     export_to = ["--export", job.options.export] if job.options.export else []
-    return shlex.join(["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume", *export_to])
+    return shlex.join(
+        ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume", *export_to]
+    )

@@ -77,7 +77,11 @@ def tidy(job: Job, seen: Evaluations) -> None:
     """
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
-        told = {"step": seen.best_step, "held_out_loss": seen.best_loss, "checkpoint": checkpoint.as_posix()}
+        told = {
+            "step": seen.best_step,
+            "held_out_loss": seen.best_loss,
+            "checkpoint": checkpoint.as_posix(),
+        }
         replace_text(job.run.best, json.dumps(told, indent=1) + "\n")
     else:
         job.run.best.unlink(missing_ok=True)  # of a checkpoint that was moved away

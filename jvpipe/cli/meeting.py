@@ -54,7 +54,9 @@ class MeetingServer:
         given: to this process.
     """
 
-    def __init__(self, listener: socket.socket, kept: socket.socket, count: int, given: Given) -> None:
+    def __init__(
+        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
+    ) -> None:
         self._listener, self._kept, self._count, self._given = listener, kept, count, given
         self._present: set[int] = set()
         self._visits: set[asyncio.Task[None]] = set()
@@ -71,7 +73,9 @@ class MeetingServer:
             ValueError: one was given something else.
             HostLost: some have not come in time.
         """
-        run = threading.Thread(target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True)
+        run = threading.Thread(
+            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
+        )
         run.start()
         _port_in(self._met.result())
 
@@ -216,7 +220,9 @@ async def _meet(host: str, port: int, process: int, given: Given, timeout_s: flo
         lines.close()
 
 
-async def _reached(host: str, port: int, process: int, secret: bytes, timeout_s: float) -> SignedLines:
+async def _reached(
+    host: str, port: int, process: int, secret: bytes, timeout_s: float
+) -> SignedLines:
     """Connects to process 0, which may come later."""
     start_s = said_s = time.monotonic()
     while True:

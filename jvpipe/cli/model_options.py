@@ -24,7 +24,9 @@ def fields_of(options: Options | PlanOptions) -> dict[str, Any]:
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}
     """
     given: Mapping[str, Any] = {"dtype": options.dtype, "sequence_length": options.sequence_length}
-    return _assigned(options.set) | {name: value for name, value in given.items() if value is not None}
+    return _assigned(options.set) | {
+        name: value for name, value in given.items() if value is not None
+    }
 
 
 def _assigned(told: Sequence[str]) -> dict[str, str]:
@@ -60,7 +62,11 @@ def retrained(workload: models.Workload, options: Options, updates: int) -> mode
     recipe = replace(
         recipe,
         optimizer_name=options.optimizer or recipe.optimizer_name,
-        learning_rate=recipe.learning_rate if options.learning_rate is None else options.learning_rate,
+        learning_rate=recipe.learning_rate
+        if options.learning_rate is None
+        else options.learning_rate,
         warmup_steps=None if options.warmup is None else options.warmup * updates // options.steps,
     )
-    return replace(workload, recipe=recipe, optimizer=recipe.optimizer, learning_rates=recipe.learning_rates)
+    return replace(
+        workload, recipe=recipe, optimizer=recipe.optimizer, learning_rates=recipe.learning_rates
+    )

@@ -20,7 +20,9 @@ from jvpipe.schedules import SCHEDULES
 T = TypeVar("T")
 
 
-def parsed(options: type[T], arguments: Sequence[str] | None, command: str, default: Any = None) -> T:
+def parsed(
+    options: type[T], arguments: Sequence[str] | None, command: str, default: Any = None
+) -> T:
     """The options of a command line; ends the process for `--help` and `--version`.
 
     Args:
@@ -52,7 +54,12 @@ def _check_numbers(options: type[Any], given: Sequence[str]) -> None:
         kinds = get_args(wanted) or (wanted,)
         number = next((kind for kind in (int, float) if kind in kinds), None)
         value, none = value if equals else after, "None" if NoneType in kinds else None
-        if number is None or not flag.startswith("--") or value == none or (value.startswith("--") and not equals):
+        if (
+            number is None
+            or not flag.startswith("--")
+            or value == none
+            or (value.startswith("--") and not equals)
+        ):
             continue
         try:
             number(value)

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None) -> None:
+def check_outputs(
+    outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
+) -> None:
     """Raises ValueError unless a file can be written at each path, another one for each; leaves all as it is.
 
     Args:
@@ -16,7 +18,11 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | 
     Traceback (most recent call last):
     ValueError: --json nowhere/plan.json: there is no folder nowhere: make it, or give another path
     """
-    taken = {Path(path).resolve(): option for option, path in (inputs or {}).items() if path and "\0" not in path}
+    taken = {
+        Path(path).resolve(): option
+        for option, path in (inputs or {}).items()
+        if path and "\0" not in path
+    }
     for option, path in outputs.items():
         if path is None:
             continue
@@ -24,7 +30,9 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | 
             raise ValueError(f"{option} {path}: {reason}")
         file = Path(path).resolve()
         if file in taken:
-            raise ValueError(f"{option} {path}: this is the file of {taken[file]}: give another path")
+            raise ValueError(
+                f"{option} {path}: this is the file of {taken[file]}: give another path"
+            )
         taken[file] = option
 
 
@@ -34,7 +42,9 @@ def writing(option: str, path: str) -> Iterator[Path]:
     try:
         yield Path(path)
     except OSError as error:
-        raise OSError(f"{option} {path}: this cannot be written ({error.strerror or error})") from None
+        raise OSError(
+            f"{option} {path}: this cannot be written ({error.strerror or error})"
+        ) from None
 
 
 def _reason(path: str) -> str | None:

@@ -16,7 +16,9 @@ from jvpipe.trace.leaves import abstract
 Tree = Any
 
 
-def own_data(where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int) -> models.Data:
+def own_data(
+    where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
+) -> models.Data:
     """What a user's model is trained on.
 
     Args:
@@ -31,7 +33,9 @@ def own_data(where: str, model: Any, data_path: Path | None, run_dir: Path, seed
         ValueError: the batches are none.
     """
     if data_path is not None:
-        raise ValueError(f"--data {data_path} is for jvpipe's own models; {where} gives its batches itself")
+        raise ValueError(
+            f"--data {data_path} is for jvpipe's own models; {where} gives its batches itself"
+        )
     told = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
     iterator = _iterator(told, model.batches(seed, batch_size))
     train: Placed | Counted
@@ -95,7 +99,9 @@ class Counted:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Passes over the batches that were taken before."""
         if set(state) != {"batches"}:
-            raise ValueError(f"{self._told} keeps no place of its own, and the run was saved with one: {dict(state)}")
+            raise ValueError(
+                f"{self._told} keeps no place of its own, and the run was saved with one: {dict(state)}"
+            )
         while self._taken < state["batches"]:
             next(self)
 
@@ -115,12 +121,18 @@ class Placed:
     def get_state(self) -> dict[str, Any]:
         """What the iterator tells."""
         place = self._iterator.get_state()
-        return {"place": place.decode("latin-1"), "bytes": True} if isinstance(place, bytes) else {"place": place}
+        return (
+            {"place": place.decode("latin-1"), "bytes": True}
+            if isinstance(place, bytes)
+            else {"place": place}
+        )
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues there."""
         if "place" not in state:
-            raise ValueError(f"{self._told} keeps a place of its own, and the run was saved without: {dict(state)}")
+            raise ValueError(
+                f"{self._told} keeps a place of its own, and the run was saved without: {dict(state)}"
+            )
         place = state["place"]
         self._iterator.set_state(place.encode("latin-1") if state.get("bytes") else place)
 
@@ -141,7 +153,9 @@ def _iterator(told: str, batches: Any) -> Iterator[Tree]:
     try:
         return iter(batches)
     except TypeError as problem:
-        raise ValueError(f"{told} should give an iterator of batches, not {type(batches).__name__}") from problem
+        raise ValueError(
+            f"{told} should give an iterator of batches, not {type(batches).__name__}"
+        ) from problem
 
 
 def _next(told: str, iterator: Iterator[Tree]) -> Tree:
@@ -156,4 +170,6 @@ def _check_size(told: str, batch: Tree, batch_size: int) -> None:
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(batch_size,)}:
         counts = sorted(size[0] if size else 0 for size in sizes)
-        raise ValueError(f"{told} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}")
+        raise ValueError(
+            f"{told} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}"
+        )

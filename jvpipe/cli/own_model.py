@@ -59,7 +59,11 @@ def completed(
     if size is not None:
         sizes = dict(getattr(model, "sizes", {}))
         if size not in sizes:
-            told = did_you_mean(f"size of {name}", size, list(sizes)) if sizes else f"it has no sizes, {size} is none"
+            told = (
+                did_you_mean(f"size of {name}", size, list(sizes))
+                if sizes
+                else f"it has no sizes, {size} is none"
+            )
             raise ValueError(f"--model {where}: {told}")
         model = _made(where, sizes[size])
     if isinstance(model, models.Workload) and not options:
@@ -130,15 +134,25 @@ def _check(where: str, model: Any) -> None:
     kind = type(model).__name__
     for name, wanted in _MUST.items():
         if not callable(getattr(model, name, None)):
-            there = f"its {name} is {getattr(model, name)!r}" if hasattr(model, name) else f"it has no {name}"
-            raise ValueError(f"--model {where} is no model ({kind}): {there}, which should be {wanted}")
+            there = (
+                f"its {name} is {getattr(model, name)!r}"
+                if hasattr(model, name)
+                else f"it has no {name}"
+            )
+            raise ValueError(
+                f"--model {where} is no model ({kind}): {there}, which should be {wanted}"
+            )
     if getattr(model, "has_state", False) and not hasattr(model, "initial_state"):
-        raise ValueError(f"--model {where}: has_state needs initial_state(), a function that gives the first state")
+        raise ValueError(
+            f"--model {where}: has_state needs initial_state(), a function that gives the first state"
+        )
     try:
         check_loss(model.loss_fn, has_state=_flag(where, model, "has_state"))
     except ValueError as problem:
         raise ValueError(f"--model {where}: {problem}") from problem
-    taken = {"init": ("key",), "batches": ("seed", "batch_size")} | {k: v for k, v in _MAY.items() if hasattr(model, k)}
+    taken = {"init": ("key",), "batches": ("seed", "batch_size")} | {
+        k: v for k, v in _MAY.items() if hasattr(model, k)
+    }
     for name, arguments in taken.items():
         _check_call(where, name, getattr(model, name), arguments)
 
@@ -154,7 +168,9 @@ def _check_call(where: str, name: str, function: Any, arguments: tuple[str, ...]
     try:
         signature.bind(*arguments)
     except TypeError as problem:
-        raise ValueError(f"--model {where}: {name}{signature} is called as {told}: {problem}") from problem
+        raise ValueError(
+            f"--model {where}: {name}{signature} is called as {told}: {problem}"
+        ) from problem
 
 
 def _flag(where: str, model: Any, name: str) -> bool:

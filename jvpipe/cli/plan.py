@@ -75,10 +75,14 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     stages, microbatches = options.stages or STAGES, options.microbatches or MICROBATCHES
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
-    problem = Problem(file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link)
+    problem = Problem(
+        file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link
+    )
     slowness = profile_slowness(cluster, stages, len(file.costs.layers))
     problem = problem.told_apart(slowness, limits)
-    return asked(problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph))
+    return asked(
+        problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph)
+    )
 
 
 def _write(options: Options, forecast: Forecast | ReplicaForecast) -> None:

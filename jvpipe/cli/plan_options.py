@@ -87,14 +87,21 @@ def check(options: Options) -> list[str]:
     }
     of_models = {name: counts[name] for name in ("--batch-size", "--sequence-length")}
     of_models |= {f"--{name}": value for name, value in options.shared.items()}
-    of_models |= {"--size": options.size, "--dtype": options.dtype, "--set": " ".join(options.set) or None}
+    of_models |= {
+        "--size": options.size,
+        "--dtype": options.dtype,
+        "--set": " ".join(options.set) or None,
+    }
     for name, value in of_models.items():
         if options.graph is not None and value is not None:
             raise ValueError(f"{name} {value} is of a --model, a --graph has its own: leave it out")
     for name, count in counts.items():
         if count is not None and not 1 <= count <= MOST[name]:
             raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")
-    schedule, names = find_schedule(options.schedule), planner_names(options.compare or [options.planner])
+    schedule, names = (
+        find_schedule(options.schedule),
+        planner_names(options.compare or [options.planner]),
+    )
     for name in names:
         check_chooser(schedule, name)
     if options.shared:

@@ -37,7 +37,9 @@ def join(options: Options) -> Hosts:
         SystemExit: the user stops it before all have come.
     """
     if not 0 < options.host_timeout <= threading.TIMEOUT_MAX:
-        raise ValueError(f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}")
+        raise ValueError(
+            f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}"
+        )
     secret = read_secret(options.secret_file)
     try:
         where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
@@ -50,7 +52,8 @@ def join(options: Options) -> Hosts:
         try:
             jax.distributed.initialize(
                 **where,
-                initialization_timeout=round(options.host_timeout) + 60,  # what is above comes first, and says more
+                initialization_timeout=round(options.host_timeout)
+                + 60,  # what is above comes first, and says more
                 heartbeat_timeout_seconds=round(options.host_timeout) + 60,
                 shutdown_timeout_seconds=10,
             )
@@ -93,13 +96,17 @@ def _meeting(options: Options, secret: bytes) -> dict[str, Any] | None:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"--coordinator must be HOST:PORT, such as host0:12345, not {coordinator}")
     if not 0 <= process < count:
-        raise ValueError(f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}")
+        raise ValueError(
+            f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
+        )
     given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
         own_port = meet(host.strip("[]"), int(port), process, given, options.host_timeout)
         address = {"coordinator_address": f"{host}:{own_port}"}
     else:
-        address = _opened(options.host_address or host.strip("[]"), int(port), count, given, options.host_timeout)
+        address = _opened(
+            options.host_address or host.strip("[]"), int(port), count, given, options.host_timeout
+        )
     if count == 1:
         return None
     return address | {
@@ -114,7 +121,9 @@ def _opened(host: str, port: int, count: int, given: Given, timeout_s: float) ->
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
-        raise ValueError(f"--coordinator: the host {host} is not known here: {problem.strerror}") from problem
+        raise ValueError(
+            f"--coordinator: the host {host} is not known here: {problem.strerror}"
+        ) from problem
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -128,9 +137,14 @@ def _opened(host: str, port: int, count: int, given: Given, timeout_s: float) ->
         ) from problem
     here = str(address[0])
     if not given.secret and not ip_address(here).is_loopback:
-        print(f"warning: whoever reaches {here} can join or end this run: give --secret-file", file=sys.stderr)
+        print(
+            f"warning: whoever reaches {here} can join or end this run: give --secret-file",
+            file=sys.stderr,
+        )
     held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # JAX's server, which sets it too, can open the port
+    held.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
+    )  # JAX's server, which sets it too, can open the port
     held.bind((here, 0))
     MeetingServer(listener, held, count, given).wait(timeout_s)
     own_port = held.getsockname()[1]
@@ -142,7 +156,9 @@ def _model_file(model: str) -> tuple[str, str]:
     """The file of a model of one's own, as the processes compare it; empty for other models."""
     file = Path(model.rpartition(":")[0])
     is_own = file.suffix == ".py" and file.is_file()
-    return "the digest of --model's file", digest(file.read_text(errors="replace")) if is_own else ""
+    return "the digest of --model's file", digest(
+        file.read_text(errors="replace")
+    ) if is_own else ""
 
 
 @contextmanager
@@ -197,10 +213,16 @@ class Watch:
             silent_s = time.monotonic() - self._at_s
             if silent_s > self._hosts.timeout_s:
                 awaited = self._hosts.awaited()
-                self._end(f"nothing has gone on for {silent_s:.0f} s" + (f": waited for {awaited}" if awaited else ""))
+                self._end(
+                    f"nothing has gone on for {silent_s:.0f} s"
+                    + (f": waited for {awaited}" if awaited else "")
+                )
 
     def _end(self, told: str) -> None:
-        print(f"error: {told}; {self._hosts.named(self._hosts.process)} was at {self._doing}", file=sys.stderr)
+        print(
+            f"error: {told}; {self._hosts.named(self._hosts.process)} was at {self._doing}",
+            file=sys.stderr,
+        )
         leave(self._hosts, TRY_AGAIN)
 
 
@@ -213,7 +235,9 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == TRY_AGAIN:  # the others see it by themselves; with the first process JAX would end them
+    if (
+        code == TRY_AGAIN
+    ):  # the others see it by themselves; with the first process JAX would end them
         time.sleep(_FAREWELL_S if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)

@@ -51,7 +51,9 @@ class Recording:
             self._start_profile(step)
         elif self._begun is not None and step == self._begun + self._steps:
             self._job.pipe.wait(state)
-            self._write(self._steps)  # the profiler sees a task only once the thread that waits for it has
+            self._write(
+                self._steps
+            )  # the profiler sees a task only once the thread that waits for it has
             self._stop_profile()
             self._done = True
 
@@ -77,6 +79,8 @@ class Recording:
 
     def _write(self, steps: int) -> None:
         """Writes the timeline of the last steps, of all processes."""
-        picture = shared_picture(self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps)))
+        picture = shared_picture(
+            self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
+        )
         if self._job.hosts.process == 0:
             timeline.write(self._job.run.timeline, picture)

@@ -85,7 +85,9 @@ class RunDir:
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
                 delete_checkpoint(path)
-        for path in self._folders(r"\d{8,}\.(deleted|orbax-checkpoint-tmp.*)"):  # as they were once written
+        for path in self._folders(
+            r"\d{8,}\.(deleted|orbax-checkpoint-tmp.*)"
+        ):  # as they were once written
             shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
@@ -103,7 +105,9 @@ class RunDir:
         try:
             return sealed.read(self.config)
         except OSError as problem:
-            raise ValueError(f"{self.path} holds no run to resume: {self.config.name}: {problem}") from problem
+            raise ValueError(
+                f"{self.path} holds no run to resume: {self.config.name}: {problem}"
+            ) from problem
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration, whole or not at all."""
@@ -163,7 +167,9 @@ class RunDir:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise HeldError(f"another run is at work in {self.path}: stop it, or name another --run-dir") from None
+                raise HeldError(
+                    f"another run is at work in {self.path}: stop it, or name another --run-dir"
+                ) from None
             try:
                 yield
             finally:
@@ -192,9 +198,13 @@ class RunDir:
             ValueError: there is a checkpoint in the folder.
         """
         if self.checkpoints():
-            raise ValueError(f"{self.path} holds a run already: continue it with --resume, or name another --run-dir")
+            raise ValueError(
+                f"{self.path} holds a run already: continue it with --resume, or name another --run-dir"
+            )
 
-    def check(self, wanted: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def check(
+        self, wanted: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         """Checks that the run in this folder agrees with what is wanted, field by field.
 
         Args:
@@ -231,11 +241,15 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    there: Mapping[str, Any], here: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
     """The entries that differ: name, value there, value here; of an entry that is a mapping itself the first."""
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from ((f"{key}: {name}", a, b) for name, a, b in islice(_differences(old, new), 1))
+            yield from (
+                (f"{key}: {name}", a, b) for name, a, b in islice(_differences(old, new), 1)
+            )
         elif old != new:
             yield key, old, new

@@ -40,10 +40,16 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
     counts = [between.join(map(str, plan.replicas)) for between in ",:"]
-    told = {"stages": [pipeline_length(plan, schedule)], "replicas": counts, "schedule": [plan.schedule]}
+    told = {
+        "stages": [pipeline_length(plan, schedule)],
+        "replicas": counts,
+        "schedule": [plan.schedule],
+    }
     for name, own in told.items():
         if options[name] not in (*own, before.get(name)):
-            raise ValueError(f"--{name} {options[name]} contradicts --plan {path}: there it is {own[0]}")
+            raise ValueError(
+                f"--{name} {options[name]} contradicts --plan {path}: there it is {own[0]}"
+            )
     return plan
 
 
@@ -55,10 +61,17 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
         options: of this run.
         before: those of the run that is resumed.
     """
-    if options["remeasure"] or not path.exists() or any(options[name] != before.get(name) for name in DECIDES):
+    if (
+        options["remeasure"]
+        or not path.exists()
+        or any(options[name] != before.get(name) for name in DECIDES)
+    ):
         return None
     sealed.read(path)  # whether it is what the run wrote
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
-    same = plan.schedule == schedule.name and options["stages"] in (None, pipeline_length(plan, schedule))
+    same = plan.schedule == schedule.name and options["stages"] in (
+        None,
+        pipeline_length(plan, schedule),
+    )
     return plan if same else None

@@ -18,7 +18,9 @@ def read_secret(path: str | None) -> bytes:
     Raises:
         ValueError: the file cannot be read, others than its owner may read or change it, or it is empty.
     """
-    named, path = ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
+    named, path = (
+        ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
+    )
     if path is None:
         return b""
     with ExitStack() as held:
@@ -33,8 +35,12 @@ def read_secret(path: str | None) -> bytes:
         raise ValueError(f"{named} {path} is not a file")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         mode = stat.S_IMODE(status.st_mode)
-        raise ValueError(f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}")
+        raise ValueError(
+            f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}"
+        )
     if not 0 < len(secret) <= _MOST_BYTES:
         size = "is empty" if not secret else f"has more than {_MOST_BYTES} bytes"
-        raise ValueError(f"{named} {path} {size}: write a secret into it, such as `openssl rand -hex 32` gives")
+        raise ValueError(
+            f"{named} {path} {size}: write a secret into it, such as `openssl rand -hex 32` gives"
+        )
     return secret

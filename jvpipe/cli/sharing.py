@@ -16,7 +16,9 @@ Own = tuple[StepMetrics, Busy]
 """The metrics of a step as one process saw it, and how busy its devices were."""
 
 
-def shared(hosts: Hosts, signum: int | None, own: Own | None) -> tuple[int | None, StepMetrics | None]:
+def shared(
+    hosts: Hosts, signum: int | None, own: Own | None
+) -> tuple[int | None, StepMetrics | None]:
     """Tells all processes of a step; returns the signal that any of them was sent, and the metrics of all.
 
     Args:
@@ -29,17 +31,27 @@ def shared(hosts: Hosts, signum: int | None, own: Own | None) -> tuple[int | Non
     mine = [signum, own and [asdict(own[0]), own[1]]]
     told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((each for each, _ in told if each is not None), None)
-    return heard, own and _merged(own[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in told])
+    return heard, own and _merged(
+        own[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in told]
+    )
 
 
 def _metrics(told: Mapping[str, Any]) -> StepMetrics:
-    return StepMetrics(**{**told, "staleness": tuple(told["staleness"]), "architecture": tuple(told["architecture"])})
+    return StepMetrics(
+        **{
+            **told,
+            "staleness": tuple(told["staleness"]),
+            "architecture": tuple(told["architecture"]),
+        }
+    )
 
 
 def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
     """The metrics of a step over all processes: the slowest one's seconds, the bytes and copies of all devices."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
-    all_work = Busy(sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work))
+    all_work = Busy(
+        sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work)
+    )
     return replace(
         own,
         seconds=max(line.seconds for line in lines),
@@ -47,7 +59,9 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
         tokens_per_s=_least(line.tokens_per_s for line in lines),
         mfu=_least(line.mfu for line in lines),
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes={device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes},
+        peak_bytes={
+            device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes
+        },
         busy_fraction={name: share for line in lines for name, share in line.busy_fraction.items()},
         swapped_bytes=sum(line.swapped_bytes for line in lines),
         copy_hidden_s=sum(line.copy_hidden_s for line in lines),
@@ -67,8 +81,13 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
         return picture
     hosts.exchange("clock", b"")
     zero_s = time.perf_counter()
-    spans = [[s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)] for s in picture.spans]
-    rest = [[x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)]
+    spans = [
+        [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
+        for s in picture.spans
+    ]
+    rest = [
+        [x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)
+    ]
     told = [json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())]
     all_spans, levels, hops = ([row for each in told for row in each[part]] for part in range(3))
     return Picture(

@@ -30,7 +30,9 @@ class SignedLines:
         end: which one this is.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, end: End) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, end: End
+    ) -> None:
         self._reader, self._writer, self._secret = reader, writer, secret
         self._end: End = end
         self._nonces, self._said, self._heard = "", 0, 0

@@ -31,7 +31,9 @@ class Speech:
         self._total = 0
         self._opened = ExitStack()
         self._handlers: list[logging.Handler] = [
-            RichHandler(logging.INFO, self._screen, show_level=False, show_path=False) if shown else _warnings()
+            RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
+            if shown
+            else _warnings()
         ]
         if self._lines:
             self._handlers.append(_ToLines(self._lines))
@@ -86,7 +88,10 @@ def places(pipe: Pipeline) -> dict[str, Place]:
         for device in stage.devices:
             layers[device] += stage.layers
     devices, limits = session.settings.devices, session.settings.limits
-    return {str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None) for d in sorted(layers)}
+    return {
+        str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None)
+        for d in sorted(layers)
+    }
 
 
 class _ToLines(logging.Handler):

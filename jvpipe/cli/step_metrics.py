@@ -42,7 +42,9 @@ class StepNumbers:
         return StepMetrics(
             step=step,
             loss=float(metrics["loss"]),
-            learning_rate=float(job.learning_rates[step * len(job.learning_rates) // job.steps - 1]),
+            learning_rate=float(
+                job.learning_rates[step * len(job.learning_rates) // job.steps - 1]
+            ),
             grad_norm=float(metrics.get("grad_norm", math.nan)),
             seconds=seconds,
             examples_per_s=job.batch_size / seconds,
@@ -83,7 +85,9 @@ def tokens_in(batch: Any) -> int | None:
     counts = [
         math.prod(leaf.shape[:2])
         for path, leaf in jax.tree.leaves_with_path(batch)
-        if path_name(path[-1:]) in _TOKENS and len(leaf.shape) >= 2 and np.issubdtype(leaf.dtype, np.integer)
+        if path_name(path[-1:]) in _TOKENS
+        and len(leaf.shape) >= 2
+        and np.issubdtype(leaf.dtype, np.integer)
     ]
     return sum(counts) if counts else None
 

@@ -84,7 +84,11 @@ def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
     with StopRequest() as stop:
         state, signum = train(job, state, stop, watch, speech)
     if signum is not None:
-        told = f"the last architecture is in {job.run.checkpoints()[-1]}" if job.search else resume_command(job)
+        told = (
+            f"the last architecture is in {job.run.checkpoints()[-1]}"
+            if job.search
+            else resume_command(job)
+        )
         print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
         return 128 + signum
     try:
@@ -105,7 +109,9 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
     """
     if job.search:
         best, loss = job.search.evolution.best
-        print(f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one")
+        print(
+            f"best architecture, mean training loss {loss:.4f}: {' '.join(best.names())}; now the last one"
+        )
     for change in job.pipe.session.history:
         print(replace(change, step=change.step + 1))
     if (loss := held_out_loss(job, state, watch)) is not None:
@@ -121,5 +127,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             export.write_safetensors(Path(job.options.export), params)
         except OSError as problem:
             saved = job.run.checkpoints()[-1]
-            raise OSError(f"{problem}; the state is in {saved}, to export it: {resume_command(job)}") from problem
+            raise OSError(
+                f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"
+            ) from problem
         print(f"parameters in {job.options.export}")

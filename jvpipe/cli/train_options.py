@@ -40,7 +40,16 @@ COUNTS = (
 """Options that are 1 at least."""
 MOST = 2**31 - 1
 """What these are at most: steps are counted in 32 bits."""
-NOT_KEPT = ("config", "resume", "remeasure", "profile", "init_from", "tokenizer", "export", *OF_PROCESSES)
+NOT_KEPT = (
+    "config",
+    "resume",
+    "remeasure",
+    "profile",
+    "init_from",
+    "tokenizer",
+    "export",
+    *OF_PROCESSES,
+)
 """Options that hold for one start alone."""
 
 
@@ -156,12 +165,18 @@ class Options:
     @property
     def replica_counts(self) -> tuple[int, ...]:
         """How many devices each stage has; nothing where each has one, or that is to be decided."""
-        return () if self.replicas is None or self.shares else whole_numbers("--replicas", self.replicas)
+        return (
+            ()
+            if self.replicas is None or self.shares
+            else whole_numbers("--replicas", self.replicas)
+        )
 
     @property
     def stages_asked(self) -> int | None:
         """How many stages there are; None where that is to be decided."""
-        return self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
+        return (
+            self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
+        )
 
     @property
     def devices_asked(self) -> int:
@@ -191,10 +206,14 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         before = RunDir(Path(options.run_dir))
         config = before.read_config()
         if options.nas or config.get("nas"):
-            raise ValueError("--nas cannot be resumed: a search saves its last architecture alone. Begin a new run")
+            raise ValueError(
+                "--nas cannot be resumed: a search saves its last architecture alone. Begin a new run"
+            )
         saved = _options_in(config, before.config)
         if saved.get("data") and not options.data:
-            print(f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now")
+            print(
+                f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
+            )
         options = _parsed(arguments, saved | _of_file(options))
         if not options.shares and options.devices == saved.get("devices"):
             options = replace(options, devices=None)
@@ -222,16 +241,22 @@ def _check(options: Options) -> None:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to {2**63 - 1}, not {options.seed}")
     if options.early_stop and not options.eval_every:
-        raise ValueError(f"--early-stop {options.early_stop} needs --eval-every, the steps between evaluations")
+        raise ValueError(
+            f"--early-stop {options.early_stop} needs --eval-every, the steps between evaluations"
+        )
     if options.devices and not options.shares:
-        raise ValueError(f"--devices {options.devices} is for --replicas auto; else --stages says how many are used")
+        raise ValueError(
+            f"--devices {options.devices} is for --replicas auto; else --stages says how many are used"
+        )
     if options.replica_counts and options.stages not in (None, len(options.replica_counts)):
         raise ValueError(
             f"--replicas {options.replicas} says so of {len(options.replica_counts)} stages, --stages of "
             f"{options.stages}: give a number for each, or leave out --stages"
         )
     if options.nas and options.eval_every:
-        raise ValueError("--eval-every is for one model: a search is judged by its training losses (--nas)")
+        raise ValueError(
+            "--eval-every is for one model: a search is judged by its training losses (--nas)"
+        )
     if options.warmup is not None and options.warmup < 0:
         raise ValueError(f"--warmup must be 0 steps or more, not {options.warmup}")
     if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:

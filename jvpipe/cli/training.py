@@ -22,7 +22,9 @@ from jvpipe.report.trackers import TRACKERS, TrackedRun, Tracker
 from jvpipe.runtime.hosts import ALONE, Hosts
 
 
-def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech) -> tuple[Any, int | None]:
+def train(
+    job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
+) -> tuple[Any, int | None]:
     """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run.
 
     Args:
@@ -37,7 +39,9 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
     """
     first, patience = state.step, job.options.early_stop
     seen = evaluations_before(job)
-    told = f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
+    told = (
+        f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
+    )
     print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
     if job.hosts.process == 0:
         tidy(job, seen)
@@ -55,7 +59,9 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
             for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
                 watch.progress(f"step {step}")
                 keeper.check()
-                signum = log.tell(done, before=True)  # one step later, so that the pipeline never waits for a log
+                signum = log.tell(
+                    done, before=True
+                )  # one step later, so that the pipeline never waits for a log
                 state, done = advanced[0], (step, *advanced[1:])
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
@@ -74,7 +80,9 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
                 if last:
                     break
             keeper.finish()
-            signum = log.tell(None, before=False)  # it may have come during the last step, or while that was saved
+            signum = log.tell(
+                None, before=False
+            )  # it may have come during the last step, or while that was saved
         except ValueError:  # the loss is no number: its step belongs into the log
             log.tell(done, before=False, hosts=ALONE)
             raise
@@ -85,8 +93,16 @@ def train(job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech)
 class _Log:
     """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
 
-    def __init__(self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech) -> None:
-        self._job, self._stop, self._speech, self._numbers, self.clock = job, stop, speech, StepNumbers(job), Clock()
+    def __init__(
+        self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
+    ) -> None:
+        self._job, self._stop, self._speech, self._numbers, self.clock = (
+            job,
+            stop,
+            speech,
+            StepNumbers(job),
+            Clock(),
+        )
         writes = job.hosts.process == 0
         self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
         self._trackers: list[Tracker] = []
@@ -95,7 +111,12 @@ class _Log:
             self._trackers += _trackers(job, first, opened)
 
     def tell(
-        self, done: Done | None, *, before: bool, loss: float | None = None, hosts: Hosts | None = None
+        self,
+        done: Done | None,
+        *,
+        before: bool,
+        loss: float | None = None,
+        hosts: Hosts | None = None,
     ) -> int | None:
         """Logs a step; returns the signal that some process was sent.
 
@@ -108,10 +129,15 @@ class _Log:
         own = None
         if done is not None:
             measured = self._job.pipe.session.measured(before=before)
-            own = self._numbers.of(done, measured, self.clock.lap_s()), timeline.busy(measured.spans)
+            own = (
+                self._numbers.of(done, measured, self.clock.lap_s()),
+                timeline.busy(measured.spans),
+            )
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
         if line is not None and self._log is not None:
-            line = replace(line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s())
+            line = replace(
+                line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s()
+            )
             self._log.append(line)
             for tracker in self._trackers:
                 tracker.log(line.step, line.numbers())

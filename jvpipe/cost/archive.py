@@ -41,7 +41,9 @@ class Archive:
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, anew, busy)
 
-    def numbers(self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]) -> list[float]:
+    def numbers(
+        self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]
+    ) -> list[float]:
         """The numbers that were kept, or else those measured now, which are kept.
 
         Args:
@@ -69,7 +71,9 @@ class Archive:
         if self.folder is None:
             return list(measure(list(range(things))))
         words = [tuple(what(i)) for i in range(things)]
-        kept = {one: numbers for one in set(words) if len(numbers := self.find(*one) or []) == count}
+        kept = {
+            one: numbers for one in set(words) if len(numbers := self.find(*one) or []) == count
+        }
         missing = {one: i for i, one in enumerate(words) if one not in kept}
         measured = measure(list(missing.values())) if missing else ()
         for one, numbers in zip(missing, measured, strict=True):
@@ -84,7 +88,11 @@ class Archive:
         try:
             kept = json.loads(self._path(what).read_text())
             numbers = [float(x) for x in kept["measured"]]
-            return numbers if kept["digest"] == _digest(numbers) and min(numbers, default=0.0) >= 0 else None
+            return (
+                numbers
+                if kept["digest"] == _digest(numbers) and min(numbers, default=0.0) >= 0
+                else None
+            )
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -34,8 +34,14 @@ def with_compiled_bytes(
     """
     made: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
-    for layer, body, own, like in zip(traced.graph.layers, traced.bodies, options, alike, strict=True):
-        later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != layer.id]
+    for layer, body, own, like in zip(
+        traced.graph.layers, traced.bodies, options, alike, strict=True
+    ):
+        later = [
+            t
+            for t in layer.reading(ValueKind.TENSOR)
+            if traced.graph.tensors[t].readers[-1] != layer.id
+        ]
         backwards.append([])
         for option in own:
             kept = _kept(traced.graph, layer, option)
@@ -59,4 +65,6 @@ def with_compiled_bytes(
 def _kept(graph: LayerGraph, layer: Layer, option: Option) -> frozenset[str]:
     """The candidates that a layer's forward leaves for its backward, on the device or on the host."""
     label = graph.label(layer)
-    return frozenset(c.name for c in layer.candidates if option.fates.get(f"{label}/{c.name}") != "recompute")
+    return frozenset(
+        c.name for c in layer.candidates if option.fates.get(f"{label}/{c.name}") != "recompute"
+    )

@@ -84,7 +84,9 @@ class LayerCost:
             self,
             forward_s=times * self.forward_s,
             backward_s=times * self.backward_s,
-            options=tuple(replace(option, extra_s=times * option.extra_s) for option in self.options),
+            options=tuple(
+                replace(option, extra_s=times * option.extra_s) for option in self.options
+            ),
             split=self.split and self.split.slower(times),
         )
 
@@ -148,11 +150,15 @@ class Costs:
 
     @cached_property
     def _give_cotangents(self) -> frozenset[int]:
-        return frozenset(layer for edge in self.edges if edge.differentiable for layer in edge.readers)
+        return frozenset(
+            layer for edge in self.edges if edge.differentiable for layer in edge.readers
+        )
 
     @cached_property
     def _edges_at(self) -> list[list[Edge]]:
-        return _by_layer(len(self.layers), ((edge, {edge.producer, *edge.readers}) for edge in self.edges))
+        return _by_layer(
+            len(self.layers), ((edge, {edge.producer, *edge.readers}) for edge in self.edges)
+        )
 
     @cached_property
     def _shared_at(self) -> list[list[Shared]]:

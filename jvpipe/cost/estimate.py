@@ -58,14 +58,20 @@ def estimate(
     if fates:
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
-    splits = split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device)) if split else None
+    splits = (
+        split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device))
+        if split
+        else None
+    )
     chosen = [works[id(p)] for p in everything]
     return costs_of(traced.graph, signatures, chosen, options, optimizer, microbatches, splits)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
     assert programs.halves is not None
-    return roofline.seconds(programs.halves.input, device), roofline.seconds(programs.halves.weight, device)
+    return roofline.seconds(programs.halves.input, device), roofline.seconds(
+        programs.halves.weight, device
+    )
 
 
 def _work(programs: LayerPrograms, device: Accelerator) -> Work:

@@ -30,7 +30,9 @@ class Calibration:
     extra_s: tuple[tuple[float, float], ...]
 
 
-def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator) -> list[Recompute]:
+def recomputes(
+    traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator
+) -> list[Recompute]:
     """Finds what dropping candidates costs each layer, by the roofline; equal layers get the same object.
 
     Args:
@@ -43,9 +45,13 @@ def recomputes(traced: Traced, nothing: Sequence[LayerPrograms], device: Acceler
     for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
         key = id(programs), tuple(c.name for c in layer.candidates)
         if key not in known:
-            results = [body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)]
+            results = [
+                body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)
+            ]
             sizes = {c.name: c.bytes for c in layer.candidates}
-            known[key] = recompute_of(programs, sizes, results, partial(equation_seconds, device=device))
+            known[key] = recompute_of(
+                programs, sizes, results, partial(equation_seconds, device=device)
+            )
         costs.append(known[key])
     return costs
 
@@ -73,11 +79,15 @@ def layer_options(
         if key not in known:
             options = options_of(recompute, input_bytes)
             known[key] = calibrated(options, measured[layer.id]) if measured else options
-        by_layer.append(named(known[key], traced.graph.label(layer), [array.name for array in arrays]))
+        by_layer.append(
+            named(known[key], traced.graph.label(layer), [array.name for array in arrays])
+        )
     return by_layer
 
 
-def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) -> tuple[Option, ...]:
+def options_of(
+    recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS
+) -> tuple[Option, ...]:
     """A layer's options: the first keeps everything, the last recomputes everything.
 
     Args:
@@ -88,12 +98,18 @@ def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) 
     Fates are named as the candidates are; `named` gives them the layer's name.
     """
     everything, nothing = (_option(recompute, kept) for kept in (recompute.choices, frozenset()))
-    options = [option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)]
+    options = [
+        option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)
+    ]
     others = [option for option in options if option not in (everything, nothing)]
     points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
     chosen = [others[i - 2] for i in _thinned(points, most) if i >= 2]
     chosen.sort(
-        key=lambda option: (option.swapped_bytes + option.swaps_input > 0, option.extra_s, option.swapped_bytes)
+        key=lambda option: (
+            option.swapped_bytes + option.swaps_input > 0,
+            option.extra_s,
+            option.swapped_bytes,
+        )
     )
     return (everything,) if nothing == everything and not chosen else (everything, *chosen, nothing)
 
@@ -101,9 +117,12 @@ def options_of(recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS) 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Options whose seconds agree with what was measured; in between they are interpolated."""
     modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
-    measured_s = np.maximum.accumulate(measured_s)  # noise must not make it cheaper to recompute more
+    measured_s = np.maximum.accumulate(
+        measured_s
+    )  # noise must not make it cheaper to recompute more
     return tuple(
-        replace(option, extra_s=float(np.interp(option.extra_s, modelled_s, measured_s))) for option in options
+        replace(option, extra_s=float(np.interp(option.extra_s, modelled_s, measured_s)))
+        for option in options
     )
 
 
@@ -126,7 +145,10 @@ def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple
 
 
 def _option(
-    recompute: Recompute, kept: Iterable[int], swapped: Iterable[int] = (), swaps_input: bool = False
+    recompute: Recompute,
+    kept: Iterable[int],
+    swapped: Iterable[int] = (),
+    swaps_input: bool = False,
 ) -> Option:
     used, recomputed = recompute.dropping(frozenset(kept))
     swapped = used.intersection(swapped)
@@ -166,10 +188,14 @@ def _thinned(points: np.ndarray, most: int) -> list[int]:
     span = points.max(0)
     scaled = points / np.where(span > 0, span, 1)
     ids = np.array([0, 1, *efficient])
-    byte, link, more = (prices.ravel() for prices in np.meshgrid(*[np.geomspace(1e-3, 1e3, 13)] * 2, [0.0, 0.5]))
+    byte, link, more = (
+        prices.ravel() for prices in np.meshgrid(*[np.geomspace(1e-3, 1e3, 13)] * 2, [0.0, 0.5])
+    )
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
     picked, often = np.unique((scaled[ids] @ price).argmin(0), return_counts=True)
-    chosen = list(dict.fromkeys([0, 1, *picked[np.argsort(-often, kind="stable")].tolist()]))[: max(most, 2)]
+    chosen = list(dict.fromkeys([0, 1, *picked[np.argsort(-often, kind="stable")].tolist()]))[
+        : max(most, 2)
+    ]
     distance = np.abs(scaled[ids][:, None] - scaled[ids][None, chosen]).sum(2).min(1)
     while len(chosen) < most:
         chosen.append(int(distance.argmax()))

@@ -140,7 +140,9 @@ class Cluster:
         )
         return min(ways, default=float("inf")) if size else 0.0
 
-    def transfer_s(self, senders: Sequence[int], readers: Sequence[int], size: int | float) -> float:
+    def transfer_s(
+        self, senders: Sequence[int], readers: Sequence[int], size: int | float
+    ) -> float:
         """The seconds of `size` bytes that some devices hold in equal slices and others read in equal slices.
 
         Slices pass at once, between machines as many as there are networks.

@@ -44,7 +44,12 @@ def measured_lending(
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
     return (archive or Archive()).numbers(
-        lambda: ("lent", surroundings(devices[0]), str(len(devices)), store.text(program, devices[0])),
+        lambda: (
+            "lent",
+            surroundings(devices[0]),
+            str(len(devices)),
+            store.text(program, devices[0]),
+        ),
         1,
         lambda: [_measured(store, program, devices)],
     )[0]
@@ -58,13 +63,17 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
         jax.block_until_ready(inputs)
         start = time.perf_counter()
         for _ in range(times):
-            jax.block_until_ready([run(*given) for run, given in zip(runs[:count], inputs, strict=False)])
+            jax.block_until_ready(
+                [run(*given) for run, given in zip(runs[:count], inputs, strict=False)]
+            )
         return time.perf_counter() - start
 
     taken_s(len(devices), 1)
     times = math.ceil(_TURN_S / taken_s(1, 1))
     shares = [
-        lent_share(taken_s(1, times), taken_s(len(devices), times), len(devices))  # the machine is as fast for both
+        lent_share(
+            taken_s(1, times), taken_s(len(devices), times), len(devices)
+        )  # the machine is as fast for both
         for _ in range(_TURNS)
     ]
     return statistics.median(shares)

@@ -44,13 +44,19 @@ class Links:
     @staticmethod
     def of(numbers: Sequence[float]) -> "Links":
         """Makes links of what `numbers` gave."""
-        out, back, send = (Link(r, late) if r else INFINITE for r, late in zip(numbers[:3], numbers[3:6], strict=True))
+        out, back, send = (
+            Link(r, late) if r else INFINITE
+            for r, late in zip(numbers[:3], numbers[3:6], strict=True)
+        )
         return Links(out, back, send, bool(numbers[6]))
 
     @property
     def host(self) -> Link:
         """Out and back as one link, that of the slower."""
-        return Link(min(self.out.bytes_per_s, self.back.bytes_per_s), max(self.out.latency_s, self.back.latency_s))
+        return Link(
+            min(self.out.bytes_per_s, self.back.bytes_per_s),
+            max(self.out.latency_s, self.back.latency_s),
+        )
 
 
 @cache
@@ -59,7 +65,9 @@ def known_links() -> dict[tuple[str, str], Links]:
     return {}
 
 
-def links_between(device: Device, other: Device | None = None, archive: Archive | None = None) -> Links:
+def links_between(
+    device: Device, other: Device | None = None, archive: Archive | None = None
+) -> Links:
     """The links of a device of this kind, also to one of another's kind; measured once per process.
 
     Args:
@@ -83,7 +91,9 @@ def links_between(device: Device, other: Device | None = None, archive: Archive 
     return known[kinds]
 
 
-def measure_links(device: Device, other: Device | None = None, sizes: tuple[int, int] = (_SMALL, _LARGE)) -> Links:
+def measure_links(
+    device: Device, other: Device | None = None, sizes: tuple[int, int] = (_SMALL, _LARGE)
+) -> Links:
     """Times a device's links; without another device, sending takes no time.
 
     Each copy is of its own array, so that nothing is answered from what is there already.
@@ -93,7 +103,9 @@ def measure_links(device: Device, other: Device | None = None, sizes: tuple[int,
         other: a device to send to.
         sizes: bytes of a small and of a large copy.
     """
-    pinned, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (_host_memory(device), None))
+    pinned, here = (
+        SingleDeviceSharding(device, memory_kind=kind) for kind in (_host_memory(device), None)
+    )
     copies: list[Copy] = [lambda x: jax.device_put(x, pinned), lambda x: jax.device_put(x, here)]
     places = [here, pinned]
     if other is not None:
@@ -106,7 +118,9 @@ def measure_links(device: Device, other: Device | None = None, sizes: tuple[int,
     links = [link_through(sizes, sample) for sample in taken]
     shared = False
     if other is not None:
-        together = _seconds([copies[0], copies[2]], [_arrays(sizes[1], here), _arrays(sizes[1], here)])
+        together = _seconds(
+            [copies[0], copies[2]], [_arrays(sizes[1], here), _arrays(sizes[1], here)]
+        )
         shared = together > _SHARED * max(taken[0][1], taken[2][1])
     return Links(links[0], links[1], links[2] if other is not None else INFINITE, shared)
 
@@ -119,7 +133,9 @@ def _host_memory(device: Device) -> str:
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     """An array per run, and one to warm up."""
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    return jax.block_until_ready([jax.device_put(values, place, may_alias=False) for _ in range(_RUNS + 1)])
+    return jax.block_until_ready(
+        [jax.device_put(values, place, may_alias=False) for _ in range(_RUNS + 1)]
+    )
 
 
 def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> float:

@@ -84,7 +84,12 @@ def measure_programs(
         1,
         lambda missing: [[s] for s in _in_turns([fitting[i][:2] for i in missing], device)],
     )
-    runs.update({program.key: Run(s, size) for (program, _, size), (s,) in zip(fitting, seconds, strict=True)})
+    runs.update(
+        {
+            program.key: Run(s, size)
+            for (program, _, size), (s,) in zip(fitting, seconds, strict=True)
+        }
+    )
     return runs
 
 
@@ -121,13 +126,19 @@ def measured_costs(
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
-    backwards = {share: [backward_program(programs) for programs in kept[share]] for share in shares}
+    backwards = {
+        share: [backward_program(programs) for programs in kept[share]] for share in shares
+    }
     made = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
     for share in shares:
         made += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
     made += _halves(kept["all"]) if split else ()
-    runs = measure_programs(store, [program for program, _ in made], device, known, room_bytes, archive)
-    runs = runs | _estimated(store, device, runs, {program.key: (program, jaxpr) for program, jaxpr in made})
+    runs = measure_programs(
+        store, [program for program, _ in made], device, known, room_bytes, archive
+    )
+    runs = runs | _estimated(
+        store, device, runs, {program.key: (program, jaxpr) for program, jaxpr in made}
+    )
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
@@ -138,10 +149,14 @@ def measured_costs(
         recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
         measured = []
         for layer, recompute in enumerate(recomputed):
-            by_share: dict[Share, Run] = {share: runs[backwards[share][layer].key] for share in shares}
+            by_share: dict[Share, Run] = {
+                share: runs[backwards[share][layer].key] for share in shares
+            }
             measured.append(_calibration(recompute, by_share))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
-        options = with_compiled_bytes(traced, options, [id(p) for p in kept["nothing"]], store, device)
+        options = with_compiled_bytes(
+            traced, options, [id(p) for p in kept["nothing"]], store, device
+        )
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
 
@@ -159,18 +174,25 @@ def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
 
 
 def _estimated(
-    store: ProgramStore, device: Device, runs: Runs, programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]]
+    store: ProgramStore,
+    device: Device,
+    runs: Runs,
+    programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
     """Estimates what the programs that were not run would have taken."""
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
-    modelled_s = {key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()}
+    modelled_s = {
+        key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
+    }
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
     temporary = [executable.memory_analysis().temp_size_in_bytes for executable in executables]
-    return {key: Run(pace * modelled_s[key], size) for key, size in zip(missing, temporary, strict=True)}
+    return {
+        key: Run(pace * modelled_s[key], size) for key, size in zip(missing, temporary, strict=True)
+    }
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
@@ -180,7 +202,9 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
     for share, run in runs.items():
         if share != "all":
             kept = kept_names(recompute.candidates, share)
-            modelled = recompute.extra_s(recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1])
+            modelled = recompute.extra_s(
+                recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1]
+            )
             points.append((modelled, max(run.seconds - least.seconds, 0.0)))
     return Calibration(tuple(points))
 
@@ -204,10 +228,15 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[f
 def _seconds(executable: Any, program: Program, device: Device) -> float:
     """The median of a few runs after one to warm up; what the program overwrites is put there anew for each."""
     examples = [example_of(a) for a in program.inputs]
-    kept = {i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated}
+    kept = {
+        i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated
+    }
     taken: list[float] = []
     while len(taken) <= _RUNS and (len(taken) < 3 or sum(taken) < _RUNS * _LONG_S):
-        given = [kept[i] if i in kept else jax.device_put(x, device, may_alias=False) for i, x in enumerate(examples)]
+        given = [
+            kept[i] if i in kept else jax.device_put(x, device, may_alias=False)
+            for i, x in enumerate(examples)
+        ]
         jax.block_until_ready(given)
         start = time.perf_counter()
         jax.block_until_ready(executable(*given))
@@ -227,5 +256,7 @@ def example_of(shape: Any) -> Any:
 def _keys(shape: Any) -> jax.Array:
     """Keys of a shape and kind."""
     impl: list[Any] = []
-    words = jax.eval_shape(lambda keys: [impl.append(jax.random.key_impl(keys)), jax.random.key_data(keys)][1], shape)
+    words = jax.eval_shape(
+        lambda keys: [impl.append(jax.random.key_impl(keys)), jax.random.key_data(keys)][1], shape
+    )
     return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])

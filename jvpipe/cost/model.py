@@ -63,9 +63,12 @@ def costs_of(
                 forward_s=work.forward_s,
                 backward_s=work.backward_s,
                 options=everything if options is None else tuple(options[layer.id]),
-                parameter_bytes=sum(p.array.bytes for p in graph.parameters if p.readers == (layer.id,)),
+                parameter_bytes=sum(
+                    p.array.bytes for p in graph.parameters if p.readers == (layer.id,)
+                ),
                 gradient_bytes=_summed_bytes(graph, layer, microbatches),
-                optimizer_bytes=model.lasting_bytes(layer.id) + _state_bytes(graph, layer.id, optimizer),
+                optimizer_bytes=model.lasting_bytes(layer.id)
+                + _state_bytes(graph, layer.id, optimizer),
                 input_bytes=sum(graph.tensors[t].array.bytes for t in model.own_inputs(layer)),
                 temporary_bytes=max(
                     work.forward_temporary_bytes + model.passing_forward_bytes(layer),
@@ -77,7 +80,10 @@ def costs_of(
                 state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
             )
         )
-    edges = tuple(Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable) for t in graph.tensors)
+    edges = tuple(
+        Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable)
+        for t in graph.tensors
+    )
     ids = tuple(layer.id for layer in graph.layers)
     return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, carried=carried(graph))
 
@@ -89,7 +95,9 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
     """
     layers, groups = graph.layers, []
     for k in range(len(graph.state)):
-        touching = [x.id for x in layers if k in (*x.reading(ValueKind.STATE), *x.writing(ValueKind.STATE))]
+        touching = [
+            x.id for x in layers if k in (*x.reading(ValueKind.STATE), *x.writing(ValueKind.STATE))
+        ]
         written = any(k in layer.writing(ValueKind.STATE) for layer in layers)
         if written and len(touching) > 1:
             groups.append(tuple(range(touching[0], touching[-1] + 1)))
@@ -97,7 +105,9 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
 
 
 def split_costs(
-    graph: LayerGraph, programs: Sequence[LayerPrograms], seconds: Callable[[LayerPrograms], tuple[float, float]]
+    graph: LayerGraph,
+    programs: Sequence[LayerPrograms],
+    seconds: Callable[[LayerPrograms], tuple[float, float]],
 ) -> list[SplitCost | None]:
     """The costs of each layer's backward in halves; None for those that have none. Layers alike are asked for once.
 
@@ -109,17 +119,24 @@ def split_costs(
     distinct = {id(made): made for made in programs if made.halves is not None}
     took = {key: seconds(made) for key, made in distinct.items()}
     pairs = zip(graph.layers, programs, strict=True)
-    return [_split_cost(graph, layer, made, *took[id(made)]) if id(made) in took else None for layer, made in pairs]
+    return [
+        _split_cost(graph, layer, made, *took[id(made)]) if id(made) in took else None
+        for layer, made in pairs
+    ]
 
 
-def _split_cost(graph: LayerGraph, layer: Layer, programs: LayerPrograms, input_s: float, weight_s: float) -> SplitCost:
+def _split_cost(
+    graph: LayerGraph, layer: Layer, programs: LayerPrograms, input_s: float, weight_s: float
+) -> SplitCost:
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}
     read = [values[kind][i] for kind, i in split.weight.sources if kind != "residual"]
     read += [layer.writes[i] for i in split.weight.cotangents]  # each as large as what it is of
     kept = sum(graph.tensors[ref.index].array.bytes for ref in read if ref.kind == ValueKind.TENSOR)
-    kept += sum(split.weight.residuals[i].bytes for kind, i in split.weight.sources if kind == "residual")
+    kept += sum(
+        split.weight.residuals[i].bytes for kind, i in split.weight.sources if kind == "residual"
+    )
     return SplitCost(input_s, weight_s, sum(a.bytes for a in split.handed), kept)
 
 
@@ -135,11 +152,16 @@ class _Model:
     def __init__(self, graph: LayerGraph, signatures: Sequence[Signature]) -> None:
         self.graph = graph
         self.holders: dict[Ref, tuple[int, ...]] = {}
-        self.touching: dict[Ref, tuple[int, ...]] = {}  # the layers whose forward reads or makes a value
+        self.touching: dict[
+            Ref, tuple[int, ...]
+        ] = {}  # the layers whose forward reads or makes a value
         for layer, signature in zip(graph.layers, signatures, strict=True):
             values = {"input": layer.reads, "output": layer.writes}
             held = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
-            for known, refs in ((self.holders, held), (self.touching, {*layer.reads, *layer.writes})):
+            for known, refs in (
+                (self.holders, held),
+                (self.touching, {*layer.reads, *layer.writes}),
+            ):
                 known.update((ref, (*known.get(ref, ()), layer.id)) for ref in refs)
         arrays: dict[ValueKind, list[int]] = {
             ValueKind.TENSOR: [t.array.bytes for t in graph.tensors],
@@ -148,10 +170,16 @@ class _Model:
             ValueKind.STATE: [a.bytes for a in graph.state],
             ValueKind.CONSTANT: [a.bytes for a in graph.constants],
         }
-        self.bytes = {Ref(kind, i): size for kind, sizes in arrays.items() for i, size in enumerate(sizes)}
+        self.bytes = {
+            Ref(kind, i): size for kind, sizes in arrays.items() for i, size in enumerate(sizes)
+        }
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        return [t for t in layer.reading(ValueKind.TENSOR) if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
+        return [
+            t
+            for t in layer.reading(ValueKind.TENSOR)
+            if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)
+        ]
 
     def shared(self) -> Iterator[Shared]:
         """Yields what a stage holds once, however many of its layers read it."""
@@ -198,14 +226,21 @@ def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
     """Counts what a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
     total = sum(graph.parameters[p].array.bytes for p in layer.reading(ValueKind.PARAMETER))
     if layer.id == graph.loss_layer:
-        total += microbatches * ((1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux))
+        total += microbatches * (
+            (1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux)
+        )
     return total
 
 
 def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
     """The results of a step: loss, weight, norm of the gradient; aux values, averaged or one per micro-batch."""
-    groups = [(graph.aux[members[0]].bytes, graph.aux_reduction(i)) for i, members in enumerate(graph.aux_groups)]
-    return 3 * graph.loss_bytes + sum(size * (1 if reduced else microbatches) for size, reduced in groups)
+    groups = [
+        (graph.aux[members[0]].bytes, graph.aux_reduction(i))
+        for i, members in enumerate(graph.aux_groups)
+    ]
+    return 3 * graph.loss_bytes + sum(
+        size * (1 if reduced else microbatches) for size, reduced in groups
+    )
 
 
 def _state_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
@@ -231,5 +266,8 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     sizes: dict[Slot, int] = {}
     for piece in (piece for piece in optimizer.update if piece.layer in holders):
         avals = [*piece.program.in_avals, *piece.program.out_avals]
-        sizes |= {slot: a.size * a.dtype.itemsize for slot, a in zip((*piece.reads, *piece.writes), avals, strict=True)}
+        sizes |= {
+            slot: a.size * a.dtype.itemsize
+            for slot, a in zip((*piece.reads, *piece.writes), avals, strict=True)
+        }
     return total + sum(size for slot, size in sizes.items() if slot.kind in _EXCHANGED)

@@ -19,7 +19,11 @@ _GIB = 2**30
 
 
 def _gpu(
-    name: str, memory_gib: int, memory_bytes_per_s: float, tflops: Mapping[str, float], vector_tflops: float
+    name: str,
+    memory_gib: int,
+    memory_bytes_per_s: float,
+    tflops: Mapping[str, float],
+    vector_tflops: float,
 ) -> Accelerator:
     """A GPU from its data sheet; `vector_tflops` are those of its float32 units, a multiply-add counted as two."""
     return Accelerator(
@@ -41,17 +45,23 @@ def _ethernet(gigabits_per_s: float) -> Link:
 
 
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-_NVLINK_V100 = _link(25.0, 5e-6)  # one of the six links of a device; a pair of devices has one or two
+_NVLINK_V100 = _link(
+    25.0, 5e-6
+)  # one of the six links of a device; a pair of devices has one or two
 _NVLINK_A100, _NVLINK_H100 = _link(300.0, 5e-6), _link(450.0, 5e-6)
 
 RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4)
-P40 = _gpu("Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8)  # as torchgpipe counts its memory
+P40 = _gpu(
+    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8
+)  # as torchgpipe counts its memory
 V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7)
 A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5)
 A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5)
 H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
 H200 = _gpu("H200 141 GB", 139, 4800e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
-CORE = Accelerator("CPU core", 4 * _GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10)
+CORE = Accelerator(
+    "CPU core", 4 * _GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10
+)
 
 PRESETS = {
     cluster.name: cluster
@@ -65,15 +75,33 @@ PRESETS = {
         # DawnPiper: eight devices on PCIe 4. torchgpipe: eight on PCIe 3.
         Cluster("a100-40gb", A100_40GB, 8, 1, host=_PCIE4, peer=_PCIE4, network=_ethernet(100.0)),
         Cluster("p40", P40, 8, 1, host=_PCIE3, peer=_PCIE3, network=_ethernet(40.0)),
-        Cluster("a100-80gb", A100_80GB, 8, 1, _PCIE4, _NVLINK_A100, _ethernet(200.0), peer_uses_host=False),
+        Cluster(
+            "a100-80gb",
+            A100_80GB,
+            8,
+            1,
+            _PCIE4,
+            _NVLINK_A100,
+            _ethernet(200.0),
+            peer_uses_host=False,
+        ),
         Cluster("h100", H100, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
         Cluster("h200", H200, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
         # Devices of one process that share its memory: a transfer is a copy.
-        Cluster("cpu", CORE, 8, 1, host=Link(5e9, 1e-4), peer=Link(5e9, 1e-4), network=_ethernet(10.0)),
+        Cluster(
+            "cpu", CORE, 8, 1, host=Link(5e9, 1e-4), peer=Link(5e9, 1e-4), network=_ethernet(10.0)
+        ),
     )
 }
 
-_KINDS = {"H200": H200, "H100": H100, "A100-SXM4-80GB": A100_80GB, "A100": A100_40GB, "V100": V100, "P40": P40}
+_KINDS = {
+    "H200": H200,
+    "H100": H100,
+    "A100-SXM4-80GB": A100_80GB,
+    "A100": A100_40GB,
+    "V100": V100,
+    "P40": P40,
+}
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:

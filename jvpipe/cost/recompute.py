@@ -59,7 +59,9 @@ class Recompute:
 
     def extra_s(self, recomputed: Collection[int]) -> float:
         """The seconds that recomputing these candidates takes."""
-        return float(self.seconds[self.behind[sorted(recomputed)].any(0)].sum()) if recomputed else 0.0
+        return (
+            float(self.seconds[self.behind[sorted(recomputed)].any(0)].sum()) if recomputed else 0.0
+        )
 
     def kept_bytes(self, used: Iterable[int]) -> int:
         """The bytes of kept candidates; free ones lie elsewhere."""
@@ -78,17 +80,26 @@ class Recompute:
         """
         order = sorted(self.choices)
         if len(order) <= _EXACT:
-            tried = (frozenset(c for i, c in enumerate(order) if bits >> i & 1) for bits in range(2 ** len(order)))
+            tried = (
+                frozenset(c for i, c in enumerate(order) if bits >> i & 1)
+                for bits in range(2 ** len(order))
+            )
             subsets = {self.dropping(kept)[0] for kept in tried}
         else:
-            hull = {self.dropping(kept)[0] for kept in (frozenset(), self.choices, *map(self.cut, self._prices()))}
+            hull = {
+                self.dropping(kept)[0]
+                for kept in (frozenset(), self.choices, *map(self.cut, self._prices()))
+            }
             subsets = hull | {self.dropping(kept ^ {c})[0] for kept in hull for c in order}
         return self._pareto(subsets)
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
         best = []
         least = float("inf")
-        points = ((self.kept_bytes(used), self.extra_s(self.dropping(used)[1]), sorted(used)) for used in subsets)
+        points = (
+            (self.kept_bytes(used), self.extra_s(self.dropping(used)[1]), sorted(used))
+            for used in subsets
+        )
         for _, extra_s, used in sorted(points):
             if extra_s < least:
                 least = extra_s
@@ -110,18 +121,27 @@ class Recompute:
             recomputed[c] -> needed[p]       recomputing c needs p
             recomputed[c] -> e -> sink       and repeats equation e, cut at its seconds
         """
-        from scipy.sparse import csr_array  # an eighth of what `import jvpipe` would take, and few models need it
+        from scipy.sparse import (
+            csr_array,
+        )  # an eighth of what `import jvpipe` would take, and few models need it
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         n, columns = self.behind.shape
-        needed, recomputed, equation = np.arange(n) + 2, np.arange(n) + 2 + n, np.arange(columns) + 2 + 2 * n
+        needed, recomputed, equation = (
+            np.arange(n) + 2,
+            np.arange(n) + 2 + n,
+            np.arange(columns) + 2 + 2 * n,
+        )
         own = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
         scale = _CAPACITY / max(own.sum() + self.seconds.sum(), 1e-300)
         endless = 2 * _CAPACITY
         edges = [(0, needed[p], endless) for p in self.parents[-1]]
         edges += [(needed[c], recomputed[c], int(own[c] * scale)) for c in range(n)]
         edges += [(recomputed[c], needed[p], endless) for c in range(n) for p in self.parents[c]]
-        edges += [(recomputed[c], equation[e], endless) for c, e in zip(*self.behind.nonzero(), strict=True)]
+        edges += [
+            (recomputed[c], equation[e], endless)
+            for c, e in zip(*self.behind.nonzero(), strict=True)
+        ]
         edges += [(equation[e], 1, max(int(self.seconds[e] * scale), 1)) for e in range(columns)]
         rows, cols, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
         size = 2 + 2 * n + columns
@@ -130,11 +150,16 @@ class Recompute:
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        return frozenset(c for c in self.choices if needed[c] in reached and recomputed[c] not in reached)
+        return frozenset(
+            c for c in self.choices if needed[c] in reached and recomputed[c] not in reached
+        )
 
 
 def recompute_of(
-    nothing: LayerPrograms, sizes: Mapping[str, int], results: Collection[str | None], seconds: EquationSeconds
+    nothing: LayerPrograms,
+    sizes: Mapping[str, int],
+    results: Collection[str | None],
+    seconds: EquationSeconds,
 ) -> Recompute:
     """Finds what dropping the candidates of a layer costs.
 
@@ -147,7 +172,9 @@ def recompute_of(
     backward = merged(nothing.backward).jaxpr
     repeated, wanted = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
-    named = {v: _name(backward.eqns[i]) for v, i in maker.items() if _name(backward.eqns[i]) in sizes}
+    named = {
+        v: _name(backward.eqns[i]) for v, i in maker.items() if _name(backward.eqns[i]) in sizes
+    }
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
         """The candidates that some values are made of, and the equations since then."""
@@ -178,7 +205,10 @@ def recompute_of(
         tuple(names),
         tuple(sizes[name] for name in names),
         frozenset(c for c, name in enumerate(names) if name in results),
-        tuple(frozenset(map(names.index, kept)) for kept in [*(lineage[name][0] for name in names), direct]),
+        tuple(
+            frozenset(map(names.index, kept))
+            for kept in [*(lineage[name][0] for name in names), direct]
+        ),
         behind.reshape(len(names), len(columns)),
         np.array([took[i] for i in columns], float),
     )

@@ -30,7 +30,9 @@ _ALIASES = _words(
     "reduce_precision sharding_constraint transpose"
 )
 # Results of these are written even where all readers are elementwise.
-_REDUCTIONS = _words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
+_REDUCTIONS = _words(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+)
 # Of their operand these read, or write, no more than a part: that of their result, of the update.
 _PARTIAL = _words("slice dynamic_slice gather")
 _UPDATES = _words("dynamic_update_slice scatter scatter-add scatter-mul")
@@ -38,7 +40,9 @@ _UPDATES = _words("dynamic_update_slice scatter scatter-add scatter-mul")
 _OPERATIONS: dict[str, float] = dict.fromkeys(
     _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
 )
-_OPERATIONS |= dict.fromkeys(_words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0)
+_OPERATIONS |= dict.fromkeys(
+    _words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0
+)
 _OPERATIONS |= dict.fromkeys(_words("erf erfc erf_inv lgamma digamma tan atan2"), 20.0)
 _RANDOM_OPERATIONS = 50.0  # of threefry, per word
 
@@ -74,7 +78,9 @@ def temporary_bytes(closed: ClosedJaxpr) -> int:
     return most
 
 
-def equation_seconds(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator) -> list[float]:
+def equation_seconds(
+    eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator
+) -> list[float]:
     """Estimates the seconds of each equation's kernel; none where an equation is part of another's kernel.
 
     Args:
@@ -101,7 +107,9 @@ class _Kernels:
     def __init__(self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
-            self.root |= {v: self.root.get(v, v) for v in [*jaxprs.variables(eqn.invars), *eqn.outvars]}
+            self.root |= {
+                v: self.root.get(v, v) for v in [*jaxprs.variables(eqn.invars), *eqn.outvars]
+            }
             source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
             if isinstance(source, Var) and len(eqn.outvars) == 1:
                 self.root[eqn.outvars[0]] = self.root[source]
@@ -112,7 +120,11 @@ class _Kernels:
             reads, operations = self._traced(i, eqn)
             kernel = not self.written.isdisjoint(eqn.outvars)
             if kernel:
-                size = nbytes(eqn.invars[-1]) if eqn.primitive.name in _UPDATES else sum(map(nbytes, eqn.outvars))
+                size = (
+                    nbytes(eqn.invars[-1])
+                    if eqn.primitive.name in _UPDATES
+                    else sum(map(nbytes, eqn.outvars))
+                )
                 self.of[i] = _Kernel(reads, sum(operations.values()), size)
             for v in eqn.outvars:
                 self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
@@ -145,7 +157,9 @@ def _operations(eqn: JaxprEqn) -> float:
     if eqn.primitive.name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
     reduced = eqn.primitive.name in _REDUCTIONS or eqn.primitive.name == "sort"
-    size = max([math.prod(_jax.aval(v).shape) for v in (eqn.invars if reduced else eqn.outvars)], default=0)
+    size = max(
+        [math.prod(_jax.aval(v).shape) for v in (eqn.invars if reduced else eqn.outvars)], default=0
+    )
     if is_random(eqn) or eqn.primitive.name == "threefry2x32":
         return _RANDOM_OPERATIONS * size
     if eqn.primitive.name == "sort":

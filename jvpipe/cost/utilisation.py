@@ -26,7 +26,9 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
         if bodies := _jax.inner_jaxprs(eqn):
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for body in bodies:
-                by_dtype.update({dtype: times * count for dtype, count in product_flops(body.eqns).items()})
+                by_dtype.update(
+                    {dtype: times * count for dtype, count in product_flops(body.eqns).items()}
+                )
         elif count := flops(eqn):
             by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
     return by_dtype
@@ -52,6 +54,8 @@ def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | 
     work = product_flops(eqn for body in traced.bodies for eqn in body.eqns)
     seconds = 0.0
     for dtype, count in work.items():
-        peak = sum(device.products_per_s(dtype) / PRODUCTS for device in known if device is not None)
+        peak = sum(
+            device.products_per_s(dtype) / PRODUCTS for device in known if device is not None
+        )
         seconds += (1 + BACKWARD) * microbatches * count / peak
     return seconds

@@ -130,7 +130,11 @@ class Peak:
 
     def beside(self, owner: str, size: int) -> "Peak":
         """The same while an owner holds so many bytes more."""
-        return replace(self, bytes=self.bytes + size, holders=((owner, size), *self.holders)) if size else self
+        return (
+            replace(self, bytes=self.bytes + size, holders=((owner, size), *self.holders))
+            if size
+            else self
+        )
 
 
 def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
@@ -164,10 +168,14 @@ def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple
     )
 
 
-def _holders(lowered: Lowered, memory: int, until: int, temporary_bytes: int) -> tuple[tuple[str, int], ...]:
+def _holders(
+    lowered: Lowered, memory: int, until: int, temporary_bytes: int
+) -> tuple[tuple[str, int], ...]:
     """Bytes by owner in a memory while row `until` runs, the largest first; older versions are their own owner."""
     alive = set(range(lowered.persistent))
-    for i, (row, (born, _)) in enumerate(zip(lowered.rows[: until + 1], lowered.changes(), strict=False)):
+    for i, (row, (born, _)) in enumerate(
+        zip(lowered.rows[: until + 1], lowered.changes(), strict=False)
+    ):
         alive.update(born)
         if i < until:
             alive.difference_update(row.frees)
@@ -175,12 +183,18 @@ def _holders(lowered: Lowered, memory: int, until: int, temporary_bytes: int) ->
     newest: dict[int, int] = {}
     for buffer in here:
         if buffer.value.kind is ValueKind.PARAMETER:
-            newest[buffer.value.index] = max(newest.get(buffer.value.index, buffer.value.version), buffer.value.version)
+            newest[buffer.value.index] = max(
+                newest.get(buffer.value.index, buffer.value.version), buffer.value.version
+            )
     if until >= 0 and lowered.rows[until].place != memory:
         temporary_bytes = 0
     total: dict[Owner, int] = {Owner.TEMPORARY: temporary_bytes} if temporary_bytes else {}
     for buffer in here:
         kind, p, _, _, version, _ = buffer.value
-        owner = Owner.VERSION if kind is ValueKind.PARAMETER and version < newest[p] else buffer.owner
+        owner = (
+            Owner.VERSION if kind is ValueKind.PARAMETER and version < newest[p] else buffer.owner
+        )
         total[owner] = total.get(owner, 0) + buffer.bytes
-    return tuple(sorted(((str(owner), size) for owner, size in total.items()), key=lambda item: -item[1]))
+    return tuple(
+        sorted(((str(owner), size) for owner, size in total.items()), key=lambda item: -item[1])
+    )

@@ -72,7 +72,9 @@ def deferred_batch_norm(
     ([3.0, 4.0], [5.0, 5.0], [-1.0, -1.0])
     """
     if not is_whole(microbatches) or microbatches < 1:
-        raise ValueError(f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}")
+        raise ValueError(
+            f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
+        )
     values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)
@@ -80,7 +82,9 @@ def deferred_batch_norm(
     y = (values - mean) * jax.lax.rsqrt(variance + epsilon)
     off = mean.ravel() - statistics.mean
     squares = size * (variance.ravel() + off**2)
-    return y.astype(x.dtype), _remembered(statistics, size * off, squares, size, microbatches, momentum)
+    return y.astype(x.dtype), _remembered(
+        statistics, size * off, squares, size, microbatches, momentum
+    )
 
 
 def _remembered(
@@ -105,7 +109,10 @@ def _remembered(
     items, seen = before.items + size, before.seen + 1
     whole = seen == microbatches
     off = total / items.astype(jnp.float32)
-    mean, variance = before.mean + off, jnp.maximum(squares / items.astype(jnp.float32) - off**2, 0.0)
+    mean, variance = (
+        before.mean + off,
+        jnp.maximum(squares / items.astype(jnp.float32) - off**2, 0.0),
+    )
     none = jnp.zeros_like(total)
     return BatchStatistics(
         jnp.where(whole, (1 - momentum) * before.mean + momentum * mean, before.mean),

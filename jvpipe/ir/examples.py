@@ -48,7 +48,9 @@ class Over(StrEnum):
     MAX = "max"  # the largest over slices of them, as the user says
     LAST = "last"  # what the last slice gives, as the user says
     FIRST = "first"  # of the model state, as the user says: what any slice gives, such as the first
-    ADDED = "added"  # of the model state, as the user says: what it was, and what each slice adds to it
+    ADDED = (
+        "added"  # of the model state, as the user says: what it was, and what each slice adds to it
+    )
 
 
 @dataclass(frozen=True, slots=True)

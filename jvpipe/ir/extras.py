@@ -27,4 +27,6 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        raise MissingExtraError(f"{missing.name} is not installed: pip install 'jvpipe[{name}]'") from missing
+        raise MissingExtraError(
+            f"{missing.name} is not installed: pip install 'jvpipe[{name}]'"
+        ) from missing

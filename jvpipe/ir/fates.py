@@ -49,7 +49,11 @@ class Fates:
                 for layer in (graph.layers[i] for i in stage.layers)
                 for c in layer.candidates
             }
-            tensors = {t.array.name: i for i, t in enumerate(graph.tensors) if inside & {t.producer, *t.readers}}
+            tensors = {
+                t.array.name: i
+                for i, t in enumerate(graph.tensors)
+                if inside & {t.producer, *t.readers}
+            }
             for name, fate in ((name, Fate(fate)) for name, fate in stage.fates.items()):
                 if name in candidates:
                     layer, candidate = candidates[name]
@@ -71,8 +75,12 @@ class Fates:
                     if fate is not Fate.KEEP:
                         edges[s, tensors[name]] = fate
                 else:
-                    raise ValueError(did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors]))
-        recomputed = frozenset(graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE)
+                    raise ValueError(
+                        did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors])
+                    )
+        recomputed = frozenset(
+            graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE
+        )
         for layer in recomputed:  # what a layer leaves is recomputed with its outputs
             kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)
             swapped[layer] = frozenset()

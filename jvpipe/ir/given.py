@@ -25,7 +25,11 @@ def checked_path(path: Any) -> Path:
     Traceback (most recent call last):
     ValueError: path must be a text or a pathlib.Path, not 3
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str) or "\0" in text:
+    if (
+        not isinstance(path, str | os.PathLike)
+        or not isinstance(text := os.fspath(path), str)
+        or "\0" in text
+    ):
         raise ValueError(f"path must be a text or a pathlib.Path, not {brief(path)}")
     return Path(path)
 

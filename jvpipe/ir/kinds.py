@@ -92,7 +92,9 @@ class KindInfo:
 _FORWARD, _SEND, _OTHER = ("forward", "#7fb2e5"), ("send", "#b5bcc4"), ("other", "#e8e4d8")
 
 KINDS: dict[Kind, KindInfo] = {
-    Kind.F: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, in_flight=1, back=False, busy=True, scheduled=True),
+    Kind.F: KindInfo(
+        Runs.LAYER, _FORWARD, weight=1.0, in_flight=1, back=False, busy=True, scheduled=True
+    ),
     Kind.B: KindInfo(
         Runs.LAYER,
         ("backward", "#f2a65a"),

@@ -177,5 +177,7 @@ class LayerGraph:
         for layer in self.layers:
             parameters = sum(self.parameters[i].array.bytes for i in self.owned(layer.id))
             sent = ", ".join(self.tensors[i].array.name for i in layer.writing(ValueKind.TENSOR))
-            lines.append(f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}")
+            lines.append(
+                f"{layer.id:>4}  {layer.name:<40} {parameters / 2**20:9.2f} MiB  -> {sent or 'loss'}"
+            )
         return "\n".join(lines)

@@ -60,7 +60,9 @@ class Plan:
     unsplit: tuple[int, ...] = ()
 
     @staticmethod
-    def from_cuts(layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any) -> "Plan":
+    def from_cuts(
+        layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any
+    ) -> "Plan":
         """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`, one or several.
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
@@ -68,7 +70,9 @@ class Plan:
         """
         given = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in given):
-            raise ValueError(f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]")
+            raise ValueError(
+                f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]"
+            )
         layers = [int(n) for n in given]
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
@@ -80,10 +84,17 @@ class Plan:
                 f"devices must be one for each stage, or several, such as [(0, 1), 2], not {brief(devices)}"
             )
         if len(where) != len(layers):
-            raise ValueError(f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given")
+            raise ValueError(
+                f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given"
+            )
         bounds = [0, *accumulate(layers)]
-        places = [whole_numbers(f"the devices of stage {s}", several(d) or [d]) for s, d in enumerate(where)]
-        stages = (Stage(tuple(range(a, b)), d) for (a, b), d in zip(pairwise(bounds), places, strict=True))
+        places = [
+            whole_numbers(f"the devices of stage {s}", several(d) or [d])
+            for s, d in enumerate(where)
+        ]
+        stages = (
+            Stage(tuple(range(a, b)), d) for (a, b), d in zip(pairwise(bounds), places, strict=True)
+        )
         return Plan(tuple(stages), **kwargs)
 
     @property
@@ -117,7 +128,9 @@ class Plan:
         (2, 1)
         """
         both = zip(self.stages, devices, strict=True)
-        return replace(self, stages=tuple(replace(stage, devices=tuple(there)) for stage, there in both))
+        return replace(
+            self, stages=tuple(replace(stage, devices=tuple(there)) for stage, there in both)
+        )
 
     def turn(self, m: int) -> "Plan":
         """The devices that a micro-batch runs on where those of a stage take turns.
@@ -158,7 +171,9 @@ class Plan:
         """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
         held = [layer for stage in self.stages for layer in stage.layers]
         if missing := sorted(set(range(layers)) - set(held)):
-            raise ValueError(f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}")
+            raise ValueError(
+                f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}"
+            )
         if held != list(range(layers)):
             raise ValueError(
                 f"the plan's stages hold layers {held}: they must be 0 to {layers - 1}, each once and in order"
@@ -167,9 +182,13 @@ class Plan:
             if not stage.layers or not stage.devices:
                 raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
             if missing := [device for device in stage.devices if device not in range(devices)]:
-                raise ValueError(f"stage {s} is on device {missing[0]}, there are {devices} devices")
+                raise ValueError(
+                    f"stage {s} is on device {missing[0]}, there are {devices} devices"
+                )
             if unknown := [fate for fate in stage.fates.values() if fate not in FATES]:
-                raise ValueError(f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}")
+                raise ValueError(
+                    f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}"
+                )
         if self.replicated:
             self._check_disjoint()
 
@@ -201,7 +220,9 @@ class Plan:
         if given is None:
             raise ValueError(f"stages must be a list, not {brief(told['stages'])}")
         stages = tuple(_stage(s, stage) for s, stage in enumerate(given))
-        splits, unsplit = (whole_numbers(name, told.get(name, ())) for name in ("splits", "unsplit"))
+        splits, unsplit = (
+            whole_numbers(name, told.get(name, ())) for name in ("splits", "unsplit")
+        )
         checked_flags(keep_last=(keep_last := told.get("keep_last", False)))
         schedule, planner, tasks = told["schedule"], told["planner"], told.get("tasks", ())
         lines = None if isinstance(tasks, str) else several(tasks)
@@ -238,7 +259,9 @@ class Plan:
 def _stage(s: int, data: Any) -> Stage:
     """A stage of what `to_json` gave."""
     told = _entries(f"stage {s}", data, ("layers", "devices"))
-    layers, devices = (whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices"))
+    layers, devices = (
+        whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices")
+    )
     fates = told.get("fates", {})
     if not isinstance(fates, Mapping) or not all(isinstance(name, str) for name in fates):
         raise ValueError(f"fates of stage {s} must map names of tensors, not {brief(fates)}")

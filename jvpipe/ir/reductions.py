@@ -69,9 +69,13 @@ def _checked(option: str, given: Any, kind: type[R], needed: str) -> dict[str, R
         )
     for pattern, name in given.items():
         if name not in known:
-            raise ValueError(f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}")
+            raise ValueError(
+                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}"
+            )
     if given and needed:
-        raise ValueError(f"{option} is given, but the loss returns nothing of that kind: say {needed}=True")
+        raise ValueError(
+            f"{option} is given, but the loss returns nothing of that kind: say {needed}=True"
+        )
     return {pattern: kind(name) for pattern, name in given.items()}
 
 
@@ -95,6 +99,8 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
         if not matched:
             some = ", ".join(f"'{path}'" for path in paths[:6])
             more = f" and {len(paths) - 6} more" if len(paths) > 6 else ""
-            raise ValueError(f"{option} pattern '{pattern}' matches no leaf: there are {some or 'none'}{more}")
+            raise ValueError(
+                f"{option} pattern '{pattern}' matches no leaf: there are {some or 'none'}{more}"
+            )
         said.update(dict.fromkeys(matched, reduction))
     return tuple(said.get(path) for path in paths)

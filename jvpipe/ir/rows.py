@@ -145,6 +145,8 @@ class Row:
     run: Run = None
 
     def __str__(self) -> str:
-        stage, microbatch = (n if n >= 0 else "" for n in (self.stage, self.microbatch))  # of all, of none
+        stage, microbatch = (
+            n if n >= 0 else "" for n in (self.stage, self.microbatch)
+        )  # of all, of none
         where = f"{stage}{self.kind}{microbatch}"
         return f"{where}[layer {self.layer}]" if self.layer >= 0 else where

@@ -18,7 +18,9 @@ def parse_bytes(size: int | str | None) -> int | None:
     >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
     (1610612736, 1000, None)
     """
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES):
+    if size is None or (
+        isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES
+    ):
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
@@ -33,7 +35,9 @@ def parse_bytes(size: int | str | None) -> int | None:
     return int(size_bytes)
 
 
-def parse_limits(sizes: int | str | Sequence[int | str | None] | None) -> int | tuple[int, ...] | None:
+def parse_limits(
+    sizes: int | str | Sequence[int | str | None] | None,
+) -> int | tuple[int, ...] | None:
     """One limit for all devices, or one for each: of a sequence, or a text with commas.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
@@ -45,7 +49,9 @@ def parse_limits(sizes: int | str | Sequence[int | str | None] | None) -> int | 
         return parse_bytes(sizes)
     limits = [parse_bytes(size) for size in sizes]
     if not limits or None in limits:
-        raise ValueError(f"memory limits {brief(sizes)}: give one size for all devices, or one for each")
+        raise ValueError(
+            f"memory limits {brief(sizes)}: give one size for all devices, or one for each"
+        )
     return tuple(limit for limit in limits if limit is not None)
 
 

@@ -35,7 +35,9 @@ class Task(NamedTuple):
         """Reads the text form."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[2] not in set(Kind):
-            raise ValueError(f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0")
+            raise ValueError(
+                f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0"
+            )
         return Task(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -67,14 +69,18 @@ def _for_torch(text: str) -> str:
     """The text of a task that torch has a word for."""
     task = Task.parse(text)
     if task.kind not in _OF_TORCH:
-        raise ValueError(f"{task} cannot be written: torch knows {', '.join(_OF_TORCH)}, and adds all else itself")
+        raise ValueError(
+            f"{task} cannot be written: torch knows {', '.join(_OF_TORCH)}, and adds all else itself"
+        )
     return str(task)
 
 
 def read_csv(path: str | Path) -> TaskLists:
     """Reads task lists; empty cells (idle slots) are passed over."""
     with Path(path).open(newline="") as file:
-        return tuple(tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file))
+        return tuple(
+            tuple(Task.parse(cell) for cell in row if cell.strip()) for row in csv.reader(file)
+        )
 
 
 def text(tasks: Sequence[Task]) -> str:
@@ -92,5 +98,7 @@ def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
     >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
     the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0
     """
-    why = "; ".join(f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items())
+    why = "; ".join(
+        f"{task} waits for {' '.join(map(str, others))}" for task, others in missing.items()
+    )
     return ValueError(f"the schedule cannot progress: {why}")

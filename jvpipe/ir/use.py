@@ -29,7 +29,14 @@ class Use:
         (9, 8)
         """
         tied = tuple((p, v + versions) for p, v in self.tied)
-        return Use(self.kind, self.layer, self.microbatch + microbatches, self.version + versions, tied, self.shift)
+        return Use(
+            self.kind,
+            self.layer,
+            self.microbatch + microbatches,
+            self.version + versions,
+            tied,
+            self.shift,
+        )
 
 
 def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
@@ -39,5 +46,10 @@ def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']
     """
     passes = (Kind.F, Kind.B)
-    reads = [Use(kind, layer, m, 0) for m in range(microbatches) for layer in range(layers) for kind in passes]
+    reads = [
+        Use(kind, layer, m, 0)
+        for m in range(microbatches)
+        for layer in range(layers)
+        for kind in passes
+    ]
     return (*reads, *(Use(Kind.U, layer, microbatches - 1, 1) for layer in range(layers)))

@@ -24,7 +24,9 @@ class ValueKind(StrEnum):
     TENSOR = "tensor"  # index: edge between layers; micro-batch
     COTANGENT = "cotangent"  # index: edge; micro-batch: the sum so far, last reader first
     RESIDUAL = "residual"  # index: of those that the layer's forward leaves; layer; micro-batch
-    HANDED = "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
+    HANDED = (
+        "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
+    )
     GRADIENT = "gradient"  # index: leaf; layer: the reader whose sum it is; version: the update that takes it
     LOSS = "loss"  # index: 0 the total, 1 the weight; micro-batch
     AUX = "aux"  # index: leaf; micro-batch
@@ -47,7 +49,9 @@ class Owner(StrEnum):
     OPTIMIZER = "optimizer"
     STATE = "state"
     CONSTANT = "constant"
-    HANDED = "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
+    HANDED = (
+        "handed"  # index: of those that one half of a backward leaves the other; layer; micro-batch
+    )
     GRADIENT = "gradient"
     RESIDUAL = "residual"
     EDGE = "edge"
@@ -127,7 +131,14 @@ class Value(NamedTuple):
         'parameter 4 version -1'
         """
         kind, index, layer, m, v, e = self
-        return Value(kind, index, layer, m if m == NEVER else m + microbatches, v if v == NEVER else v + versions, e)
+        return Value(
+            kind,
+            index,
+            layer,
+            m if m == NEVER else m + microbatches,
+            v if v == NEVER else v + versions,
+            e,
+        )
 
     def __str__(self) -> str:
         layer = [] if self.layer == NONE else [f"layer {self.layer}"]

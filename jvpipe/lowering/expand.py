@@ -41,7 +41,9 @@ class Weights(Protocol):
         """
         ...
 
-    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+    def shifts(
+        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
+    ) -> Iterator[Operation]:
         """Yields what is computed of a layer's weights before those that are wanted can be read.
 
         Args:
@@ -72,7 +74,9 @@ class OneVersion:
         """The parameter as it was before the step, whoever reads it (`Weights.reading` has the arguments)."""
         return Value(ValueKind.PARAMETER, p, version=0)
 
-    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+    def shifts(
+        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
+    ) -> Iterator[Operation]:
         """Yields nothing: weights are read as they are (`Weights.shifts` has the arguments)."""
         return iter(())
 
@@ -114,7 +118,9 @@ class Expander:
         """
         self.made.update(write.value for write in writes)
         self.made.difference_update(forgets)
-        return Operation(kind, layer, m, tuple(reads), tuple(writes), run, tuple(delivers), tuple(forgets))
+        return Operation(
+            kind, layer, m, tuple(reads), tuple(writes), run, tuple(delivers), tuple(forgets)
+        )
 
     # Names
 
@@ -177,10 +183,14 @@ class Expander:
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """A forward that leaves nothing for a backward; the model state stays as it is."""
-        reads = [self.read_by(layer, ref, 0 if ref.kind == ValueKind.STATE else m) for ref in layer.reads]
+        reads = [
+            self.read_by(layer, ref, 0 if ref.kind == ValueKind.STATE else m) for ref in layer.reads
+        ]
         writes = [
             Write(
-                self.written_by(ref, m), self._bytes_of(ref), Copy.UNUSED if ref.kind == ValueKind.STATE else Copy.OWN
+                self.written_by(ref, m),
+                self._bytes_of(ref),
+                Copy.UNUSED if ref.kind == ValueKind.STATE else Copy.OWN,
             )
             for ref in layer.writes
         ]
@@ -252,7 +262,9 @@ class Expander:
                 yield from self._ensure(layer, layer.reads[i], m, layout)
         if layer.id in layout.fates.recomputed:
             yield from self._recompute(layer, m, layout)
-        sums = [self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients]
+        sums = [
+            self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients
+        ]
         if self.weights.accumulates and sums and sums[0] not in self.made:
             yield self._zeros(layer, m)
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
@@ -265,7 +277,9 @@ class Expander:
         reads += sums if self.weights.accumulates else []
         writes = [Write(value, self.graph.parameters[value.index].array.bytes) for value in sums]
         returned = [layer.reads[i] for i in signature.returned]
-        writes += [Write(self._cotangent(ref, m), tensors[ref.index].array.bytes) for ref in returned]
+        writes += [
+            Write(self._cotangent(ref, m), tensors[ref.index].array.bytes) for ref in returned
+        ]
         writes += self._handed(layer, m, leaves)
         delivers = []
         for ref in returned:
@@ -291,7 +305,10 @@ class Expander:
         loss, *groups = metrics_of(graph, batch.start)
         if loss in self.made or not self.made.issuperset(reads):
             return
-        writes = [Write(loss, graph.loss_bytes), *([Write(weight, graph.loss_bytes)] if graph.weighted else [])]
+        writes = [
+            Write(loss, graph.loss_bytes),
+            *([Write(weight, graph.loss_bytes)] if graph.weighted else []),
+        ]
         for group, (value, members) in enumerate(zip(groups, graph.aux_groups, strict=True)):
             size = sum(graph.aux[i].bytes for i in members[:1])
             writes.append(Write(value, size * (1 if graph.aux_reduction(group) else len(batch))))
@@ -301,10 +318,15 @@ class Expander:
 
     def _residuals(self, layer: Layer, m: int, layout: MicrobatchLayout, copy: Copy) -> list[Write]:
         residuals = layout.signatures[layer.id].residuals
-        return [Write(Value(ValueKind.RESIDUAL, i, layer.id, m), a.bytes, copy) for i, a in enumerate(residuals)]
+        return [
+            Write(Value(ValueKind.RESIDUAL, i, layer.id, m), a.bytes, copy)
+            for i, a in enumerate(residuals)
+        ]
 
     def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
-        return [Write(Value(ValueKind.HANDED, i, layer.id, m), a.bytes) for i, a in enumerate(arrays)]
+        return [
+            Write(Value(ValueKind.HANDED, i, layer.id, m), a.bytes) for i, a in enumerate(arrays)
+        ]
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
         graph = self.graph
@@ -312,9 +334,13 @@ class Expander:
         for ref in layer.writes:
             match ref.kind:
                 case ValueKind.TENSOR:
-                    delivers.append(Delivery(self.written_by(ref, m), graph.tensors[ref.index].readers))
+                    delivers.append(
+                        Delivery(self.written_by(ref, m), graph.tensors[ref.index].readers)
+                    )
                 case ValueKind.STATE:
-                    delivers.append(Delivery(self.written_by(ref, m), self._state_layers(ref.index)))
+                    delivers.append(
+                        Delivery(self.written_by(ref, m), self._state_layers(ref.index))
+                    )
                 case ValueKind.AUX:
                     delivers.append(Delivery(self.written_by(ref, m), (graph.loss_layer,)))
                 case ValueKind.LOSS:
@@ -325,7 +351,10 @@ class Expander:
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
         reading = [layer.id for layer in self.graph.layers if k in layer.reading(ValueKind.STATE)]
-        return tuple(reading or [layer.id for layer in self.graph.layers if k in layer.writing(ValueKind.STATE)])
+        return tuple(
+            reading
+            or [layer.id for layer in self.graph.layers if k in layer.writing(ValueKind.STATE)]
+        )
 
     def _cotangent(self, ref: Ref, m: int) -> Value:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
@@ -350,10 +379,14 @@ class Expander:
         writes = [Write(self.weights.gradient(p, layer.id, m), size[p]) for p in owned]
         return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
 
-    def _ensure(self, reader: Layer, ref: Ref, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
+    def _ensure(
+        self, reader: Layer, ref: Ref, m: int, layout: MicrobatchLayout
+    ) -> Iterator[Operation]:
         """Recomputes an edge if its stage dropped it."""
         if layout.drops(reader, ref):
-            yield from self._recompute(self.graph.layers[self.graph.tensors[ref.index].producer], m, layout)
+            yield from self._recompute(
+                self.graph.layers[self.graph.tensors[ref.index].producer], m, layout
+            )
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """Recomputes a layer's forward, once; it leaves what backwards read."""

@@ -37,7 +37,9 @@ class MicrobatchLayout:
     sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0) -> "MicrobatchLayout":
+    def of(
+        graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0
+    ) -> "MicrobatchLayout":
         """Makes the layout of a plan.
 
         Args:
@@ -83,9 +85,15 @@ class MicrobatchLayout:
             if array.name in self.fates.swapped[layer.id]
         ]
         wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
-        swapped = (t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP)
+        swapped = (
+            t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP
+        )
         edges = (t for t in swapped if self._stages_at(stage, t) == {stage})
-        return values + [Value(ValueKind.TENSOR, t, microbatch=m) for t in edges if Ref(ValueKind.TENSOR, t) in wanted]
+        return values + [
+            Value(ValueKind.TENSOR, t, microbatch=m)
+            for t in edges
+            if Ref(ValueKind.TENSOR, t) in wanted
+        ]
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
         """The stages on the device of a stage that make or read an edge."""

@@ -16,7 +16,11 @@ def last_touches(rows: Sequence[Row]) -> dict[int, int]:
 
 
 def live(
-    rows: Sequence[Row], buffers: Sequence[Buffer], persistent: int, final: Iterable[int], metrics: Iterable[int]
+    rows: Sequence[Row],
+    buffers: Sequence[Buffer],
+    persistent: int,
+    final: Iterable[int],
+    metrics: Iterable[int],
 ) -> Lowered:
     """Makes a step of rows: every buffer is freed at the last row that touches it.
 
@@ -35,7 +39,9 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
-    return Lowered(tuple(freeing(rows, {*final, *metrics})), tuple(buffers), persistent, final, metrics)
+    return Lowered(
+        tuple(freeing(rows, {*final, *metrics})), tuple(buffers), persistent, final, metrics
+    )
 
 
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
@@ -44,7 +50,9 @@ def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     for b, i in last_touches(rows).items():
         if b not in lasting:
             frees.setdefault(i, []).append(b)
-    return [replace(row, frees=tuple(frees[i])) if i in frees else row for i, row in enumerate(rows)]
+    return [
+        replace(row, frees=tuple(frees[i])) if i in frees else row for i, row in enumerate(rows)
+    ]
 
 
 def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 0) -> list[Row]:

@@ -55,7 +55,11 @@ class Operation:
 
 
 def summed(
-    layer: int, m: int, parts: Sequence[Sequence[Value]], sums: Sequence[Value], writes: Sequence[Write]
+    layer: int,
+    m: int,
+    parts: Sequence[Sequence[Value]],
+    sums: Sequence[Value],
+    writes: Sequence[Write],
 ) -> Iterator[Operation]:
     """Yields what adds up the gradients of several replicas in their order.
 

@@ -66,7 +66,9 @@ def dispatch_order(
             (waiting.discard if len(ready) > before else waiting.add)(s)
     stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
     if stuck:
-        raise cannot_progress({task: [t for t in waits_for(task) if t not in ended] for task in stuck})
+        raise cannot_progress(
+            {task: [t for t in waits_for(task) if t not in ended] for task in stuck}
+        )
     return order
 
 
@@ -85,7 +87,9 @@ class _Neighbours:
                     self.before[stage[reader]].add(stage[tensor.producer])
                     if tensor.differentiable:
                         self.after[stage[tensor.producer]].add(stage[reader])
-        for parameter in graph.parameters:  # the owner sends each version on, and waits for its readers' gradients
+        for parameter in (
+            graph.parameters
+        ):  # the owner sends each version on, and waits for its readers' gradients
             for reader in parameter.readers:
                 if stage[reader] != stage[parameter.owner]:
                     self.before[stage[reader]].add(stage[parameter.owner])
@@ -102,14 +106,20 @@ class Waits:
     """
 
     def __init__(
-        self, graph: LayerGraph, plans: Sequence[Plan], split: Collection[tuple[int, int]] = frozenset()
+        self,
+        graph: LayerGraph,
+        plans: Sequence[Plan],
+        split: Collection[tuple[int, int]] = frozenset(),
     ) -> None:
         self._split = split
         known = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [known[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
         self._carried = [
-            (layer.id, writer[k]) for layer in graph.layers for k in layer.reading(ValueKind.STATE) if k in writer
+            (layer.id, writer[k])
+            for layer in graph.layers
+            for k in layer.reading(ValueKind.STATE)
+            if k in writer
         ]
 
     def __call__(self, task: Task) -> Iterator[Task]:
@@ -120,11 +130,17 @@ class Waits:
             case Kind.F:
                 yield from (Task(p, Kind.F, m) for p in here.before[s])
                 if m:
-                    there = {self.at[m - 1].stage[w] for layer, w in self._carried if here.stage[layer] == s}
+                    there = {
+                        self.at[m - 1].stage[w]
+                        for layer, w in self._carried
+                        if here.stage[layer] == s
+                    }
                     yield from (Task(w, Kind.F, m - 1) for w in there if w != s)
             case Kind.B | Kind.I:
                 yield Task(s, Kind.F, m)
-                yield from (Task(p, Kind.I if (p, m) in self._split else Kind.B, m) for p in here.after[s])
+                yield from (
+                    Task(p, Kind.I if (p, m) in self._split else Kind.B, m) for p in here.after[s]
+                )
             case Kind.W:
                 yield Task(s, Kind.I, m)
             case Kind.U:

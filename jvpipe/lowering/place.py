@@ -51,7 +51,9 @@ class Placer:
     (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at 1'])
     """
 
-    def __init__(self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> None:
+    def __init__(
+        self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False
+    ) -> None:
         self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
         self._placements: dict[int, Placement] = {}
         self._known: dict[int, None] = {}  # the places of all plans so far
@@ -76,7 +78,9 @@ class Placer:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
         self._replicated |= plan.replicated
-        self._known |= dict.fromkeys(place for places in self.where.places.values() for place in places)
+        self._known |= dict.fromkeys(
+            place for places in self.where.places.values() for place in places
+        )
 
     def begin(self, task: Task | None = None) -> None:
         """The rows from here on are those of a task, or of none."""
@@ -124,7 +128,9 @@ class Placer:
             run: tells it from others of its kind.
         """
         stage = self.where.stage.get(layer, NONE)
-        self.blocks[-1].rows.append(Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run))
+        self.blocks[-1].rows.append(
+            Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run)
+        )
 
     def rename(self, b: int, spot: Spot) -> None:
         """The same buffer under another name."""
@@ -163,7 +169,14 @@ class Placer:
         """
         if (value, target) not in self.current:
             b = self.current[value, source]
-            self.row(Kind.SEND, source, layer, m, [b], [self.buffer(value, target, self.buffers[b].bytes)])
+            self.row(
+                Kind.SEND,
+                source,
+                layer,
+                m,
+                [b],
+                [self.buffer(value, target, self.buffers[b].bytes)],
+            )
             if VALUES[value.kind].passed_on:
                 self.rename(b, Spot(value, source, Copy.STALE))
         return self.current[value, target]
@@ -214,7 +227,9 @@ class Placer:
         run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
         self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
         for value, layers, examples in op.delivers:
-            for target in dict.fromkeys(self.where.of(layer, e) for layer in layers for e in examples):
+            for target in dict.fromkeys(
+                self.where.of(layer, e) for layer in layers for e in examples
+            ):
                 if target != here:
                     self.bring(value, here, op.layer, op.microbatch)
                     self.send(value, here, target, op.layer, op.microbatch)
@@ -230,7 +245,9 @@ class Placer:
             buffer = self.buffer(value, here, self._fed_bytes(value))
             self.row(Kind.FEED, here, op.layer, op.microbatch, [], [buffer])
             return buffer
-        if KINDS[op.kind].gathers and VALUES[value.kind].told:  # all else that it reads belongs to its layer
+        if (
+            KINDS[op.kind].gathers and VALUES[value.kind].told
+        ):  # all else that it reads belongs to its layer
             return self.send(value, self._teller(value), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
 
@@ -245,7 +262,11 @@ class Placer:
         match value.kind:
             case ValueKind.BATCH:
                 size = self.graph.batch[value.index].bytes
-                return size if value.examples is None else size // self.graph.examples * value.examples.size
+                return (
+                    size
+                    if value.examples is None
+                    else size // self.graph.examples * value.examples.size
+                )
             case ValueKind.SEED:
                 return self.graph.seed_bytes
             case _:
@@ -291,7 +312,9 @@ class Placer:
                 case ValueKind.STATE:
                     pass
                 case _:
-                    raise AssertionError(f"{buffer.value} does not lie on the devices between steps")
+                    raise AssertionError(
+                        f"{buffer.value} does not lie on the devices between steps"
+                    )
         self.enter(before)
 
     def commit(self) -> None:
@@ -301,7 +324,11 @@ class Placer:
             if old < self.persistent:
                 self.row(Kind.FREE, self.buffers[old].place, NONE, NONE, [old, new], [])
         for place in self._known:  # what the new plan has elsewhere, or newer
-            gone = [b for b in range(self.persistent) if b not in staying and self.buffers[b].place == place]
+            gone = [
+                b
+                for b in range(self.persistent)
+                if b not in staying and self.buffers[b].place == place
+            ]
             if gone:
                 self.row(Kind.DROP, place, NONE, NONE, gone, [])
         for host, new in self._arriving:
@@ -316,15 +343,25 @@ class Placer:
 
     def newest_state(self, k: int) -> Value:
         """A leaf of the model state as the last micro-batch left it: the whole, not a replica's part."""
-        made = [value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k]
-        return max((value for value in made if value.examples is None), key=lambda value: value.microbatch)
+        made = [
+            value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k
+        ]
+        return max(
+            (value for value in made if value.examples is None), key=lambda value: value.microbatch
+        )
 
     def lasting(self) -> list[tuple[Spot, int]]:
         """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
             if VALUES[value.kind].lasts and value.examples is None:
-                key, number = (value.kind, value.index, value.layer, place), max(value.version, value.microbatch)
+                key, number = (
+                    (value.kind, value.index, value.layer, place),
+                    max(value.version, value.microbatch),
+                )
                 newest[key] = max(newest.get(key, (number, b)), (number, b))
         plain = [buffer.spot for buffer in self.where.lasting(self.optimizer)]
-        return [(spot, newest[spot.value.kind, spot.value.index, spot.value.layer, spot.place][1]) for spot in plain]
+        return [
+            (spot, newest[spot.value.kind, spot.value.index, spot.value.layer, spot.place][1])
+            for spot in plain
+        ]

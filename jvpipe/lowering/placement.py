@@ -64,7 +64,9 @@ class Placement:
     def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
         """The place where each layer is updated, and what belongs to none."""
         replicas = updating(self.graph, self.plan, optimizer)
-        return {NONE: self.home} | {layer: self.places[layer][replica] for layer, replica in replicas.items()}
+        return {NONE: self.home} | {
+            layer: self.places[layer][replica] for layer, replica in replicas.items()
+        }
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
@@ -88,8 +90,16 @@ class Placement:
             reading = self._of_all(parameter.readers)
             buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
         places = self.updating(optimizer)
-        for j, layer in sorted((j, NONE if layer is None else layer) for j, layer in optimizer.holders):
-            buffers.append(Buffer(Value(ValueKind.OPTIMIZER, j, layer), places[layer], optimizer.state[j].array.bytes))
+        for j, layer in sorted(
+            (j, NONE if layer is None else layer) for j, layer in optimizer.holders
+        ):
+            buffers.append(
+                Buffer(
+                    Value(ValueKind.OPTIMIZER, j, layer),
+                    places[layer],
+                    optimizer.state[j].array.bytes,
+                )
+            )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)

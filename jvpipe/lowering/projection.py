@@ -44,7 +44,10 @@ def projected(lowered: Lowered, processes: Sequence[int], own: int) -> Lowered:
 
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
     """A row; one that waits until another process has a copy only ends what is left, for the receipt has waited."""
-    if row.kind is not Kind.FREE or processes[lowered.buffers[row.reads[1]].place] == processes[row.place]:
+    if (
+        row.kind is not Kind.FREE
+        or processes[lowered.buffers[row.reads[1]].place] == processes[row.place]
+    ):
         return [row]
     return [replace(row, kind=Kind.DROP, reads=row.reads[:1])] if row.frees else []
 
@@ -61,7 +64,9 @@ def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         there = processes.index(process)
         for b in lowered.metrics:
             if processes[buffers[b].place] != process:
-                rows.append(Row(Kind.SEND, buffers[b].place, NONE, NONE, NONE, (b,), (len(buffers),)))
+                rows.append(
+                    Row(Kind.SEND, buffers[b].place, NONE, NONE, NONE, (b,), (len(buffers),))
+                )
                 buffers.append(Buffer(buffers[b].value, there, buffers[b].bytes))
                 b = len(buffers) - 1
             metrics.append(b)

@@ -45,9 +45,16 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
         processes: of each place.
     """
     return [
-        Crossing(i, processes[row.place], processes[lowered.buffers[row.writes[0]].place], row.reads[0], row.writes[0])
+        Crossing(
+            i,
+            processes[row.place],
+            processes[lowered.buffers[row.writes[0]].place],
+            row.reads[0],
+            row.writes[0],
+        )
         for i, row in enumerate(lowered.rows)
-        if KINDS[row.kind].link is Link.PEER and processes[row.place] != processes[lowered.buffers[row.writes[0]].place]
+        if KINDS[row.kind].link is Link.PEER
+        and processes[row.place] != processes[lowered.buffers[row.writes[0]].place]
     ]
 
 
@@ -68,7 +75,9 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         until = spoilers.get(x.row, end)
         if x.row in spoilers or x.offered in lowered.final:
             row, witness = witnesses.get(x.row, (end, NONE))
-            moves = lowered.rows[x.row].kind is Kind.MOVE  # its end is far, and a witness would be held till then
+            moves = (
+                lowered.rows[x.row].kind is Kind.MOVE
+            )  # its end is far, and a witness would be held till then
             if row <= until and row < end and not moves:
                 receipts.wait([x], witness, until)
             else:
@@ -87,7 +96,9 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, tupl
     that is.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
-    waiting = defaultdict[int, int](int)  # by place, the offers of which nothing has come back: bits of a number
+    waiting = defaultdict[int, int](
+        int
+    )  # by place, the offers of which nothing has come back: bits of a number
     for x in crossing:
         waiting[lowered.rows[x.row].place] |= bit[x.row]
     made: dict[int, int] = {}  # by buffer, the offers that it depends on
@@ -127,12 +138,16 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     return spoilers
 
 
-def _following(lowered: Lowered, marked: Iterable[tuple[Crossing, int]]) -> list[tuple[list[Crossing], int]]:
+def _following(
+    lowered: Lowered, marked: Iterable[tuple[Crossing, int]]
+) -> list[tuple[list[Crossing], int]]:
     """The copies from one place to another that follow one another and must have arrived before the same row."""
     runs = list(accumulate(KINDS[row.kind].link is not Link.PEER for row in lowered.rows))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
     for x, until in marked:
-        groups[runs[x.row], lowered.rows[x.row].place, lowered.buffers[x.copy].place, until].append(x)
+        groups[runs[x.row], lowered.rows[x.row].place, lowered.buffers[x.copy].place, until].append(
+            x
+        )
     return [(copies, until) for (*_, until), copies in groups.items()]
 
 
@@ -154,7 +169,9 @@ class _Receipts:
         rows, row = self.lowered.rows, self.lowered.rows[copies[-1].row]
         held = dict.fromkeys(x.offered for x in copies if x.offered in rows[x.row].frees)
         reads = (witness, *held)
-        self._before[until].append(Row(Kind.RECEIPT, row.place, row.stage, row.layer, row.microbatch, reads, ()))
+        self._before[until].append(
+            Row(Kind.RECEIPT, row.place, row.stage, row.layer, row.microbatch, reads, ())
+        )
 
     def mark(self, copies: Sequence[Crossing], until: int) -> None:
         """Makes one mark of copies, sends it back, and waits for it before row `until`."""

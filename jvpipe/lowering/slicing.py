@@ -65,8 +65,16 @@ class Slicing:
                 reads = [self.named(value, e) for value in op.reads for e in self._makers(value)]
                 yield replace(op, reads=tuple(reads))
             case Kind.U:
-                delivers = (Delivery(d.value, (i,), self._where.slices(i)) for d in op.delivers for i in d.layers)
-                examples = None if op.layer == NONE else self._where.slices(op.layer)[self._updating[op.layer]]
+                delivers = (
+                    Delivery(d.value, (i,), self._where.slices(i))
+                    for d in op.delivers
+                    for i in d.layers
+                )
+                examples = (
+                    None
+                    if op.layer == NONE
+                    else self._where.slices(op.layer)[self._updating[op.layer]]
+                )
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
                 raise AssertionError(f"nobody says how replicas share {op.kind}")
@@ -75,16 +83,25 @@ class Slicing:
         """Yields what adds up the gradients of the replicas of a stage, last layer first: each where it is wanted."""
         for layer in reversed(layers):
             slices, by_replica = self._where.slices(layer), dict[int, list[int]]()
-            for p in self._graph.layers[layer].reading(ValueKind.PARAMETER) if len(slices) > 1 else ():
+            for p in (
+                self._graph.layers[layer].reading(ValueKind.PARAMETER) if len(slices) > 1 else ()
+            ):
                 owner = self._graph.parameters[p].owner
                 here = self._where.stage[owner] == self._where.stage[layer]
-                at = self._updating[owner] if here else layer % len(slices)  # for another stage replicas take turns
+                at = (
+                    self._updating[owner] if here else layer % len(slices)
+                )  # for another stage replicas take turns
                 by_replica.setdefault(at, []).append(p)
             for replica, mine in sorted(by_replica.items()):
                 sums = [Value(ValueKind.GRADIENT, p, layer, version=0) for p in mine]
-                writes = tuple(Write(value, self._graph.parameters[value.index].array.bytes) for value in sums)
+                writes = tuple(
+                    Write(value, self._graph.parameters[value.index].array.bytes) for value in sums
+                )
                 parts = [[value._replace(examples=part) for value in sums] for part in slices]
-                yield from (replace(op, examples=slices[replica]) for op in summed(layer, NONE, parts, sums, writes))
+                yield from (
+                    replace(op, examples=slices[replica])
+                    for op in summed(layer, NONE, parts, sums, writes)
+                )
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """The parts of a value that the replicas of a layer have, each with its place."""
@@ -150,7 +167,11 @@ class Slicing:
             sliced = self._layouts[op.run.layout].sliced[examples]
             left = sliced.halves[op.layer].handed if value.kind is ValueKind.HANDED else None
             size = (left or sliced.signatures[op.layer].residuals)[value.index].bytes
-        made = value._replace(examples=examples) if self._is_shared(value) else self.named(value, examples)
+        made = (
+            value._replace(examples=examples)
+            if self._is_shared(value)
+            else self.named(value, examples)
+        )
         return Write(made, self._part_bytes(value, size, examples), copy)
 
     def _is_shared(self, value: Value) -> bool:
@@ -170,7 +191,9 @@ class Slicing:
         """The slices of a layer's replicas that share examples with a slice."""
         own = self._whole(examples)
         return [
-            e for e in self._where.slices(layer) if self._whole(e).start < own.stop and own.start < self._whole(e).stop
+            e
+            for e in self._where.slices(layer)
+            if self._whole(e).start < own.stop and own.start < self._whole(e).stop
         ]
 
     # Operations
@@ -201,7 +224,11 @@ class Slicing:
         for value, *_ in writes:
             own = [value._replace(examples=e) for e in slices]
             spread = self._batching.state[value.index]
-            before = [value._replace(microbatch=op.microbatch)] if spread and spread.over is Over.ADDED else []
+            before = (
+                [value._replace(microbatch=op.microbatch)]
+                if spread and spread.over is Over.ADDED
+                else []
+            )
             parts, reads = [*parts, *own], [*reads, *before, *own]
         readers = {value: layers for value, layers, _ in op.delivers}
         yield Operation(
@@ -211,7 +238,9 @@ class Slicing:
             tuple(reads),
             writes,
             StateRun(),
-            delivers=tuple(d for value, *_ in writes for d in self._told(value, (op.layer, *readers[value]))),
+            delivers=tuple(
+                d for value, *_ in writes for d in self._told(value, (op.layer, *readers[value]))
+            ),
             forgets=tuple(parts),
             examples=slices[0],
         )
@@ -226,12 +255,24 @@ class Slicing:
         for value in op.reads:
             if value.kind not in (ValueKind.TENSOR, ValueKind.COTANGENT):
                 continue
-            own, source, spread = self.named(value, examples), self._source(value, op.layer), self._spread(value)
+            own, source, spread = (
+                self.named(value, examples),
+                self._source(value, op.layer),
+                self._spread(value),
+            )
             if self._where.stage[source] == stage or (own, stage) in self._joined:
                 continue
             self._joined.add((own, stage))
-            write = Write(own, self._part_bytes(value, self._graph.tensors[value.index].array.bytes, examples))
-            join = partial(Operation, layer=op.layer, microbatch=op.microbatch, writes=(write,), examples=examples)
+            write = Write(
+                own, self._part_bytes(value, self._graph.tensors[value.index].array.bytes, examples)
+            )
+            join = partial(
+                Operation,
+                layer=op.layer,
+                microbatch=op.microbatch,
+                writes=(write,),
+                examples=examples,
+            )
             slices, others = self._where.slices(op.layer), self._where.slices(source)
             if spread.over is Over.ALONG:
                 parts = [self._overlap(examples, e) for e in self._meeting(examples, source)]
@@ -239,7 +280,9 @@ class Slicing:
                 if parts != [examples]:
                     run = ConcatRun(Ref(value.kind, value.index), spread.axis)
                     yield join(Kind.CONCAT, reads=reads, run=run, forgets=reads)
-            elif value.kind is ValueKind.COTANGENT and slices != others:  # the first replica gets all of it
+            elif (
+                value.kind is ValueKind.COTANGENT and slices != others
+            ):  # the first replica gets all of it
                 reads = tuple(self.named(value, e) for e in others)
                 if examples == slices[0]:
                     yield join(Kind.REDUCE, reads=reads)
@@ -256,29 +299,45 @@ class Slicing:
     def _makers(self, value: Value) -> Sequence[Slice]:
         """The slices that make a loss or a leaf of aux; of what is the same for all the first."""
         graph = self._graph
-        layer = next((x.id for x in graph.layers if value.index in x.writing(value.kind)), graph.loss_layer)
+        layer = next(
+            (x.id for x in graph.layers if value.index in x.writing(value.kind)), graph.loss_layer
+        )
         slices = self._where.slices(layer)
         return slices[:1] if self._spread(value).over is Over.NONE else slices
 
-    def _delivered(self, op: Operation, number: int, examples: Slice) -> tuple[list[Delivery], list[Operation]]:
+    def _delivered(
+        self, op: Operation, number: int, examples: Slice
+    ) -> tuple[list[Delivery], list[Operation]]:
         """What a replica delivers as it is, and the operations that cut the rest."""
         direct: list[Delivery] = []
         parts: dict[Value, list[Delivery]] = {}
         for value, layers, _ in op.delivers:
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
-                    elsewhere = [i for i in layers if self._where.stage[i] != self._where.stage[op.layer]]
+                    elsewhere = [
+                        i for i in layers if self._where.stage[i] != self._where.stage[op.layer]
+                    ]
                     for delivery in self._edges(op.layer, value, elsewhere, number, examples):
                         is_whole = delivery.value == self.named(value, examples)
-                        (direct if is_whole else parts.setdefault(delivery.value, [])).append(delivery)
+                        (direct if is_whole else parts.setdefault(delivery.value, [])).append(
+                            delivery
+                        )
                 case ValueKind.AUX:
-                    direct += [Delivery(self.named(value, examples), layers)] if examples in self._makers(value) else []
-                case ValueKind.STATE if examples is not None and self._is_shared(value):  # the first makes the whole
+                    direct += (
+                        [Delivery(self.named(value, examples), layers)]
+                        if examples in self._makers(value)
+                        else []
+                    )
+                case ValueKind.STATE if examples is not None and self._is_shared(
+                    value
+                ):  # the first makes the whole
                     first = self._where.slices(op.layer)[:1]
                     direct.append(Delivery(value._replace(examples=examples), (op.layer,), first))
                 case ValueKind.STATE:  # replicas have made it too
                     own = self._where.stage[op.layer]
-                    layers = tuple(i for i in layers if examples is None or self._where.stage[i] != own)
+                    layers = tuple(
+                        i for i in layers if examples is None or self._where.stage[i] != own
+                    )
                     direct += self._told(value, layers) if number == 0 else []
                 case _:
                     raise AssertionError(f"nobody says where {value} goes to")
@@ -297,16 +356,26 @@ class Slicing:
             if over is Over.ALONG:
                 for e in self._meeting(examples, layer):
                     yield Delivery(self.named(value, self._overlap(examples, e)), (layer,), (e,))
-            elif value.kind is ValueKind.TENSOR and over is Over.NONE:  # every replica has all of it
+            elif (
+                value.kind is ValueKind.TENSOR and over is Over.NONE
+            ):  # every replica has all of it
                 count = len(self._where.slices(self._graph.tensors[value.index].producer))
-                yield from (Delivery(own, (layer,), (e,)) for j, e in enumerate(slices) if j % count == number)
+                yield from (
+                    Delivery(own, (layer,), (e,))
+                    for j, e in enumerate(slices)
+                    if j % count == number
+                )
             elif examples in slices and len(slices) == len(self._where.slices(maker)):
                 yield Delivery(own, (layer,), (examples,))
             else:
-                assert over is Over.NONE, f"stages of unequal width, and {value} has no axis of examples"
+                assert over is Over.NONE, (
+                    f"stages of unequal width, and {value} has no axis of examples"
+                )
                 yield Delivery(own, (layer,), slices[:1])
 
-    def _cut(self, op: Operation, part: Value, delivers: Sequence[Delivery], examples: Slice) -> Operation:
+    def _cut(
+        self, op: Operation, part: Value, delivers: Sequence[Delivery], examples: Slice
+    ) -> Operation:
         """What cuts a part out of a result of a replica."""
         array, spread = self._graph.tensors[part.index].array, self._spread(part)
         rows, first = array.shape[spread.axis] // self._graph.examples, self._whole(examples).start

@@ -30,14 +30,18 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """One stage; it has no tasks in a plan that does not know it."""
     tasks_of_stage: dict[Task, None] = {}
-    known = {t for t in old if t.microbatch < microbatch} | {t for t in new if t.microbatch >= microbatch}
+    known = {t for t in old if t.microbatch < microbatch} | {
+        t for t in new if t.microbatch >= microbatch
+    }
 
     def add(tasks: Sequence[Task]) -> None:
         tasks_of_stage.update(dict.fromkeys(task for task in tasks if task in known))
 
     for m in range(1 + max((task.microbatch for task in (*old, *new)), default=-1)):
         own = old if m < microbatch else new
-        forward = next((i for i, task in enumerate(own) if task.kind == Kind.F and task.microbatch == m), None)
+        forward = next(
+            (i for i, task in enumerate(own) if task.kind == Kind.F and task.microbatch == m), None
+        )
         if forward is not None:
             add([task for task in own[:forward] if task.kind != Kind.F])
             add([own[forward]])

@@ -54,11 +54,17 @@ def lower_step(
     by_number = {layout.number: layout for layout in layouts}
     replicas = updating(graph, plans[0], optimizer)
     slicing = Slicing(placer.where, batching, by_number, replicas) if batching else None
-    to_come = Counter(task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates)
+    to_come = Counter(
+        task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates
+    )
     left: dict[Task, tuple[int, list[int]]] = {}
     ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
-    split = {(task.stage, task.microbatch) for tasks in lists for task in tasks if task.kind is Kind.I}
-    for task in order(Waits(graph, plans, split), lists, waits_too=lambda task: sums_from(plans, task)):
+    split = {
+        (task.stage, task.microbatch) for tasks in lists for task in tasks if task.kind is Kind.I
+    }
+    for task in order(
+        Waits(graph, plans, split), lists, waits_too=lambda task: sums_from(plans, task)
+    ):
         m, layout = task.microbatch, layouts[task.microbatch]
         if m in ahead:
             placer.begin()
@@ -78,11 +84,15 @@ def lower_step(
         placer.commit()
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
     rows = list(chain(*swap(placer.blocks, placer.buffers, lists, left.__getitem__)))
-    metrics = [value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made]
+    metrics = [
+        value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made
+    ]
     return _lowered(placer, rows, metrics)
 
 
-def lower_move(graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False) -> Lowered:
+def lower_move(
+    graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False
+) -> Lowered:
     """Lowers a move between two steps.
 
     Args:
@@ -120,7 +130,11 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
 
 
 def lower_evaluation(
-    graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, microbatches: int, batching: Batching | None = None
+    graph: LayerGraph,
+    plan: Plan,
+    optimizer: OptimizerCut,
+    microbatches: int,
+    batching: Batching | None = None,
 ) -> Lowered:
     """Lowers forwards alone, without residuals; the model state stays as it is.
 
@@ -140,7 +154,9 @@ def lower_evaluation(
     >>> [str(row) for row in lower_evaluation(graph, Plan.from_cuts([1, 1]), optimizer, 1).rows]
     ['0E0[layer 0]', '0SEND0[layer 0]', '1E0[layer 1]', '1LOSS[layer 1]']
     """
-    lists = tuple(tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages)))
+    lists = tuple(
+        tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages))
+    )
     expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
     plans = [plan if slicing else plan.turn(m) for m in range(microbatches)]
@@ -156,7 +172,9 @@ def lower_evaluation(
     return _lowered(placer, rows, metrics_of(graph))
 
 
-def _perform(placer: Placer, operations: Iterable[Operation], slicing: Slicing | None = None) -> None:
+def _perform(
+    placer: Placer, operations: Iterable[Operation], slicing: Slicing | None = None
+) -> None:
     """Places operations; `slicing` makes those of replicas of them."""
     for op in operations:
         for part in slicing(op) if slicing else (op,):
@@ -176,11 +194,17 @@ def swapped_by(
     """
     first, place = layout.layers(task.stage)[0].id, layout.plan.stages[task.stage].devices[0]
     values = layout.swapped(task.stage, task.microbatch)
-    spots = [spot for value in values for spot in (slicing.spots(first, value) if slicing else [(value, place)])]
+    spots = [
+        spot
+        for value in values
+        for spot in (slicing.spots(first, value) if slicing else [(value, place)])
+    ]
     return first, [placer.current[spot] for spot in spots]
 
 
-def _expanded(expander: Expander, task: Task, layout: MicrobatchLayout, batch: range) -> Iterable[Operation]:
+def _expanded(
+    expander: Expander, task: Task, layout: MicrobatchLayout, batch: range
+) -> Iterable[Operation]:
     layers, m = layout.layers(task.stage), task.microbatch
     match task.kind:
         case Kind.F:

@@ -25,7 +25,9 @@ Swapped = Callable[[Task], tuple[int, Sequence[int]]]
 """From a task, the first layer of its stage and the buffers that its forward leaves and that are to be swapped."""
 
 
-def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> Iterator[list[Row]]:
+def swap(
+    blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapped: Swapped
+) -> Iterator[list[Row]]:
     """Yields the rows of each block with those of the swaps around them; copies are added to the buffers.
 
     Args:
@@ -47,7 +49,11 @@ def swap(blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapp
         if block.task is None:
             yield block.rows
         else:
-            yield [*swaps.before(block.task), *map(swaps.redirected, block.rows), *swaps.after(block.task)]
+            yield [
+                *swaps.before(block.task),
+                *map(swaps.redirected, block.rows),
+                *swaps.after(block.task),
+            ]
 
 
 class _Left(NamedTuple):
@@ -68,7 +74,9 @@ class _Swaps:
         self._buffers, self._swapped = buffers, swapped
         self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
         self._device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
-        self._out: dict[_Left, tuple[int, dict[int, int]]] = {}  # first layer; buffers, their copies
+        self._out: dict[
+            _Left, tuple[int, dict[int, int]]
+        ] = {}  # first layer; buffers, their copies
         self._leaving: list[list[_Left]] = [[] for _ in lists]  # what is on its way out
         self._back: list[set[_Left]] = [set() for _ in lists]  # what came back
         self._fetched: dict[int, int] = {}  # a buffer and what has come back of it
@@ -78,7 +86,11 @@ class _Swaps:
         d, following = self._device[task.stage], self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        if following is not None and KINDS[following.kind].back and _left_by(following) in self._out:
+        if (
+            following is not None
+            and KINDS[following.kind].back
+            and _left_by(following) in self._out
+        ):
             yield from self._fetch(_left_by(following))
         elif task.kind == Kind.F and self._rests(task):
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
@@ -115,7 +127,11 @@ class _Swaps:
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""
         following = self._next.get(task)
-        return following is None or not KINDS[following.kind].back or _left_by(following) != _left_by(task)
+        return (
+            following is None
+            or not KINDS[following.kind].back
+            or _left_by(following) != _left_by(task)
+        )
 
     def _free(self, d: int) -> Iterator[Row]:
         left = self._leaving[d].pop(0)
@@ -137,6 +153,8 @@ class _Swaps:
         self._buffers.append(replace(self._buffers[b], copy=copy))
         return len(self._buffers) - 1
 
-    def _row(self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]) -> Row:
+    def _row(
+        self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]
+    ) -> Row:
         place, layer = self._buffers[b].place, self._out[left][0]
         return Row(kind, place, left.stage, layer, left.microbatch, tuple(reads), tuple(writes))

@@ -83,7 +83,8 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
         layer = NONE if piece.layer is None else piece.layer
         reads = [slots.value(slot, layer) for slot in piece.reads]
         writes = [
-            slots.written(slot, aval, layer) for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
+            slots.written(slot, aval, layer)
+            for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
         ]
         delivers = [
             Delivery(write.value, slots.graph.parameters[write.value.index].readers)

@@ -47,15 +47,22 @@ def ask_replicas(planner: str, problem: ReplicaProblem) -> ReplicaAnswer:
     if not every:
         raise _nothing_fits(planner, problem)
     bound_s = lower_bound_s(Tables(problem))
-    return ReplicaAnswer(every[0], of_each_shape(every), bound_s, time.perf_counter() - start_s, planner)
+    return ReplicaAnswer(
+        every[0], of_each_shape(every), bound_s, time.perf_counter() - start_s, planner
+    )
 
 
-def _simulated(rule: Callable[[Tables, int], ReplicaPlan | None], problem: ReplicaProblem) -> list[Simulated]:
+def _simulated(
+    rule: Callable[[Tables, int], ReplicaPlan | None], problem: ReplicaProblem
+) -> list[Simulated]:
     """The rule's plan for each size for which it has one."""
     tables = Tables(problem)
     plans = [plan for size in problem.sizes if (plan := rule(tables, size)) is not None]
     counted = [(plan, tables.stages(plan)) for plan in plans]
-    return [Simulated(plan, stages, simulated_s(problem, plan, stages, closely=True)) for plan, stages in counted]
+    return [
+        Simulated(plan, stages, simulated_s(problem, plan, stages, closely=True))
+        for plan, stages in counted
+    ]
 
 
 def _nothing_fits(planner: str, problem: ReplicaProblem) -> Infeasible:

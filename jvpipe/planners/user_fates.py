@@ -54,13 +54,20 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
-                close = ", ".join(nearest(pattern, [name for known in names for name in known])) or "none"
-                raise ValueError(f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}")
+                close = (
+                    ", ".join(nearest(pattern, [name for known in names for name in known]))
+                    or "none"
+                )
+                raise ValueError(
+                    f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}"
+                )
             taken = ", ".join(name for names in matches for name in names)
             _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
         for fates, matched in zip(stages, matches, strict=True):
             fates.update(dict.fromkeys(matched, fate))
-    return replace(plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True)))
+    return replace(
+        plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True))
+    )
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
@@ -77,14 +84,20 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
         stage = replace(old, layers=tuple(range(i, j)), fates={})
         known: dict[str, set[str]] = {fate: set(_names(graph, stage, fate)) for fate in FATES}
         wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
-        stages.append(replace(stage, fates={name: fate for name, fate in wanted.items() if name in known[fate]}))
+        stages.append(
+            replace(
+                stage, fates={name: fate for name, fate in wanted.items() if name in known[fate]}
+            )
+        )
     return replace(plan, stages=tuple(stages))
 
 
 def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, str]:
     """Everything that some layers leave computed again from each one's own input, which is kept."""
     every = (graph.layers[i] for i in layers)
-    return {f"{graph.label(layer)}/{c.name}": "recompute" for layer in every for c in layer.candidates}
+    return {
+        f"{graph.label(layer)}/{c.name}": "recompute" for layer in every for c in layer.candidates
+    }
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, str]:
@@ -109,5 +122,7 @@ def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):
         return []
-    layers = [graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)]
+    layers = [
+        graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)
+    ]
     return [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]

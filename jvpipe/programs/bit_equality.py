@@ -26,7 +26,9 @@ from jvpipe.trace.graph import Traced
 _Arrays = dict[Var, np.ndarray]
 
 
-def same_bits(store: ProgramStore, device: Device, whole: Traced, layer: int, halves: Traced) -> bool:
+def same_bits(
+    store: ProgramStore, device: Device, whole: Traced, layer: int, halves: Traced
+) -> bool:
     """Tells whether `layer` of `whole` computes what `layer` and `layer + 1` of `halves` compute, to the bit.
 
     False also where that cannot be told: for a layer that takes keys, or gives what is not a number.
@@ -39,20 +41,36 @@ def same_bits(store: ProgramStore, device: Device, whole: Traced, layer: int, ha
         halves: the model with that layer as two.
     """
     body, rng = whole.bodies[layer], np.random.default_rng(0)
-    if any(jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended) for v in [*body.inputs, *body.outputs]):
+    if any(
+        jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended)
+        for v in [*body.inputs, *body.outputs]
+    ):
         return False
-    parameters = {v for v, ref in zip(body.inputs, body.reads, strict=True) if ref.kind == ValueKind.PARAMETER}
+    parameters = {
+        v for v, ref in zip(body.inputs, body.reads, strict=True) if ref.kind == ValueKind.PARAMETER
+    }
     values = {v: _drawn(rng, v, v in parameters) for v in body.inputs}
     # What comes in from later layers, and what earlier micro-batches added up: a sum that begins with nothing hides
     # whether its first product was rounded.
-    sums = {v: _drawn(rng, v) for v in dict.fromkeys([*body.inputs, *body.outputs]) if isinstance(v, Var)}
+    sums = {
+        v: _drawn(rng, v)
+        for v in dict.fromkeys([*body.inputs, *body.outputs])
+        if isinstance(v, Var)
+    }
     one = _outcome(store, device, whole, [layer], values, sums)
     two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
-    pairs = [(results[0][v], results[1][v]) for results in zip(one, two, strict=True) for v in sums if v in results[0]]
+    pairs = [
+        (results[0][v], results[1][v])
+        for results in zip(one, two, strict=True)
+        for v in sums
+        if v in results[0]
+    ]
     return all(_alike(x, y) for x, y in pairs)
 
 
-def same_update(store: ProgramStore, device: Device, whole: OptimizerCut, layer: int, halves: OptimizerCut) -> bool:
+def same_update(
+    store: ProgramStore, device: Device, whole: OptimizerCut, layer: int, halves: OptimizerCut
+) -> bool:
     """Tells whether `layer` of `whole` is updated as `layer` and `layer + 1` of `halves` are, to the bit.
 
     Args:
@@ -67,21 +85,28 @@ def same_update(store: ProgramStore, device: Device, whole: OptimizerCut, layer:
     return one.keys() == two.keys() and all(_alike(one[slot], two[slot]) for slot in one)
 
 
-def _updated(store: ProgramStore, device: Device, cut: OptimizerCut, layers: Sequence[int]) -> dict[Slot, np.ndarray]:
+def _updated(
+    store: ProgramStore, device: Device, cut: OptimizerCut, layers: Sequence[int]
+) -> dict[Slot, np.ndarray]:
     """Runs the pieces of some layers; what they tell the global program is joined and sorted, as halves split it."""
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     told: dict[Slot, list[np.ndarray]] = defaultdict(list)
     for piece in (piece for piece in cut.update if piece.layer in layers):
         inputs = zip(piece.reads, piece.program.in_avals, strict=True)
         arrays = [
-            _value_of(slot, aval) if (x := values.get((slot, piece.layer))) is None else x for slot, aval in inputs
+            _value_of(slot, aval) if (x := values.get((slot, piece.layer))) is None else x
+            for slot, aval in inputs
         ]
         (executable,) = store.compile([(Program.of(piece.program, key=("try", piece.key)), device)])
         for slot, x in zip(piece.writes, _run(executable, arrays, device), strict=False):
             values[slot, piece.layer] = x
             if slot.kind is SlotKind.PARTIAL:
                 told[replace(slot, source=0)].append(x)
-    written = {slot: x for (slot, _), x in values.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)}
+    written = {
+        slot: x
+        for (slot, _), x in values.items()
+        if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)
+    }
     return written | {slot: np.sort(np.concatenate(x)) for slot, x in told.items()}
 
 
@@ -101,17 +126,29 @@ def _alike(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def _outcome(
-    store: ProgramStore, device: Device, traced: Traced, layers: Sequence[int], given: _Arrays, sums: _Arrays
+    store: ProgramStore,
+    device: Device,
+    traced: Traced,
+    layers: Sequence[int],
+    given: _Arrays,
+    sums: _Arrays,
 ) -> tuple[_Arrays, _Arrays]:
     """The values that layers compute, one after another, and the gradients and cotangents of what they read."""
     values, cotangents, passes = dict(given), dict(sums), []
     gradients: _Arrays = {}
     for layer in layers:
         body, tensors = traced.bodies[layer], traced.graph.tensors
-        later = [r.index for r in body.reads if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer]
+        later = [
+            r.index
+            for r in body.reads
+            if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer
+        ]
         programs = store.layer(body, list(body.candidates.values()), later)
         forward, backward = store.compile(
-            [(forward_program(programs, recompute=True), device), (backward_program(programs), device)]
+            [
+                (forward_program(programs, recompute=True), device),
+                (backward_program(programs), device),
+            ]
         )
         made = _run(forward, [values[v] for v in body.inputs], device)
         outputs = [(v, x) for v, x in zip(body.outputs, made, strict=False) if isinstance(v, Var)]
@@ -127,7 +164,10 @@ def _outcome(
         read += [cotangents[body.outputs[i]] for i in signature.cotangents]
         read += [cotangents[body.inputs[i]] for i in (*signature.partial, *signature.gradients)]
         got = _run(backward, read, device)
-        moved = {body.inputs[i]: x for i, x in zip((*signature.gradients, *signature.returned), got, strict=False)}
+        moved = {
+            body.inputs[i]: x
+            for i, x in zip((*signature.gradients, *signature.returned), got, strict=False)
+        }
         cotangents |= moved
         gradients |= moved
     return values, gradients

@@ -75,7 +75,11 @@ class Flow:
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
         """The equations that a layer or the global program may run. For layers alike they are in the same order."""
         if home == "global":
-            return [eqn for eqn in self.eqns if not isinstance(self.placement.of(eqn.outvars[0]).home, int)]
+            return [
+                eqn
+                for eqn in self.eqns
+                if not isinstance(self.placement.of(eqn.outvars[0]).home, int)
+            ]
         return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
@@ -96,9 +100,13 @@ class Flow:
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
         """A piece for each phase in which something is sent; all results are made in the last."""
-        results = [out for out in self.outputs if home in self._holders(out) and not self._unchanged(out)]
+        results = [
+            out for out in self.outputs if home in self._holders(out) and not self._unchanged(out)
+        ]
         sent = self._sent_by(home)
-        last = max([*sent, *(self.placement.of(out.atom).ready(home) for out in results)], default=None)
+        last = max(
+            [*sent, *(self.placement.of(out.atom).ready(home) for out in results)], default=None
+        )
         if last is None:
             return
         wanted: dict[int, list[Atom]] = {}
@@ -115,7 +123,9 @@ class Flow:
             part = Part(eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded)
             yield part.piece(home if isinstance(home, int) else None, phase, last=phase == last)
 
-    def _runs(self, home: Home, wanted: Mapping[int, Sequence[Atom]]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
+    def _runs(
+        self, home: Home, wanted: Mapping[int, Sequence[Atom]]
+    ) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
         """Per phase, the equations that run and what they read. A costly layer equation runs once, others as needed."""
         eqns = self._eqns_for(home)
         runs = {}
@@ -129,11 +139,17 @@ class Flow:
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
         return runs
 
-    def _kept(self, home: Home, runs: Mapping[int, tuple[list[JaxprEqn], list[Var]]]) -> dict[Var, Slot]:
+    def _kept(
+        self, home: Home, runs: Mapping[int, tuple[list[JaxprEqn], list[Var]]]
+    ) -> dict[Var, Slot]:
         """The results of costly equations that a layer reads in a later phase."""
-        made = {v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
+        made = {
+            v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars
+        }
         read = dict.fromkeys(v for _, variables in runs.values() for v in variables if v in made)
-        return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read) if isinstance(home, int)}
+        return {
+            v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read) if isinstance(home, int)
+        }
 
     def _slot(self, var: Var, reader: Home) -> Slot:
         home, phase = self.placement.of(var)

@@ -78,7 +78,9 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
         partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
     """
     reads = enumerate(zip(body.reads, body.differentiable, strict=True))
-    summed = [i for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR and ref.index in partial]
+    summed = [
+        i for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR and ref.index in partial
+    ]
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     leaves = closed.jaxpr.outvars[n_out:]
@@ -141,7 +143,9 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
 
 
-_valued = jax.custom_jvp(lambda differentiable, value: value)  # a value, with the derivative of a like one
+_valued = jax.custom_jvp(
+    lambda differentiable, value: value
+)  # a value, with the derivative of a like one
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
@@ -153,7 +157,9 @@ def _candidate(x: jax.Array, name: str) -> jax.Array:
     return jax.lax.complex(parts[0], parts[1])
 
 
-def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> tuple[ClosedJaxpr, Any]:
+def _trace_forward(
+    body: Body, kept: Collection[str], summed: Sequence[int]
+) -> tuple[ClosedJaxpr, Any]:
     """The forward with every leaf that the backward closes over as an output, and how to rebuild it.
 
     To the backward the `summed` inputs are outputs as well. Then their partial sums are where the layer's own sums
@@ -165,9 +171,13 @@ def _trace_forward(body: Body, kept: Collection[str], summed: Sequence[int]) -> 
     def forward(*xs: Any) -> list[Any]:
         def pick(*variable: Any) -> tuple[list[Any], list[Any]]:
             moving = iter(variable)
-            merged = [next(moving) if d else x for x, d in zip(xs, body.differentiable, strict=True)]
+            merged = [
+                next(moving) if d else x for x, d in zip(xs, body.differentiable, strict=True)
+            ]
             run = jax.checkpoint(
-                lambda *ys: (_run(body, ys), [ys[i] for i in summed]), policy=policy, prevent_cse=False
+                lambda *ys: (_run(body, ys), [ys[i] for i in summed]),
+                policy=policy,
+                prevent_cse=False,
             )
             out, passed = run(*merged)
             return [*(x for x, a in zip(out, body.active, strict=True) if a), *passed], out
@@ -196,7 +206,11 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 
 
 def _trace_backward(
-    body: Body, tree: Any, leaves: Sequence[tuple[Source, Any]], summed: Sequence[int], told: Collection[Hashable]
+    body: Body,
+    tree: Any,
+    leaves: Sequence[tuple[Source, Any]],
+    summed: Sequence[int],
+    told: Collection[Hashable],
 ) -> tuple[ClosedJaxpr, Signature]:
     """The backward, which says what derivative rules say in it, and not again what the forward has `told`."""
     variable = [i for i, d in enumerate(body.differentiable) if d]
@@ -206,7 +220,9 @@ def _trace_backward(
     taken = [i for i in active if body.writes[i] != Ref(ValueKind.LOSS, 0)]
     shapes = dict(leaves)
 
-    def backward(left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]) -> list[Any]:
+    def backward(
+        left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]
+    ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
         given = {i: jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype) for i in active}
@@ -227,5 +243,7 @@ def _trace_backward(
     unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
     sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
     jaxpr = closed.jaxpr.replace(invars=[v for v in closed.jaxpr.invars if v not in unread])
-    signature = Signature((), tuple(sources), tuple(taken), tuple(summed), tuple(gradients), tuple(returned))
+    signature = Signature(
+        (), tuple(sources), tuple(taken), tuple(summed), tuple(gradients), tuple(returned)
+    )
     return ClosedJaxpr(jaxpr, closed.consts), signature

@@ -79,7 +79,15 @@ def loss_program(
 
     shapes = tuple(inputs)
     told = tuple((s.shape, str(s.dtype)) for s in shapes)
-    key = ("loss", graph.weighted, graph.aux_groups, graph.aux_chosen, told, microbatches, tuple(parts))
+    key = (
+        "loss",
+        graph.weighted,
+        graph.aux_groups,
+        graph.aux_chosen,
+        told,
+        microbatches,
+        tuple(parts),
+    )
     return Program(key, reduce, shapes)
 
 
@@ -122,7 +130,9 @@ def _columns(
         return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
     left, columns = iter(values), list[Sequence[jax.Array]]()
     for part in parts:
-        given = [list(islice(left, 1 if part is None else len(part.slices))) for _ in range(microbatches)]
+        given = [
+            list(islice(left, 1 if part is None else len(part.slices))) for _ in range(microbatches)
+        ]
         columns.append([one[0] if part is None else part.whole(one) for one in given])
     return columns
 

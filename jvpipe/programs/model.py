@@ -17,7 +17,9 @@ from jvpipe.trace.graph import Body, Traced
 Share = Literal["all", "half", "nothing"]
 
 
-def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "all") -> tuple[LayerPrograms, ...]:
+def layer_programs(
+    store: ProgramStore, traced: Traced, share: Share | Fates = "all"
+) -> tuple[LayerPrograms, ...]:
     """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep.
 
     Args:
@@ -28,7 +30,9 @@ def layer_programs(store: ProgramStore, traced: Traced, share: Share | Fates = "
     return tuple(programs_of(store, traced, layer.id, share) for layer in traced.graph.layers)
 
 
-def programs_of(store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all") -> LayerPrograms:
+def programs_of(
+    store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all"
+) -> LayerPrograms:
     """Forward and backward of one layer.
 
     Args:
@@ -38,7 +42,9 @@ def programs_of(store: ProgramStore, traced: Traced, number: int, share: Share |
         share: which candidates are kept.
     """
     layer, body = traced.graph.layers[number], traced.bodies[number]
-    later = [t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != number]
+    later = [
+        t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != number
+    ]
     names = [c.name for c in layer.candidates]
     kept = sorted(share.kept[number]) if isinstance(share, Fates) else kept_names(names, share)
     return store.layer(body, kept, later)
@@ -71,7 +77,9 @@ def backward_program(programs: LayerPrograms) -> Program:
     signature = programs.signature
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
-    return Program.of(programs.backward, range(first, first + count), marked=True, key=("B", programs.key))
+    return Program.of(
+        programs.backward, range(first, first + count), marked=True, key=("B", programs.key)
+    )
 
 
 def input_program(programs: LayerPrograms) -> Program:
@@ -108,4 +116,6 @@ def single_backward_program(programs: LayerPrograms) -> Program:
 
     first = len(signature.sources) + len(signature.cotangents)
     called = backward_program(programs).calls_host
-    return Program(("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)), called)
+    return Program(
+        ("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)), called
+    )

@@ -18,7 +18,14 @@ from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import Path, TracedOptimizer, evaluate, scope, trace_optimizer, transformation
+from jvpipe.programs.optimizer_trace import (
+    Path,
+    TracedOptimizer,
+    evaluate,
+    scope,
+    trace_optimizer,
+    transformation,
+)
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.trace import jaxprs
@@ -55,7 +62,9 @@ class OptimizerCut:
         """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
         pieces = (*self.init, *self.update)
         slots = ((piece.layer, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
-        return frozenset((slot.index, layer) for layer, slot in slots if slot.kind is SlotKind.STATE)
+        return frozenset(
+            (slot.index, layer) for layer, slot in slots if slot.kind is SlotKind.STATE
+        )
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
         """The leaves of the state that a layer, or the global program, has."""
@@ -100,30 +109,42 @@ def cut_optimizer(
     >>> cut.cross_layer
     ('clip_by_global_norm',)
     """
-    traced = traced or trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
+    traced = traced or trace_optimizer(
+        optimizer, params, readers, microbatches, grad_norm=grad_norm
+    )
     paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
-    state, parameters = [slot for slot in update.results if slot.kind is SlotKind.STATE], init.inputs
+    state, parameters = (
+        [slot for slot in update.results if slot.kind is SlotKind.STATE],
+        init.inputs,
+    )
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
     norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
     of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
     owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
     matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
     owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
-    flow, owned = _settled(update, owned | {slot: Input("global") for slot in norm}, sorted(set(owners)))
+    flow, owned = _settled(
+        update, owned | {slot: Input("global") for slot in norm}, sorted(set(owners))
+    )
     first = replace(init.flow(owned, flow.layers), shared=flow.shared)
     _check(first, owned)
     owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
     return OptimizerCut(
         first.pieces(),
         flow.pieces(),
-        tuple(StateLeaf(array, owner_of.get(slot)) for array, slot in zip(traced.state, state, strict=True)),
+        tuple(
+            StateLeaf(array, owner_of.get(slot))
+            for array, slot in zip(traced.state, state, strict=True)
+        ),
         traced.state_tree,
         _cross_layer(flow),
     )
 
 
-def laid_state(cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sharding) -> OptimizerCut:
+def laid_state(
+    cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sharding
+) -> OptimizerCut:
     """The same optimizer, where state of the path and the shape of a parameter lies over devices as this does.
 
     Args:
@@ -132,10 +153,15 @@ def laid_state(cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sha
         sharding: their rules.
     """
     arrays = [parameter.array for parameter in parameters]
-    named = [[tuple(array.name.split("/")) for array in known] for known in ((x.array for x in cut.state), arrays)]
+    named = [
+        [tuple(array.name.split("/")) for array in known]
+        for known in ((x.array for x in cut.state), arrays)
+    ]
     of = [None if p is None else arrays[p] for p in match_paths(*named)]
     state = (
-        replace(leaf, array=sharding.laid(leaf.array, own.spec)) if own and own.shape == leaf.array.shape else leaf
+        replace(leaf, array=sharding.laid(leaf.array, own.spec))
+        if own and own.shape == leaf.array.shape
+        else leaf
         for leaf, own in zip(cut.state, of, strict=True)
     )
     return replace(cut, state=tuple(state))
@@ -156,7 +182,9 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
         n = len(prefix)
         return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
 
-    prefixes = dict.fromkeys(path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of)
+    prefixes = dict.fromkeys(
+        path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of
+    )
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
     splits = ([n for n in range(len(path) + 1) if path[:n] in mirrored] for path in state)
     return [leaf_of[path[ns[0] :]] if ns else None for path, ns in zip(state, splits, strict=True)]
@@ -209,16 +237,24 @@ def _programs(
     traced: TracedOptimizer, readers: Sequence[int], *, weighted: bool, grad_norm: bool
 ) -> tuple[_Program, _Program]:
     """Names what a traced optimizer's update and its init take and give."""
-    gradients = (Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in enumerate(readers) for reader in range(n))
+    gradients = (
+        Slot(SlotKind.GRADIENT, leaf, reader)
+        for leaf, n in enumerate(readers)
+        for reader in range(n)
+    )
     weight = [Slot(SlotKind.WEIGHT)] if weighted else []
     parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
-    update = _Program(traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm))
+    update = _Program(
+        traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm)
+    )
     return update, _Program(traced.init, parameters, state)
 
 
-def _settled(update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int]) -> tuple[Flow, dict[Slot, Input]]:
+def _settled(
+    update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int]
+) -> tuple[Flow, dict[Slot, Input]]:
     """Places an update until no layer claims more of the state and the global program reads no more of it.
 
     Args:
@@ -242,11 +278,19 @@ def _settled(update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int
 
 def _claims(flow: Flow) -> dict[Slot, Input]:
     """State that matches no parameter's path but is made of one layer's values and read by that layer alone."""
-    made = {out.slot: flow.placement.of(out.atom).home for out in flow.outputs if out.home == "everywhere"}
+    made = {
+        out.slot: flow.placement.of(out.atom).home
+        for out in flow.outputs
+        if out.home == "everywhere"
+    }
     made = {slot: home for slot, home in made.items() if isinstance(home, int)}
     goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in made])
     variables = {slot: var for var, slot in flow.inputs.items()}
-    return {slot: Input(home) for slot, home in made.items() if goes_to.get(variables[slot], home) == home}
+    return {
+        slot: Input(home)
+        for slot, home in made.items()
+        if goes_to.get(variables[slot], home) == home
+    }
 
 
 def _check(flow: Flow, owned: Mapping[Slot, Input]) -> None:
@@ -264,11 +308,17 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
     """The transformations that read one layer's values for another layer's sake."""
     wanted = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
-    relayed = {out.atom for out in wanted if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")}
+    relayed = {
+        out.atom
+        for out in wanted
+        if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")
+    }
     names: dict[str, None] = {}
     for eqn in jaxprs.prune(flow.eqns, [out.atom for out in wanted]):
         home = flow.placement.of(eqn.outvars[0]).home
         homes = {flow.placement.of(atom).home for atom in eqn.invars}
-        if any(isinstance(h, int) and h != home for h in homes) or not relayed.isdisjoint(eqn.outvars):
+        if any(isinstance(h, int) and h != home for h in homes) or not relayed.isdisjoint(
+            eqn.outvars
+        ):
             names[transformation(eqn) or "the optimizer"] = None
     return tuple(names)

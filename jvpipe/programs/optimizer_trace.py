@@ -69,14 +69,18 @@ def trace_optimizer(
     def init(params: Tree) -> Tree:
         return _call_optimizer(optimizer.init, params)
 
-    def update(sums: list[list[Any]], weight: Any, params: Tree, state: Tree) -> tuple[Tree, Tree, Any]:
+    def update(
+        sums: list[list[Any]], weight: Any, params: Tree, state: Tree
+    ) -> tuple[Tree, Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
         grads = [_mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
         answer = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
         updates, state = _checked_answer(answer, tree)
         return optax.apply_updates(params, updates), state, _norm(grads) if grad_norm else None
 
-    traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(params)
+    traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(
+        params
+    )
     state = first
     for _ in range(3):
         closed = straight_line(update, sums, weight, params, state)
@@ -87,9 +91,13 @@ def trace_optimizer(
             break
         state = settled
     else:
-        raise ValueError(f"the types of the optimizer's state do not settle: after three updates they are {state}")
+        raise ValueError(
+            f"the types of the optimizer's state do not settle: after three updates they are {state}"
+        )
     if state is not first:
-        traced_init = _standard(jax.make_jaxpr)(lambda params: jax.tree.map(_cast, init(params), state))(params)
+        traced_init = _standard(jax.make_jaxpr)(
+            lambda params: jax.tree.map(_cast, init(params), state)
+        )(params)
     paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return TracedOptimizer(
         closed,
@@ -136,7 +144,9 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind)
         args: its arguments.
         apply: runs an equation on values.
     """
-    env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+    env = dict(
+        zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
+    )
     jaxprs.run(closed.jaxpr.eqns, env, apply)
     return jaxprs.read(closed.jaxpr.outvars, env)
 
@@ -234,7 +244,9 @@ def _norm(grads: Sequence[jax.Array]) -> jax.Array:
 
 
 def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
-    for (path, before), after in zip(jax.tree_util.tree_leaves_with_path(params), new, strict=False):
+    for (path, before), after in zip(
+        jax.tree_util.tree_leaves_with_path(params), new, strict=False
+    ):
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of parameter '{path_name(path)}' from {before.shape} to "
@@ -255,8 +267,12 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if len(leaves) != len(new):
-        raise ValueError(f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update")
-    return tree.unflatten([settle(path, before, after) for (path, before), after in zip(leaves, new, strict=True)])
+        raise ValueError(
+            f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update"
+        )
+    return tree.unflatten(
+        [settle(path, before, after) for (path, before), after in zip(leaves, new, strict=True)]
+    )
 
 
 def _type(leaf: Any) -> tuple[Any, bool]:

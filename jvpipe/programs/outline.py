@@ -42,21 +42,35 @@ class Call:
     def equation(self) -> JaxprEqn:
         """The call as an equation between its inputs and outputs."""
         avals = self._closed.in_avals
-        (eqn,) = jax.make_jaxpr(lambda *values: _jax.outlined(self._closed, values))(*avals).jaxpr.eqns
+        (eqn,) = jax.make_jaxpr(lambda *values: _jax.outlined(self._closed, values))(
+            *avals
+        ).jaxpr.eqns
         return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
         """The values of the outputs, computed from values in `env` through which no gradient flows."""
-        return dict(zip(self.outputs, _jax.outlined(self._closed, jaxprs.read(self.inputs, env)), strict=True))
+        return dict(
+            zip(
+                self.outputs,
+                _jax.outlined(self._closed, jaxprs.read(self.inputs, env)),
+                strict=True,
+            )
+        )
 
 
 def outline(body: Body) -> dict[int, Call]:
     """The calls of a layer by the position of the equation whose results they make; the last makes its outputs."""
-    outputs = [v for v in jaxprs.variables(body.outputs) if v not in body.candidates and v not in body.inputs]
+    outputs = [
+        v
+        for v in jaxprs.variables(body.outputs)
+        if v not in body.candidates and v not in body.inputs
+    ]
     return calls(body.eqns, body.candidates, dict.fromkeys(outputs))
 
 
-def calls(body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collection[Var]) -> dict[int, Call]:
+def calls(
+    body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collection[Var]
+) -> dict[int, Call]:
     """Calls by the position of the equation whose results they make: one per candidate, and a last one for outputs.
 
     A value that several calls need is made by one of its own, unless it only moves what is there.
@@ -91,4 +105,6 @@ def calls(body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collec
 
 def _call(eqns: Sequence[JaxprEqn], wanted: Iterable[Var]) -> Call:
     own = {v for eqn in eqns for v in eqn.outvars}
-    return Call(tuple(eqns), tuple(jaxprs.free_variables(eqns)), tuple(v for v in wanted if v in own))
+    return Call(
+        tuple(eqns), tuple(jaxprs.free_variables(eqns)), tuple(v for v in wanted if v in own)
+    )

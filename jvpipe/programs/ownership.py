@@ -62,7 +62,9 @@ class Placement:
         return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
 
 
-def place(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]) -> Placement:
+def place(
+    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]
+) -> Placement:
     """Finds a place for every equation of `straight_line`.
 
     Args:
@@ -120,7 +122,9 @@ def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Va
 
 
 class _Placing:
-    def __init__(self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]) -> None:
+    def __init__(
+        self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]
+    ) -> None:
         self.eqns, self.inputs, self.goes_to = eqns, inputs, goes_to
         self.places = {var: Place(given.home, 0) for var, given in inputs.items()}
         self.splits: dict[int, SplitScan] = {}
@@ -157,7 +161,9 @@ class _Placing:
         for eqn in reversed(self.eqns):
             home, phase = self.places[eqn.outvars[0]]
             atoms = [*eqn.invars, *eqn.outvars]
-            scalar = all(_size(a) == 1 for a in atoms) and len({_jax.aval(a).dtype for a in atoms}) == 1
+            scalar = (
+                all(_size(a) == 1 for a in atoms) and len({_jax.aval(a).dtype for a in atoms}) == 1
+            )
             if isinstance(home, int) and scalar and read_by_layers.isdisjoint(eqn.outvars):
                 self.places |= dict.fromkeys(eqn.outvars, Place("global", phase))
             elif home != "global":
@@ -170,23 +176,32 @@ class _Placing:
         """
         types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
         serves_many = any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars)
-        no_larger = all(_is_small(v) and _size(v) <= sum(map(_size, eqn.invars)) for v in eqn.outvars)
+        no_larger = all(
+            _is_small(v) and _size(v) <= sum(map(_size, eqn.invars)) for v in eqn.outvars
+        )
         return serves_many and no_larger and all(_jax.aval(v).dtype in types for v in eqn.outvars)
 
-    def _continues_a_reduction(self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home) -> bool:
+    def _continues_a_reduction(
+        self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home
+    ) -> bool:
         """Tells whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
 
         Then the result stays global: else each layer in turn would wait for the one before.
         """
         mixes = any(p.home == "global" for p in operands.values())
-        reduced = all(_size(v) == 1 and (p.home != layer or v in self.reductions) for v, p in operands.items())
+        reduced = all(
+            _size(v) == 1 and (p.home != layer or v in self.reductions) for v, p in operands.items()
+        )
         return mixes and reduced and any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number of an array, or of such numbers."""
         reduces = eqn.primitive.name.startswith(("reduce_", "dot_general"))
         scalar = all(_size(v) == 1 for v in eqn.outvars)
-        return scalar and (reduces or any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars)))
+        return scalar and (
+            reduces
+            or any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
+        )
 
     def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
@@ -198,7 +213,11 @@ class _Placing:
         self.splits[index] = split
         phase = max(p.phase for p in operands.values())
         for var, layers_of_result in zip(eqn.outvars, split.layers, strict=True):
-            self.places[var] = Place(min(layers_of_result), phase) if layers_of_result else Place("everywhere", phase)
+            self.places[var] = (
+                Place(min(layers_of_result), phase)
+                if layers_of_result
+                else Place("everywhere", phase)
+            )
 
     def _complaint(self, eqn: JaxprEqn) -> str:
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
@@ -214,7 +233,9 @@ def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Itera
     origins: dict[str, None] = {}
     for atom in atoms:
         read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
-        origins |= {inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter}
+        origins |= {
+            inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter
+        }
     names = [f"'{name}'" for name in origins]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

@@ -103,7 +103,11 @@ class Part:
     @cached_property
     def reads(self) -> tuple[Slot, ...]:
         """The arrays that the piece takes, each once."""
-        return tuple(sorted(set(self.read.values()), key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
+        return tuple(
+            sorted(
+                set(self.read.values()), key=lambda s: (s.kind.order, s.index, s.source, s.dtype)
+            )
+        )
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
         """The program of these equations; the last of a layer may overwrite what the layer owns.
@@ -122,7 +126,10 @@ class Part:
     def _content(self) -> Hashable:
         """Equal for parts of one program, whatever the names of what they read and yield, and of any model."""
         packed = [self.vectors[slot] for slot in self.sent]
-        outputs = [*(v for variables in packed for v in variables), *(atom for atom, _ in self.yielded)]
+        outputs = [
+            *(v for variables in packed for v in variables),
+            *(atom for atom, _ in self.yielded),
+        ]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
         place = {slot: i for i, slot in enumerate(self.reads)}
@@ -155,7 +162,9 @@ class Part:
 
     def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
         start, _ = self._span(slot, var)
-        return jax.lax.reshape(jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape)
+        return jax.lax.reshape(
+            jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape
+        )
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
         """The position at which a value begins in its vector, and the length of that; nothing if it is alone."""
@@ -182,7 +191,9 @@ def _key_of(program: ClosedJaxpr) -> Hashable:
     return program_key(program)
 
 
-def _donated(reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr) -> tuple[int, ...]:
+def _donated(
+    reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr
+) -> tuple[int, ...]:
     """Parameters and state that are written anew, and accumulators that some other result fits into."""
     free = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     chosen = []
@@ -210,7 +221,9 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 def _strong(value: Any) -> jax.Array:
     """A value without the weak type that would make its second use another program."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    return jax.lax.convert_element_type(array, array.dtype) if jax.typeof(array).weak_type else array
+    return (
+        jax.lax.convert_element_type(array, array.dtype) if jax.typeof(array).weak_type else array
+    )
 
 
 def _shape(var: Var) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,9 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
     [('transpose', (3, 4)), ('dot_general', (2, 3))]
     """
     jaxpr = closed.jaxpr
-    readings = Counter(jaxprs.variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]))
+    readings = Counter(
+        jaxprs.variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars])
+    )
     products: dict[Var, JaxprEqn] = {}
     eqns = []
     for eqn in jaxpr.eqns:

@@ -32,7 +32,9 @@ class SplitScan:
         """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
         results: dict[int, Any] = {}
         for layers in dict.fromkeys(result for result in self.layers if result is not None):
-            results |= self._run([i for i, result in enumerate(self.layers) if result == layers], values)
+            results |= self._run(
+                [i for i, result in enumerate(self.layers) if result == layers], values
+            )
         return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
@@ -42,7 +44,9 @@ class SplitScan:
         kept, eqns = self._narrowed(outputs, carry_in)
         ys = [i for i in outputs if i >= len(carry_in)]
         read = _read(eqns, [jaxpr.outvars[i] for i in [*kept, *ys]])
-        fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True)) | dict(zip(fixed_in, constants, strict=True))
+        fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True)) | dict(
+            zip(fixed_in, constants, strict=True)
+        )
 
         def pick(wanted: Sequence[int], env: dict[Var, Any]) -> list[Any]:
             return jaxprs.read([jaxpr.outvars[i] for i in wanted], env)
@@ -53,14 +57,18 @@ class SplitScan:
             jaxprs.run(eqns, env)
             return pick(kept, env), pick(ys, env)
 
-        init = [start[i] if isinstance(start[i], jax.Array) else jnp.asarray(start[i]) for i in kept]
+        init = [
+            start[i] if isinstance(start[i], jax.Array) else jnp.asarray(start[i]) for i in kept
+        ]
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)
         values_of = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
         return {i: values_of[i] for i in outputs}
 
-    def _narrowed(self, outputs: Sequence[int], carry_in: Sequence[Var]) -> tuple[list[int], list[JaxprEqn]]:
+    def _narrowed(
+        self, outputs: Sequence[int], carry_in: Sequence[Var]
+    ) -> tuple[list[int], list[JaxprEqn]]:
         """The carries that some results need, and the equations of the body behind all these."""
         results, carries = self.body.jaxpr.outvars, {i for i in outputs if i < len(carry_in)}
         while True:
@@ -87,13 +95,19 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
     while True:
         layers = dict(zip(body.jaxpr.invars, operands, strict=True))
         for inner in body.jaxpr.eqns:
-            mixed = Layers().union(*(layers.get(v, Layers()) for v in jaxprs.variables(inner.invars)))
+            mixed = Layers().union(
+                *(layers.get(v, Layers()) for v in jaxprs.variables(inner.invars))
+            )
             layers |= dict.fromkeys(inner.outvars, mixed)
-        results = [Layers() if isinstance(v, _jax.Literal) else layers.get(v, Layers()) for v in outvars]
+        results = [
+            Layers() if isinstance(v, _jax.Literal) else layers.get(v, Layers()) for v in outvars
+        ]
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
-            return SplitScan(eqn, body, tuple(r if u else None for r, u in zip(results, used, strict=True)))
+            return SplitScan(
+                eqn, body, tuple(r if u else None for r, u in zip(results, used, strict=True))
+            )
         operands = [*constants, *grown, *xs]
 
 

@@ -20,7 +20,9 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
         run: which part.
     """
     key = "slice", whole.shape, str(whole.dtype), run
-    return Program(key, lambda x: [jax.lax.slice_in_dim(x, run.start, run.stop, axis=run.axis)], (whole,))
+    return Program(
+        key, lambda x: [jax.lax.slice_in_dim(x, run.start, run.stop, axis=run.axis)], (whole,)
+    )
 
 
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
@@ -29,7 +31,9 @@ def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
 
 
-def reduce_program(sums: Sequence[jax.ShapeDtypeStruct], replicas: int, *, in_place: bool = False) -> Program:
+def reduce_program(
+    sums: Sequence[jax.ShapeDtypeStruct], replicas: int, *, in_place: bool = False
+) -> Program:
     """Sums of gradients of so many replicas added up in their order; those of a parameter come one after another.
 
     Args:

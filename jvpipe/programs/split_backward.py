@@ -77,14 +77,20 @@ def settle(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     made = _shared(backward, cut)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns += [made[id(eqn)].equation()] if id(eqn) in made else _held(eqn, [v for v in eqn.outvars if v in handed])
+        eqns += (
+            [made[id(eqn)].equation()]
+            if id(eqn) in made
+            else _held(eqn, [v for v in eqn.outvars if v in handed])
+        )
     return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), backward.consts)
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
     """The calls that make what both halves compute, by the ids of the equations that they replace."""
     jaxpr, second = backward.jaxpr, set(map(id, cut.weight))
-    both = {id(eqn): eqn for eqn in cut.input if id(eqn) in second and eqn.primitive.name != "outlined"}
+    both = {
+        id(eqn): eqn for eqn in cut.input if id(eqn) in second and eqn.primitive.name != "outlined"
+    }
     wanted = {v for eqn in jaxpr.eqns if id(eqn) not in both for v in jaxprs.variables(eqn.invars)}
     wanted.update(jaxprs.variables(jaxpr.outvars))
     eqns = list(both.values())
@@ -122,13 +128,19 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
     first = replace(signature, gradients=())
     second = replace(signature, partial=(), returned=())
     input_half, first = _half(backward, first, cut.input, partial, [*returned, *cut.handed])
-    weight_half, second = _half(backward, second, cut.weight, [*cut.handed, *jaxpr.invars[-count:]], sums)
+    weight_half, second = _half(
+        backward, second, cut.weight, [*cut.handed, *jaxpr.invars[-count:]], sums
+    )
     handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
     return Halves(input_half, weight_half, SplitSignature(handed, first, second))
 
 
 def _half(
-    whole: ClosedJaxpr, signature: Signature, eqns: Sequence[JaxprEqn], own: Sequence[Var], results: Sequence[Atom]
+    whole: ClosedJaxpr,
+    signature: Signature,
+    eqns: Sequence[JaxprEqn],
+    own: Sequence[Var],
+    results: Sequence[Atom],
 ) -> tuple[ClosedJaxpr, Signature]:
     """Some equations of a backward as a program, and what that reads; `own` is taken after sources and cotangents."""
     jaxpr = whole.jaxpr
@@ -138,7 +150,13 @@ def _half(
     cotangents = {v: c for v, c in zip(others, signature.cotangents, strict=False) if v in read}
     constants = {v: c for v, c in zip(jaxpr.constvars, whole.consts, strict=True) if v in read}
     invars = [*sources, *cotangents, *own]
-    assert read <= {*invars, *constants, *(v for eqn in eqns for v in eqn.outvars)}, "a half reads what is the other's"
-    half = jaxpr.replace(constvars=list(constants), invars=invars, eqns=list(eqns), outvars=list(results))
-    narrowed = replace(signature, sources=tuple(sources.values()), cotangents=tuple(cotangents.values()))
+    assert read <= {*invars, *constants, *(v for eqn in eqns for v in eqn.outvars)}, (
+        "a half reads what is the other's"
+    )
+    half = jaxpr.replace(
+        constvars=list(constants), invars=invars, eqns=list(eqns), outvars=list(results)
+    )
+    narrowed = replace(
+        signature, sources=tuple(sources.values()), cotangents=tuple(cotangents.values())
+    )
     return ClosedJaxpr(half, list(constants.values())), narrowed

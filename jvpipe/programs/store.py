@@ -45,11 +45,17 @@ class Program:
         """
         if all(spec == () for spec in (*takes, *gives)):
             return self
-        return replace(self, key=(self.key, *takes, "gives", *gives), takes=tuple(takes), gives=tuple(gives))
+        return replace(
+            self, key=(self.key, *takes, "gives", *gives), takes=tuple(takes), gives=tuple(gives)
+        )
 
     @staticmethod
     def of(
-        closed: ClosedJaxpr, donated: Iterable[int] = (), *, marked: bool = False, key: Hashable = None
+        closed: ClosedJaxpr,
+        donated: Iterable[int] = (),
+        *,
+        marked: bool = False,
+        key: Hashable = None,
     ) -> "Program":
         """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on.
 
@@ -83,7 +89,15 @@ class ProgramStore:
         """
         places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
         kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
-        key = (body.structure, places, kinds, body.differentiable, body.active, body.share, frozenset(kept))
+        key = (
+            body.structure,
+            places,
+            kinds,
+            body.differentiable,
+            body.active,
+            body.share,
+            frozenset(kept),
+        )
         if key not in self._layers:
             made = differentiate(body, kept, partial)
             self._layers[key] = self._layers.setdefault(made.key, made)
@@ -105,11 +119,16 @@ class ProgramStore:
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
         with jax.enable_x64(wide):
-            return self._lower(program, device).compile(compiler_options=_jax.exact(device.platform))
+            return self._lower(program, device).compile(
+                compiler_options=_jax.exact(device.platform)
+            )
 
     def _lower(self, program: Program, device: Device) -> Any:
         takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)
-        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_jax.sharding_on(device, s)) for a, s in takes]
+        inputs = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_jax.sharding_on(device, s))
+            for a, s in takes
+        ]
         if isinstance(device, DeviceGroup):
             return _spread(program, device).lower(*inputs)
         jitted = self._jitted.setdefault(
@@ -124,7 +143,12 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
-    return jax.jit(_jax.jaxpr_as_fun(closed), donate_argnums=program.donated, keep_unused=True, out_shardings=results)
+    return jax.jit(
+        _jax.jaxpr_as_fun(closed),
+        donate_argnums=program.donated,
+        keep_unused=True,
+        out_shardings=results,
+    )
 
 
 @cache

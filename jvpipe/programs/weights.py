@@ -22,7 +22,9 @@ def shifted(shapes: Shapes, factor: int) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        return [w + np.asarray(factor, w.dtype) * v for w, v in zip(values[:n], values[n:], strict=True)]
+        return [
+            w + np.asarray(factor, w.dtype) * v for w, v in zip(values[:n], values[n:], strict=True)
+        ]
 
     return Program(("shifted", factor, _key(shapes)), run, (*shapes, *shapes))
 
@@ -34,7 +36,9 @@ def difference(shapes: Shapes) -> Program:
     def run(*values: jax.Array) -> list[jax.Array]:
         return [new - old for old, new in zip(values[:n], values[n : 2 * n], strict=True)]
 
-    return Program(("difference", _key(shapes)), run, (*shapes, *shapes, *shapes), tuple(range(2 * n, 3 * n)))
+    return Program(
+        ("difference", _key(shapes)), run, (*shapes, *shapes, *shapes), tuple(range(2 * n, 3 * n))
+    )
 
 
 def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
@@ -52,7 +56,9 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
 
     def run(*values: jax.Array) -> list[Any]:
         old, new, delta, t = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[-1]
-        left = 1 - jnp.minimum(t.astype(jnp.float32) / np.float32(max(anneal_updates, 1)), np.float32(1))
+        left = 1 - jnp.minimum(
+            t.astype(jnp.float32) / np.float32(max(anneal_updates, 1)), np.float32(1)
+        )
         scale = np.float32(tau) ** -left if anneal_updates else jnp.float32(1)
         update = [(b - a) * scale.astype(a.dtype) for a, b in zip(old, new, strict=True)]
         mean = [

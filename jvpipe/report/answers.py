@@ -29,7 +29,9 @@ class Answer:
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""
         limit = problem.memory_limit_bytes
-        return self.evaluation is not None and (limit is None or self.evaluation.limit_bytes <= limit)
+        return self.evaluation is not None and (
+            limit is None or self.evaluation.limit_bytes <= limit
+        )
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
@@ -63,7 +65,9 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         }
     costs = problem.costs
     ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.plan or answer.decision.plan(costs, problem.schedule.name, answer.planner, problem.where)
+    plan = answer.plan or answer.decision.plan(
+        costs, problem.schedule.name, answer.planner, problem.where
+    )
     stages = [
         {
             "layers": list(ids[i:j]),
@@ -84,7 +88,9 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         "bubble_fraction": bubble_fraction(problem, answer.evaluation.stages),
         "planning_s": answer.planning_s,
         "splits": list(answer.splits),
-        "tasks": list(problem.schedule.lists.lines) if isinstance(problem.schedule.lists, GivenLists) else [],
+        "tasks": list(problem.schedule.lists.lines)
+        if isinstance(problem.schedule.lists, GivenLists)
+        else [],
     }
 
 
@@ -107,8 +113,15 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
     """A limit that one of the answers would keep."""
-    would_do = [answer.infeasible.smallest_limit_bytes for answer in answers if answer.infeasible is not None]
-    return min(would_do + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None])
+    would_do = [
+        answer.infeasible.smallest_limit_bytes
+        for answer in answers
+        if answer.infeasible is not None
+    ]
+    return min(
+        would_do
+        + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None]
+    )
 
 
 def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
@@ -121,7 +134,11 @@ def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
     """
     assert answer.evaluation is not None
     stages = answer.evaluation.stages
-    bound = f"no plan is under {1e3 * bound_s:.2f}" if math.isfinite(bound_s) else "no plan keeps the limit"
+    bound = (
+        f"no plan is under {1e3 * bound_s:.2f}"
+        if math.isfinite(bound_s)
+        else "no plan keeps the limit"
+    )
     return (
         f"planner {answer.planner}, schedule {problem.schedule.name}, {problem.microbatches} micro-batches: step "
         f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated ({bound}), "

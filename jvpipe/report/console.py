@@ -51,7 +51,9 @@ class TrainingDisplay:
         self._progress = Progress(*columns, console=self._console)
         self._task = self._progress.add_task("step", total=total_steps, completed=step)
         shared = sys.stdout.isatty()  # else what is printed is for a file
-        self._live = Live(self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared)
+        self._live = Live(
+            self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared
+        )
 
     def __enter__(self) -> "TrainingDisplay":
         if self._console.is_terminal:
@@ -70,7 +72,9 @@ class TrainingDisplay:
         """
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
-            self._live.update(Group(self._progress, _numbers(metrics), device_rows(metrics, places)))
+            self._live.update(
+                Group(self._progress, _numbers(metrics), device_rows(metrics, places))
+            )
 
 
 def _numbers(metrics: StepMetrics) -> Table:

@@ -34,9 +34,15 @@ def explain(
         f"{_why(plan.planner)}."
     ]
     for s, stage in enumerate(plan.stages):
-        held = sum(graph.parameters[p].array.bytes for layer in stage.layers for p in graph.owned(layer))
+        held = sum(
+            graph.parameters[p].array.bytes for layer in stage.layers for p in graph.owned(layer)
+        )
         work = sum(graph.layers[layer].flops for layer in stage.layers)
-        seconds = f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch" if layer_s else ""
+        seconds = (
+            f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch"
+            if layer_s
+            else ""
+        )
         where = ", ".join(str(devices[d]) for d in stage.devices)
         lines.append(
             f"\nstage {s} on {where}: layers {stage.layers[0]} to {stage.layers[-1]}, "
@@ -44,7 +50,9 @@ def explain(
             f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
         )
         for layer in stage.layers:
-            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}")
+            lines.append(
+                f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}"
+            )
     lines += ["", *reasons] if reasons else []
     for parameter in graph.tied():
         lines.append(
@@ -73,7 +81,9 @@ def _peak(peak: Peak | None) -> str:
     if peak.row is None:
         return told
     return (
-        told + f"\n  peak at {peak.row}: " + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peak.holders)
+        told
+        + f"\n  peak at {peak.row}: "
+        + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peak.holders)
     )
 
 

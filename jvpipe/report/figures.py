@@ -36,11 +36,16 @@ def check_format(path: str | Path) -> None:
     """
     known = FigureCanvasAgg.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in known:
-        raise ValueError(f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(known))}"
+        )
 
 
 def timeline_figure(
-    timeline: Timeline | Sequence[Span], path: str | Path, limits: Sequence[int] = (), title: str = ""
+    timeline: Timeline | Sequence[Span],
+    path: str | Path,
+    limits: Sequence[int] = (),
+    title: str = "",
 ) -> None:
     """Draws a timeline to `path` (the suffix says the format: png, svg, pdf).
 
@@ -72,7 +77,9 @@ def timeline_figure(
     figure.savefig(path)
 
 
-def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float) -> None:
+def _draw_rows(
+    axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], total_s: float
+) -> None:
     """Boxes; the first row is the top one."""
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
     by_look: dict[tuple[str, str], list[tuple[_Corners, float]]] = {}
@@ -85,7 +92,12 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
         size = 7.5 if rows[span.device] > 0.3 else 5.5
         if not label.startswith("-") and width_pt > size * (0.6 * len(label) + 0.3):
             axes.text(
-                (span.start_s + span.end_s) / 2, (low + high) / 2, label, ha="center", va="center_baseline", size=size
+                (span.start_s + span.end_s) / 2,
+                (low + high) / 2,
+                label,
+                ha="center",
+                va="center_baseline",
+                size=size,
             )
     for (_, colour), boxes in by_look.items():
         _draw_boxes(axes, colour, boxes)
@@ -95,7 +107,9 @@ def _draw_rows(axes: Axes, spans: Sequence[Span], rows: Mapping[str, float], tot
         tick.set_fontsize(9 if rows[row] > 0.3 else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    known = [look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look]
+    known = [
+        look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
+    ]
     _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
 
 
@@ -130,10 +144,14 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limits: Sequ
                 label=f"{curve.place}: {format_bytes(curve.most_bytes)}",
             )
     for limit in sorted(set(limits), reverse=True):
-        axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"limit: {format_bytes(limit)}")
+        axes.axhline(
+            limit, color="black", linestyle="--", linewidth=1, label=f"limit: {format_bytes(limit)}"
+        )
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(int(size)).replace(".00", "")))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda size, _: format_bytes(int(size)).replace(".00", ""))
+    )
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
@@ -147,5 +165,10 @@ def _binary_ticks(most: float) -> MultipleLocator:
 
 def _legend(axes: Axes, handles: Sequence[Artist]) -> None:
     axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, handlelength=1.4
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.4,
     )

@@ -57,7 +57,9 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Writes a line."""
-        with suppress(OSError, ValueError):  # whoever read them has gone: that is no reason to stop the training
+        with suppress(
+            OSError, ValueError
+        ):  # whoever read them has gone: that is no reason to stop the training
             self._out.write(line + "\n")
             self._out.flush()
         self._said_s = self._clock()

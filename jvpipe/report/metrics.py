@@ -48,7 +48,11 @@ class StepMetrics:
 
     def told(self) -> dict[str, Any]:
         """The metrics that there are, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None and value not in ((), {})}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and value not in ((), {})
+        }
 
     def numbers(self) -> dict[str, int | float]:
         """All that are numbers, by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
@@ -76,7 +80,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        kept = [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
+        kept = (
+            [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
+        )
         self.elapsed_s = float(kept[-1].get("elapsed_s") or 0.0) if kept else 0.0
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")

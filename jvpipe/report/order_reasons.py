@@ -20,7 +20,11 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
         decision: the plan's.
         cross_layer: transformations of the optimizer that need a value of all layers.
     """
-    if not problem.schedule.synchronous or problem.devices == 1 or not any(x.forward_s for x in problem.costs.layers):
+    if (
+        not problem.schedule.synchronous
+        or problem.devices == 1
+        or not any(x.forward_s for x in problem.costs.layers)
+    ):
         return []
     plain = replace(
         problem,

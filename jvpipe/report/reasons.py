@@ -10,7 +10,9 @@ from jvpipe.planners.model.stage_cost import StageCost, stage_cost
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
     """A line for each cut, from the first to the last: why its layer is on this side."""
     bounds = decision.bounds
-    stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(bounds))]
+    stages = [
+        stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(bounds))
+    ]
     return [_reason(problem, decision, stages, s) for s in range(1, len(stages))]
 
 
@@ -29,7 +31,9 @@ def device_reasons(problem: Problem) -> list[str]:
         limit, times = problem.limit_of(place), traits.mean_slowness
         facts = [] if limit is None else [format_bytes(limit)]
         facts += [f"layers take {times:.2f} times as long"] if traits.slowness else []
-        told.append(f"{problem.name_of(place)}: {', '.join(facts)}" if facts else problem.name_of(place))
+        told.append(
+            f"{problem.name_of(place)}: {', '.join(facts)}" if facts else problem.name_of(place)
+        )
     return [f"micro-batches pass {'; '.join(told)}"] if told else []
 
 
@@ -57,5 +61,8 @@ def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: in
         )
     here, ours = stages[s].seconds, stages[s - 1].seconds
     if before.seconds > max(here, ours):
-        return head + f"the larger of stages {s - 1} and {s} would grow to {1e3 * before.seconds:.2f} ms"
+        return (
+            head
+            + f"the larger of stages {s - 1} and {s} would grow to {1e3 * before.seconds:.2f} ms"
+        )
     return head + "the step would not be faster with it on the stage before"

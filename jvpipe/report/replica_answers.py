@@ -18,7 +18,10 @@ def idle_fraction(problem: ReplicaProblem, simulated: Simulated) -> float:
         problem: that was asked.
         simulated: a plan.
     """
-    worked = (r * (x.forward_s + x.backward_s) for r, x in zip(simulated.plan.replicas, simulated.stages, strict=True))
+    worked = (
+        r * (x.forward_s + x.backward_s)
+        for r, x in zip(simulated.plan.replicas, simulated.stages, strict=True)
+    )
     busy_s = problem.batch // simulated.plan.size * sum(worked)
     return 1.0 - busy_s / (problem.devices * simulated.step_s) if simulated.step_s else 0.0
 
@@ -121,7 +124,9 @@ def reasons(problem: ReplicaProblem, answer: ReplicaAnswer) -> list[str]:
         problem: that was asked.
         answer: to it.
     """
-    others = sorted((x for x in answer.shapes.values() if x is not answer.best), key=lambda x: x.step_s)
+    others = sorted(
+        (x for x in answer.shapes.values() if x is not answer.best), key=lambda x: x.step_s
+    )
     lines = [
         f"{shape_words(simulated)}, micro-batches of {simulated.plan.size}: {1e3 * simulated.step_s:.2f} ms, "
         f"{simulated.step_s / answer.best.step_s:.2f} times as long: {_parts(problem, simulated)}"
@@ -139,7 +144,11 @@ def _replica_reasons(problem: ReplicaProblem, best: Simulated) -> list[str]:
             plan = replace(best.plan, places=fewer)
             stages = tables.stages(plan)
             step_s = simulated_s(problem, plan, stages)
-            why = f"a step would take {1e3 * step_s:.2f} ms" if tables.fits(stages) else "it would not keep the limit"
+            why = (
+                f"a step would take {1e3 * step_s:.2f} ms"
+                if tables.fits(stages)
+                else "it would not keep the limit"
+            )
             told.append(f"stage {s} has {len(places)} devices because with {len(places) - 1} {why}")
     return told
 
@@ -157,5 +166,7 @@ def shape_words(simulated: Simulated) -> str:
 
 def _parts(problem: ReplicaProblem, simulated: Simulated) -> str:
     """What of a step is not work."""
-    reduced = f"all-reduces of up to {1e3 * reduce_s(simulated):.2f} ms, " if reduce_s(simulated) else ""
+    reduced = (
+        f"all-reduces of up to {1e3 * reduce_s(simulated):.2f} ms, " if reduce_s(simulated) else ""
+    )
     return f"{reduced}{idle_fraction(problem, simulated):.1%} idle"

@@ -25,9 +25,22 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
         decision: the plan.
         evaluation: what it takes.
     """
-    table = Table("stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms", "in flight", "peak", "host")
+    table = Table(
+        "stage",
+        "layers",
+        "F ms",
+        "B ms",
+        "again ms",
+        "swap ms",
+        "comm ms",
+        "in flight",
+        "peak",
+        "host",
+    )
     ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
-    for s, ((i, j), cost) in enumerate(zip(pairwise(decision.bounds), evaluation.stages, strict=True)):
+    for s, ((i, j), cost) in enumerate(
+        zip(pairwise(decision.bounds), evaluation.stages, strict=True)
+    ):
         seconds = (cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s)
         table.add_row(
             f"{s}, {problem.name_of(s)}" if problem.traits else str(s),
@@ -47,10 +60,33 @@ def replica_table(problem: ReplicaProblem, best: Simulated) -> Table:
         problem: that was asked.
         best: the plan.
     """
-    table = Table("stage", "devices", "layers", "F ms", "B ms", "again ms", "comm ms", "reduce ms", "in flight", "peak")
-    every = zip(pairwise(best.plan.bounds), best.plan.places, best.stages, in_flight(problem, best), strict=True)
+    table = Table(
+        "stage",
+        "devices",
+        "layers",
+        "F ms",
+        "B ms",
+        "again ms",
+        "comm ms",
+        "reduce ms",
+        "in flight",
+        "peak",
+    )
+    every = zip(
+        pairwise(best.plan.bounds),
+        best.plan.places,
+        best.stages,
+        in_flight(problem, best),
+        strict=True,
+    )
     for s, ((i, j), places, cost, flying) in enumerate(every):
-        seconds = cost.forward_s, cost.backward_s - cost.recompute_s, cost.recompute_s, cost.comm_s, cost.reduce_s
+        seconds = (
+            cost.forward_s,
+            cost.backward_s - cost.recompute_s,
+            cost.recompute_s,
+            cost.comm_s,
+            cost.reduce_s,
+        )
         row = (f"{len(places)}: {in_runs(places)}", f"{i} to {j - 1} ({j - i})")
         told = (*(f"{1e3 * x:.2f}" for x in seconds), str(flying), format_bytes(cost.peak_bytes))
         table.add_row(str(s), *row, *told)
@@ -59,10 +95,14 @@ def replica_table(problem: ReplicaProblem, best: Simulated) -> Table:
 
 def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
     """Makes a row for each planner."""
-    table = Table("planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s")
+    table = Table(
+        "planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s"
+    )
     for answer in answers:
         if answer.decision is None or answer.evaluation is None:
-            table.add_row(answer.planner, "no plan fits", "", "", "", "", f"{answer.planning_s:.2f}")
+            table.add_row(
+                answer.planner, "no plan fits", "", "", "", "", f"{answer.planning_s:.2f}"
+            )
             continue
         stages = answer.evaluation.stages
         table.add_row(
@@ -71,7 +111,8 @@ def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
             f"{1e3 * answer.evaluation.bottleneck_s:.2f}",
             f"{1e3 * simulated_step_s(problem, stages):.2f}",
             f"{bubble_fraction(problem, stages):.1%}",
-            format_bytes(answer.evaluation.peak_bytes) + ("" if answer.fits(problem) else " (over the limit)"),
+            format_bytes(answer.evaluation.peak_bytes)
+            + ("" if answer.fits(problem) else " (over the limit)"),
             f"{answer.planning_s:.2f}",
         )
     return table

@@ -73,7 +73,11 @@ def joined(pictures: Sequence[Picture]) -> Picture:
     """Pictures of steps as one; copies within different steps stay apart."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
-    hops = (hop._replace(key=f"{n} {hop.key}") for n, picture in enumerate(pictures) for hop in picture.hops)
+    hops = (
+        hop._replace(key=f"{n} {hop.key}")
+        for n, picture in enumerate(pictures)
+        for hop in picture.hops
+    )
     return Picture(tuple(spans), tuple(levels), tuple(hops))
 
 
@@ -128,7 +132,9 @@ def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
     {'a': 0.25, 'b': 0.75}
     """
     worked_s, elapsed_s = _worked(spans)
-    return {device: seconds / elapsed_s if elapsed_s else 0.0 for device, seconds in worked_s.items()}
+    return {
+        device: seconds / elapsed_s if elapsed_s else 0.0 for device, seconds in worked_s.items()
+    }
 
 
 def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
@@ -157,4 +163,6 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 def in_order(devices: Iterable[str]) -> list[str]:
     """Each device once, numbers in their order: `cpu:2` before `cpu:10`."""
     parts = {name: re.split(r"(\d+)", name) for name in devices}
-    return sorted(parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]])
+    return sorted(
+        parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]]
+    )

@@ -43,7 +43,9 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         purged = run.first_step + 1 if run.first_step else None
         begun = f".from-{run.first_step}"  # no two starts have one name
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun)
+        self._writer = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
+        )
 
     def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Takes the numbers of a step."""
@@ -67,13 +69,20 @@ class WeightsAndBiases:
         named = run.folder / "wandb.id"
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
-        given = {"project": "jvpipe", "name": run.folder.name, "dir": str(run.folder), "config": dict(run.config)}
+        given = {
+            "project": "jvpipe",
+            "name": run.folder.name,
+            "dir": str(run.folder),
+            "config": dict(run.config),
+        }
         settings = wandb.Settings(silent=True, console="off")
         try:
             self._run = wandb.init(**given, id=named.read_text(), resume="allow", settings=settings)
         except wandb.Error as problem:
             reason = str(problem).splitlines()[0].rstrip(".")
-            raise ValueError(f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk") from problem
+            raise ValueError(
+                f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk"
+            ) from problem
 
     def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
         """Takes the numbers of a step."""
@@ -84,7 +93,10 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
 """By the names that `--track` takes, which are those of their extras."""
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 

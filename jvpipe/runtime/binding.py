@@ -53,7 +53,9 @@ class Bound:
     @cached_property
     def named(self) -> tuple[Instruction, ...]:
         """The instructions; a profiler sees each dispatch by the name of its row."""
-        return tuple(it._replace(run=_named(it.run, f"dispatch {it.row}")) for it in self.instructions)
+        return tuple(
+            it._replace(run=_named(it.run, f"dispatch {it.row}")) for it in self.instructions
+        )
 
     @cached_property
     def targets(self) -> list[int]:
@@ -68,7 +70,9 @@ class Bound:
     @cached_property
     def leaves_host(self) -> frozenset[int]:
         """The rows that free bytes of the host."""
-        return frozenset(i for i, it in enumerate(self.instructions) if it.source == HOST and it.frees)
+        return frozenset(
+            i for i, it in enumerate(self.instructions) if it.source == HOST and it.frees
+        )
 
     @cached_property
     def feeds(self) -> frozenset[tuple[str, int]]:
@@ -133,7 +137,9 @@ def bind(
                 freed_bytes=sum(buffers[b].bytes for b in dead),
                 watched=calls_host(row),
                 row=row,
-                mark=mark_of(buffers[row.writes[0]]) if row.kind is Kind.MOVE and row.writes else None,
+                mark=mark_of(buffers[row.writes[0]])
+                if row.kind is Kind.MOVE and row.writes
+                else None,
             )
         )
     return Bound(lowered, tuple(instructions))
@@ -151,7 +157,11 @@ def _copy(
         case Kind.SEND | Kind.RETURN | Kind.MOVE:
             size, source = buffers[row.reads[0]].bytes, devices[row.place]
             prompt = size <= _PROMPT_BYTES
-            return _in_list(_jax.prompt_copier(source, devices[target]) if prompt else _jax.copier(devices[target]))
+            return _in_list(
+                _jax.prompt_copier(source, devices[target])
+                if prompt
+                else _jax.copier(devices[target])
+            )
         case Kind.OUT:
             return _in_list(_jax.swapper(devices[row.place], "pinned_host"))
         case Kind.IN:

@@ -15,7 +15,18 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph, Spec, SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import AddRun, AskRun, LayerRun, OfferRun, PieceRun, Row, Run, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.rows import (
+    AddRun,
+    AskRun,
+    LayerRun,
+    OfferRun,
+    PieceRun,
+    Row,
+    Run,
+    SettleRun,
+    ShiftRun,
+    SumRun,
+)
 from jvpipe.ir.task import TaskLists
 from jvpipe.ir.values import VALUES, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
@@ -67,9 +78,13 @@ class CompiledPlan:
     microbatches: int
     devices: tuple[Device, ...]
     store: ProgramStore
-    previous: tuple["CompiledPlan", int] | None = None  # where a stream came from, at which micro-batch of its lowering
+    previous: tuple["CompiledPlan", int] | None = (
+        None  # where a stream came from, at which micro-batch of its lowering
+    )
     hosts: Hosts | None = None
-    stand_in: Device | None = None  # of this process, for which all is compiled: what others would hold is asked
+    stand_in: Device | None = (
+        None  # of this process, for which all is compiled: what others would hold is asked
+    )
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -77,13 +92,18 @@ class CompiledPlan:
                 f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
             )
         self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
-        self.executables: dict[tuple[Hashable, Device], Program] = {}  # which programs are used where
+        self.executables: dict[
+            tuple[Hashable, Device], Program
+        ] = {}  # which programs are used where
         self.bound_steps: dict[int, tuple[Step, Bound]] = {}
         self.whole_rows: list[list[str]] = []  # of all processes, as they were bound
         self.bound_drains: dict[int, tuple[Step, Bound]] = {}
         graph = self.traced.graph
         self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
-        kept: list[Share | Fates] = [Fates.of(graph, self.plan), *(["all"] if self.plan.keep_last else [])]
+        kept: list[Share | Fates] = [
+            Fates.of(graph, self.plan),
+            *(["all"] if self.plan.keep_last else []),
+        ]
         self.programs = [self._layer_programs(share) for share in kept]
         self.replicas: Replicas | None = None
         if self.plan.replicated:
@@ -105,8 +125,16 @@ class CompiledPlan:
         return next(filter(_jax.is_own, self.devices)) if laid else None
 
     def _layer_programs(self, share: Share | Fates) -> tuple[LayerPrograms, ...]:
-        made, sharding, group = layer_programs(self.store, self.traced, share), self.traced.loss.sharding, self._group
-        return laid_programs(self.store, self.graph, made, group, sharding) if group and sharding else made
+        made, sharding, group = (
+            layer_programs(self.store, self.traced, share),
+            self.traced.loss.sharding,
+            self._group,
+        )
+        return (
+            laid_programs(self.store, self.graph, made, group, sharding)
+            if group and sharding
+            else made
+        )
 
     @cached_property
     def lists(self) -> TaskLists:
@@ -116,10 +144,16 @@ class CompiledPlan:
     @cached_property
     def _halves(self) -> list[dict[int, SplitSignature]]:
         """What the halves of each layer's backward take and give, if backwards are split; like `programs`."""
-        if not self.schedule.synchronous or not any(task.kind is Kind.I for tasks in self.lists for task in tasks):
+        if not self.schedule.synchronous or not any(
+            task.kind is Kind.I for tasks in self.lists for task in tasks
+        ):
             return [{} for _ in self.programs]
         return [
-            {i: p.halves.signature for i, p in enumerate(programs) if p.halves and i not in self.plan.unsplit}
+            {
+                i: p.halves.signature
+                for i, p in enumerate(programs)
+                if p.halves and i not in self.plan.unsplit
+            }
             for programs in self.programs
         ]
 
@@ -137,7 +171,13 @@ class CompiledPlan:
                 self.replicas.layouts(number - first, halves) if self.replicas else {},
             )
             for number, (plan, programs, halves) in enumerate(
-                zip((self.plan, self.plan.without_fates()), self.programs, self._halves, strict=False), first
+                zip(
+                    (self.plan, self.plan.without_fates()),
+                    self.programs,
+                    self._halves,
+                    strict=False,
+                ),
+                first,
             )
         ]
         return [*[usual] * (self.microbatches - len(last)), *last]
@@ -150,7 +190,9 @@ class CompiledPlan:
     @cached_property
     def step(self) -> Bound:
         """A synchronous step."""
-        return self.bound(lower_step(self.graph, self.layouts(), self.lists, self.optimizer, self.batching))
+        return self.bound(
+            lower_step(self.graph, self.layouts(), self.lists, self.optimizer, self.batching)
+        )
 
     @cached_property
     def placing(self) -> Placing:
@@ -178,7 +220,9 @@ class CompiledPlan:
     def stream(self) -> StreamLowering:
         """The steps of an asynchronous stream, lowered."""
         graph, M = self.graph, self.microbatches
-        return StreamLowering(graph, self.spans, self.schedule, M, self.optimizer, self._in_flight_at_switch)
+        return StreamLowering(
+            graph, self.spans, self.schedule, M, self.optimizer, self._in_flight_at_switch
+        )
 
     @property
     def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
@@ -227,12 +271,18 @@ class CompiledPlan:
         if self.schedule.synchronous:
             return self.peaks_of(self.step)
         numbers = range(self.stream.switch_step, len(self.stream.steps))
-        return self.peaks_of(*(self.stream_step(n)[1] for n in numbers), *(self.drain(n + 1)[1] for n in numbers))
+        return self.peaks_of(
+            *(self.stream_step(n)[1] for n in numbers), *(self.drain(n + 1)[1] for n in numbers)
+        )
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while one of these runs."""
-        by_bound = [peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds]
-        return tuple(max(column, key=lambda peak: peak.bytes) for column in zip(*by_bound, strict=True))
+        by_bound = [
+            peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds
+        ]
+        return tuple(
+            max(column, key=lambda peak: peak.bytes) for column in zip(*by_bound, strict=True)
+        )
 
     @cached_property
     def evaluation_peaks(self) -> tuple[Peak, ...]:
@@ -242,7 +292,9 @@ class CompiledPlan:
     @cached_property
     def evaluation(self) -> Bound:
         """The forward alone."""
-        lowered = lower_evaluation(self.graph, self.plan, self.optimizer, self.microbatches, self.batching)
+        lowered = lower_evaluation(
+            self.graph, self.plan, self.optimizer, self.microbatches, self.batching
+        )
         return self.bound(lowered)
 
     def bound(self, lowered: Lowered, programs: Sequence[Sequence[LayerPrograms]] = ()) -> Bound:
@@ -253,7 +305,9 @@ class CompiledPlan:
             processes = [device.process_index for device in self.devices]
             lowered = whole = with_receipts(telling_all(lowered, processes), processes)
             if self.stand_in is None:
-                rows = [f"{row} {row.place} {row.reads} {row.writes} {row.frees}" for row in whole.rows]
+                rows = [
+                    f"{row} {row.place} {row.reads} {row.writes} {row.frees}" for row in whole.rows
+                ]
                 self.whole_rows.append(rows)
                 lowered = projected(whole, processes, self.hosts.process)
                 crossing_of = partial(self._crossing, whole, known)
@@ -262,7 +316,9 @@ class CompiledPlan:
         with phase("compiling, or loading what was compiled"):
             executables = dict(zip(tasks, self.store.compile(wanted), strict=True))
         self.executables |= {(program.key, device): program for program, device in wanted}
-        watched = {task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host}
+        watched = {
+            task for task, (program, _) in zip(tasks, wanted, strict=True) if program.calls_host
+        }
         return bind(
             lowered,
             devices,
@@ -281,8 +337,12 @@ class CompiledPlan:
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
         if isinstance(row.run, AskRun):
-            like = self._crossing_array(whole, programs, copied := whole.rows[row.run.number].reads[0])
-            placed = _jax.placed(like, self.devices[row.place], self.spec(whole.buffers[copied].value))
+            like = self._crossing_array(
+                whole, programs, copied := whole.rows[row.run.number].reads[0]
+            )
+            placed = _jax.placed(
+                like, self.devices[row.place], self.spec(whole.buffers[copied].value)
+            )
             return self.hosts.asking(row.run, whole.rows[row.run.number], placed)
         return None
 
@@ -305,10 +365,19 @@ class CompiledPlan:
         program = _arrival([array]).laid([self.spec(moved.value)], ())
         return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
 
-    def _laid(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
+    def _laid(
+        self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]
+    ) -> Program:
         """The program of a row, told how what it reads and writes lies over the devices of a place."""
-        known = self._layer(row, programs) if isinstance(row.run, LayerRun) and row.kind is not Kind.E else None
-        takes, gives = ([self.spec(lowered.buffers[b].value, known) for b in ids] for ids in (row.reads, row.writes))
+        known = (
+            self._layer(row, programs)
+            if isinstance(row.run, LayerRun) and row.kind is not Kind.E
+            else None
+        )
+        takes, gives = (
+            [self.spec(lowered.buffers[b].value, known) for b in ids]
+            for ids in (row.reads, row.writes)
+        )
         return self._program(lowered, row, programs).laid(takes, gives)
 
     def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
@@ -322,7 +391,9 @@ class CompiledPlan:
             return (programs or self.programs[0][value.layer]).signature.residuals[value.index].spec
         return value_spec(self.graph, self.optimizer, value)
 
-    def _program(self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]) -> Program:
+    def _program(
+        self, lowered: Lowered, row: Row, programs: Sequence[Sequence[LayerPrograms]]
+    ) -> Program:
         graph, layer = self.traced.graph, row.layer
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:
@@ -339,20 +410,33 @@ class CompiledPlan:
             case Kind.ZERO:
                 return zeros_program([self._shape(v) for v in written])
             case Kind.SHIFT:
-                return weights.shifted([self._shape(v) for v in written], _operand(row, ShiftRun).updates)
+                return weights.shifted(
+                    [self._shape(v) for v in written], _operand(row, ShiftRun).updates
+                )
             case Kind.SETTLE:
-                shapes = [self._shape(v) for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
+                shapes = [
+                    self._shape(v)
+                    for v in written
+                    if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)
+                ]
                 if self.schedule.decay is None:
                     return weights.difference(shapes)
                 tau = _operand(row, SettleRun).tau
-                return weights.settled(shapes, tau, self.schedule.decay, self.schedule.anneal_updates)
+                return weights.settled(
+                    shapes, tau, self.schedule.decay, self.schedule.anneal_updates
+                )
             case Kind.WEIGHT:
                 return weights.total(self.traced.loss_shapes[1], _operand(row, SumRun).count)
             case Kind.LOSS:
                 if self.replicas:
                     values = [lowered.buffers[b].value for b in row.reads]
-                    shapes = [self._shape(v) if v.kind is ValueKind.LOSS else self.replicas.shape(v) for v in values]
-                    return loss_program(graph, shapes, self.microbatches, self.replicas.loss_parts())
+                    shapes = [
+                        self._shape(v) if v.kind is ValueKind.LOSS else self.replicas.shape(v)
+                        for v in values
+                    ]
+                    return loss_program(
+                        graph, shapes, self.microbatches, self.replicas.loss_parts()
+                    )
                 parts = [self.traced.loss_shapes, [shape(a) for a in graph.aux]]
                 shapes = [s for part in parts for s in part for _ in range(self.microbatches)]
                 return loss_program(graph, shapes, self.microbatches)

@@ -33,7 +33,9 @@ Feeds = Mapping[tuple[str, int], Sequence[Any]]
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
 
 
-def _look(monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]) -> None:
+def _look(
+    monitor: Monitor | None, arriving: Arriving, table: Sequence[Any], taken: Sequence[int]
+) -> None:
     """Tells the monitor what has arrived; what is about to be `taken`, or freed, and has not yet gets a marker.
 
     No other thread may look: to ask an array that is being taken is fatal.
@@ -114,7 +116,21 @@ class Controller:
             ready = self._order(bound, table)
             for index in ready if monitor is None else monitor.noting(ready):
                 it = instructions[index]
-                run, feed, gather, writes, frees, target, born, temporary, source, freed, watched, row, mark = it
+                (
+                    run,
+                    feed,
+                    gather,
+                    writes,
+                    frees,
+                    target,
+                    born,
+                    temporary,
+                    source,
+                    freed,
+                    watched,
+                    row,
+                    mark,
+                ) = it
                 live[target] += born
                 if live[target] + temporary > peak[target]:
                     peak[target] = live[target] + temporary
@@ -128,7 +144,9 @@ class Controller:
                         table[b] = x
                     if watched:
                         self.marks.append(Mark(out[-1], row, at))
-                    if monitor is not None and (len(out) > len(writes) or (out and row.kind in WATCHED)):
+                    if monitor is not None and (
+                        len(out) > len(writes) or (out and row.kind in WATCHED)
+                    ):
                         monitor.dispatched(index, row, None if mark else out[-1])
                         if mark:
                             arriving[writes[0]] = index, row, mark
@@ -164,7 +182,9 @@ class Controller:
         if self.hosts is not None:
             self.hosts.connected.begin()
 
-    def _abandoned(self, error: BaseException, row: Row | None, at: Moment, marked: int) -> StageError | None:
+    def _abandoned(
+        self, error: BaseException, row: Row | None, at: Moment, marked: int
+    ) -> StageError | None:
         """Forgets all marks but the first `marked`: this run failed; returns what to raise, None for an interrupt."""
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
         while len(self.marks) > marked:
@@ -190,7 +210,9 @@ class Controller:
             raise failure from error
         self.marks.popleft()
 
-    def failure(self, error: Exception, row: Row | None = None, at: Moment | None = None) -> StageError:
+    def failure(
+        self, error: Exception, row: Row | None = None, at: Moment | None = None
+    ) -> StageError:
         """Makes what to raise for an error: it tells of the row that failed first, as far as that is known.
 
         Args:
@@ -202,12 +224,18 @@ class Controller:
         if first := next(((mark, cause) for mark, cause in marked if cause), None):
             (_, row, at), error = first
         where = (
-            describe(row, at, self.microbatches, self.first_step) if row and at else "something outside of all steps"
+            describe(row, at, self.microbatches, self.first_step)
+            if row and at
+            else "something outside of all steps"
         )
         if self.hosts is not None and (gone := self.hosts.gone(wait_s=_CLOSING_S)):
             if not (row and at):
-                where = f"step {self.first_step + self._step}, {self.hosts.awaited() or 'all stages'}"
-            return HostLost(f"{gone}, go on from the last checkpoint: {where} failed: {_message(error)}")
+                where = (
+                    f"step {self.first_step + self._step}, {self.hosts.awaited() or 'all stages'}"
+                )
+            return HostLost(
+                f"{gone}, go on from the last checkpoint: {where} failed: {_message(error)}"
+            )
         return StageError(f"{where} failed: {_message(error)}")
 
 

@@ -24,7 +24,10 @@ _WAITING = tuple(kind for kind, info in KINDS.items() if info.runs is Runs.WAIT)
 
 
 def dispatch_ready(
-    rows: Sequence[Row], targets: Sequence[int], table: Sequence[Any], leaves_host: Container[int] = ()
+    rows: Sequence[Row],
+    targets: Sequence[int],
+    table: Sequence[Any],
+    leaves_host: Container[int] = (),
 ) -> Iterator[int]:
     """Yields the number of each row once it may be dispatched.
 
@@ -47,7 +50,9 @@ def dispatch_ready(
             return False
         if target == HOST and blocked_before(index, lambda i: i in leaves_host):
             return False
-        if row.kind is Kind.FREE:  # its copy was made before it: if that is gone, another device has used it already
+        if (
+            row.kind is Kind.FREE
+        ):  # its copy was made before it: if that is gone, another device has used it already
             return table[row.reads[1]] is None or _jax.is_ready(table[row.reads[1]])
         if row.kind is Kind.RECEIPT:
             return table[row.reads[0]] is not None and _jax.is_ready(table[row.reads[0]])

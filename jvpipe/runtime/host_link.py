@@ -33,7 +33,9 @@ def _seconds(hosts: Hosts, size: int) -> float:
         return 0.0
     (device, *_), other, taken = jax.local_devices(), 1 - hosts.process, []
     like = _jax.placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
-    sent = [jax.device_put(np.full(size, i, np.uint8), device, may_alias=False) for i in range(_RUNS)]
+    sent = [
+        jax.device_put(np.full(size, i, np.uint8), device, may_alias=False) for i in range(_RUNS)
+    ]
     jax.block_until_ready(sent)
     for i, array in enumerate(sent):
         start_s = time.perf_counter()

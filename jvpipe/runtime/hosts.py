@@ -113,7 +113,9 @@ class Hosts:
         except Exception as error:
             reason = str(error).splitlines()[0]
             gone = self.gone(wait_s=_LOOK_S) or f"{self.named(0)} does not answer"
-            raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came: {reason}") from error
+            raise HostLost(
+                f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
+            ) from error
         told = {other: line.split("\t", 1) for other, line in lines.items()}
         everybody = {other: (at, base64.b85decode(line)) for other, (at, line) in told.items()}
         return [everybody.get(process, (name, value)) for process in range(self.count)]
@@ -147,7 +149,9 @@ class Hosts:
             name: of the channel.
         """
         fresh = {"_told": 0, "_key": "", "_awaited": "", "_asides": {}}
-        return self._asides.setdefault(name, replace(self, channel=f"{self.channel}{name}/", **fresh))
+        return self._asides.setdefault(
+            name, replace(self, channel=f"{self.channel}{name}/", **fresh)
+        )
 
     def _answer(self, key: str, process: int, name: str) -> str:
         """What a process tells under a key, as soon as it does."""
@@ -156,14 +160,20 @@ class Hosts:
         while True:
             left_s = until_s - time.monotonic()
             try:
-                return self.store.blocking_key_value_get(key, max(1, round(1000 * min(_LOOK_S, left_s))))
+                return self.store.blocking_key_value_get(
+                    key, max(1, round(1000 * min(_LOOK_S, left_s)))
+                )
             except Exception as error:
                 if gone := self.gone():
-                    raise HostLost(f"{gone}, go on from the last checkpoint: no {name} came") from error
+                    raise HostLost(
+                        f"{gone}, go on from the last checkpoint: no {name} came"
+                    ) from error
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
                 if left_s < _LOOK_S:
-                    raise HostLost(f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s") from error
+                    raise HostLost(
+                        f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s"
+                    ) from error
 
     def named(self, process: int) -> str:
         """A process in words: its number, and its host if that is known."""
@@ -213,7 +223,9 @@ class Hosts:
             return
         named = [[part for part, _ in each] for each in every]
         if others := [i for i, each in enumerate(named) if each != named[self.process]]:
-            raise Disagreement(f"{name} differ between process {self.process} and process {others[0]}")
+            raise Disagreement(
+                f"{name} differ between process {self.process} and process {others[0]}"
+            )
         at = next(i for i in range(len(parts)) if len({each[i][1] for each in every}) > 1)
         part, text = parts[at]
         texts = [told.decode() for told in self.exchange(f"{name}: {part}", text.encode())]
@@ -233,13 +245,20 @@ class Hosts:
         """
         try:
             value, failure = act(), None
-        except (HostLost, Disagreement):  # who is gone is not waited for, and of what differs all know
+        except (
+            HostLost,
+            Disagreement,
+        ):  # who is gone is not waited for, and of what differs all know
             raise
         except Exception as error:
             value, failure = None, error
         told = self._tell(name if failure is None else _FAILED, _told(failure))
         self._check_same_call(name, told)
-        others = [(other, line) for other, (at, line) in enumerate(told) if at == _FAILED and other != self.process]
+        others = [
+            (other, line)
+            for other, (at, line) in enumerate(told)
+            if at == _FAILED and other != self.process
+        ]
         failures = [_heard(self.named(other), line) for other, line in others]
         if failure is not None:
             failures.insert(0, failure)
@@ -269,7 +288,9 @@ class Hosts:
 
         return offer
 
-    def asking(self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct) -> Callable[[], list[jax.Array]]:
+    def asking(
+        self, half: AskRun, row: Row, like: jax.ShapeDtypeStruct
+    ) -> Callable[[], list[jax.Array]]:
         """Makes what runs the target's half of a copy from another process.
 
         Args:
@@ -309,14 +330,18 @@ class Hosts:
                     transport.offer(0, number, array)
         else:
             values = []
-            for number, (holder, like, array) in enumerate(zip(holders, likes, arrays, strict=True)):
+            for number, (holder, like, array) in enumerate(
+                zip(holders, likes, arrays, strict=True)
+            ):
                 here = transport.ask(holder, number, like) if holder else array
                 assert here is not None
                 values.append(to_host(here))
         self.exchange("gathered", b"")  # what was offered has arrived: it may be overwritten
         return values
 
-    def carry(self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+    def carry(
+        self, copies: Sequence[Carried], arrays: Sequence[jax.Array | None]
+    ) -> list[jax.Array | None]:
         """Copies arrays between processes; each gets those that are for it, and None.
 
         Args:
@@ -404,7 +429,11 @@ def _heard(process: str, told: bytes) -> Exception:
     """What another process failed with."""
     limit_bytes, line = told.decode().split("\t", 1)
     message = f"{process} says: {line}"
-    return MemoryLimitExceeded(message, int(limit_bytes)) if int(limit_bytes) else Disagreement(message)
+    return (
+        MemoryLimitExceeded(message, int(limit_bytes))
+        if int(limit_bytes)
+        else Disagreement(message)
+    )
 
 
 def _limit_bytes(failure: Exception) -> int:

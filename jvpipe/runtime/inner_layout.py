@@ -31,8 +31,13 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
     graph, sharding = traced.graph, traced.loss.sharding
     assert sharding is not None
     for layer, body in zip(graph.layers, traced.bodies, strict=True):
-        arrays = [graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None for ref in layer.writes]
-        laid = _laid(store, evaluation_program(body), specs(graph, layer.reads), arrays, group, sharding)
+        arrays = [
+            graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None
+            for ref in layer.writes
+        ]
+        laid = _laid(
+            store, evaluation_program(body), specs(graph, layer.reads), arrays, group, sharding
+        )
         written = {ref.index: array for ref, array in zip(layer.writes, laid, strict=True) if array}
         tensors = (replace(t, array=written.get(i, t.array)) for i, t in enumerate(graph.tensors))
         graph = replace(graph, tensors=tuple(tensors))
@@ -40,7 +45,11 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
 
 
 def laid_programs(
-    store: ProgramStore, graph: LayerGraph, programs: Sequence[LayerPrograms], group: Device, sharding: Sharding
+    store: ProgramStore,
+    graph: LayerGraph,
+    programs: Sequence[LayerPrograms],
+    group: Device,
+    sharding: Sharding,
 ) -> tuple[LayerPrograms, ...]:
     """The programs of layers, with what forwards leave for backwards laid over a group of devices.
 
@@ -56,8 +65,12 @@ def laid_programs(
         writes = specs(graph, layer.writes)
         wanted = [*[None] * len(writes), *own.signature.residuals]
         takes = specs(graph, layer.reads)
-        residuals = _laid(store, forward_program(own), takes, wanted, group, sharding, writes)[len(writes) :]
-        made.append(replace(own, signature=replace(own.signature, residuals=tuple(filter(None, residuals)))))
+        residuals = _laid(store, forward_program(own), takes, wanted, group, sharding, writes)[
+            len(writes) :
+        ]
+        made.append(
+            replace(own, signature=replace(own.signature, residuals=tuple(filter(None, residuals))))
+        )
     return tuple(made)
 
 

@@ -79,7 +79,9 @@ class LossWatch:
                 "rate may help, or a schedule with less staleness"
             )
         if not self._told:
-            _log.warning("%s; no parameter is NaN, so training goes on", self._described(losses, i, value))
+            _log.warning(
+                "%s; no parameter is NaN, so training goes on", self._described(losses, i, value)
+            )
         self._told = True
 
     def _described(self, losses: Losses, i: int, value: float) -> str:

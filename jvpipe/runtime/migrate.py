@@ -126,9 +126,15 @@ def prepare_migration(
     ways = ["inside"] if (microbatch or stream_steps) and not changes else []
     ways += ["between"] if new.hosts else ["between", "by host"]
     for how in ways:
-        way = together(hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps))
+        way = together(
+            hosts, "moves", lambda how=how: _way(how, old, new, microbatch, stream_steps)
+        )
         try:
-            together(hosts, "limits", lambda peaks=way.peaks: limits.check(peaks, new.devices, "while layers move"))
+            together(
+                hosts,
+                "limits",
+                lambda peaks=way.peaks: limits.check(peaks, new.devices, "while layers move"),
+            )
         except MemoryLimitExceeded:
             if how == ways[-1]:
                 raise
@@ -140,13 +146,23 @@ def prepare_migration(
     raise AssertionError("the last way raises")
 
 
-def _way(how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int) -> _Way:
+def _way(
+    how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream_steps: int
+) -> _Way:
     """Lowers and compiles one of the ways."""
     if how != "inside":
-        move = lower_move(new.traced.graph, old.plan, new.plan, new.optimizer, by_host=how == "by host")
+        move = lower_move(
+            new.traced.graph, old.plan, new.plan, new.optimizer, by_host=how == "by host"
+        )
         copies, leaving = (move, None) if new.hosts is None else divided(move)
         bound = new.bound(copies)
-        return _Way(new, move, bound, new.peaks_of(bound), leaving=None if leaving is None else new.bound(leaving))
+        return _Way(
+            new,
+            move,
+            bound,
+            new.peaks_of(bound),
+            leaving=None if leaving is None else new.bound(leaving),
+        )
     if old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
         return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
@@ -156,7 +172,9 @@ def _way(how: str, old: CompiledPlan, new: CompiledPlan, microbatch: int, stream
     return _Way(made, step.lowered, bound, made.peaks, microbatch, steps)
 
 
-def moved_between_steps(migration: Migration, state: State, controller: Controller) -> tuple[jax.Array, ...]:
+def moved_between_steps(
+    migration: Migration, state: State, controller: Controller
+) -> tuple[jax.Array, ...]:
     """Runs a migration that is made between two steps; returns the arrays under the new plan.
 
     Args:
@@ -253,4 +271,6 @@ def _plain(compiled: CompiledPlan) -> TaskLists:
 
 def copied_bytes(lowered: Lowered, kind: Kind = Kind.MOVE) -> int:
     """Bytes that the copies of a kind carry."""
-    return sum(lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes)
+    return sum(
+        lowered.buffers[b].bytes for row in lowered.rows if row.kind == kind for b in row.writes
+    )

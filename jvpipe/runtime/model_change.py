@@ -49,7 +49,9 @@ class ModelChange:
     how: str
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in ("kept", "returned", "new", "parked"))
+        counts = ", ".join(
+            f"{len(getattr(self, name))} {name}" for name in ("kept", "returned", "new", "parked")
+        )
         return f"step {self.step}: another model; parameters: {counts}; {self.moved_bytes:,} bytes moved {self.how}"
 
 
@@ -62,7 +64,11 @@ class Source:
 
 
 def plan_model_switch(
-    old: CompiledPlan, new: CompiledPlan, given: Mapping[str, Sequence[Any]], parked: Parked, limits: Limits
+    old: CompiledPlan,
+    new: CompiledPlan,
+    given: Mapping[str, Sequence[Any]],
+    parked: Parked,
+    limits: Limits,
 ) -> "ModelSwitch":
     """Checks everything; nothing has happened yet.
 
@@ -80,7 +86,9 @@ def plan_model_switch(
     switch, hosts = ModelSwitch(old, new, given, parked, by_host=False), new.hosts or ALONE
     way = "while one model takes over from another"
     hosts.together("new model", switch.check)
-    hosts.together("limits", lambda: replace(limits, parked=switch.parked_after).check(new.peaks, new.devices))
+    hosts.together(
+        "limits", lambda: replace(limits, parked=switch.parked_after).check(new.peaks, new.devices)
+    )
     if new.hosts is not None:
         hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
         return switch
@@ -113,10 +121,18 @@ class ModelSwitch:
                     f"{was.dtype}{list(was.shape)} in the present one: give it another path, for instance a name that "
                     "tells its shape, so that each keeps its own values"
                 )
-        for (kind, array), buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
-            value = self.given[kind][name_of(buffer)[1]] if kind in self.given and source.how == "make" else None
+        for (kind, array), buffer, source in zip(
+            self._after, self.new.persistent, self.sources, strict=True
+        ):
+            value = (
+                self.given[kind][name_of(buffer)[1]]
+                if kind in self.given and source.how == "make"
+                else None
+            )
             if isinstance(value, jax.ShapeDtypeStruct):
-                raise ValueError(f"{kind} '{array.name}' is new: its values must be given, not their shape alone")
+                raise ValueError(
+                    f"{kind} '{array.name}' is new: its values must be given, not their shape alone"
+                )
 
     @property
     def _hosts(self) -> Hosts:
@@ -140,13 +156,18 @@ class ModelSwitch:
         anywhere = {identity: i for i, identity in reversed(list(enumerate(self._before)))}
 
         def source(identity: Identity, buffer: Buffer) -> Source:
-            kind, owner = identity[0], owners.get(buffer.value.index) if buffer.owner is Owner.OPTIMIZER else None
+            kind, owner = (
+                identity[0],
+                owners.get(buffer.value.index) if buffer.owner is Owner.OPTIMIZER else None,
+            )
             if kind == "constant":
                 return Source("make")
             if identity in before and (owner is None or owner in before):
                 here = pool.get((identity, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
-            back = identity in self.parked and (owner is None or (owner in self.parked and owner not in before))
+            back = identity in self.parked and (
+                owner is None or (owner in self.parked and owner not in before)
+            )
             return Source("return" if back else "make")
 
         return tuple(map(source, self._after, self.new.persistent))
@@ -170,8 +191,14 @@ class ModelSwitch:
     @cached_property
     def parked_after(self) -> Parked:
         """The arrays on the host once the new model has taken over; of what leaves now, not yet the values."""
-        back = {it for it, source in zip(self._after, self.sources, strict=True) if source.how == "return"}
-        parks = {it: i if self._had(i) else Away(self._process_of(i)) for it, i in self.parks.items()}
+        back = {
+            it
+            for it, source in zip(self._after, self.sources, strict=True)
+            if source.how == "return"
+        }
+        parks = {
+            it: i if self._had(i) else Away(self._process_of(i)) for it, i in self.parks.items()
+        }
         return {it: value for it, value in (self.parked | parks).items() if it not in back}
 
     def _had(self, index: int) -> bool:
@@ -192,7 +219,9 @@ class ModelSwitch:
         kept, returned, new = map(tuple, paths.values())
         copied = zip(self.new.persistent, self.sources, strict=True)
         moved = sum(buffer.bytes for buffer, source in copied if source.how == "copy")
-        return ModelChange(step, kept, returned, new, parked, moved, "by host" if self.by_host else "beside")
+        return ModelChange(
+            step, kept, returned, new, parked, moved, "by host" if self.by_host else "beside"
+        )
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
@@ -203,7 +232,9 @@ class ModelSwitch:
             before[buffer.memory] += buffer.bytes
             gone[buffer.memory] += buffer.bytes if self.by_host and i in self.leaving else 0
         held: set[Any] = set()
-        for identity, buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
+        for identity, buffer, source in zip(
+            self._after, self.new.persistent, self.sources, strict=True
+        ):
             arriving[buffer.memory] += 0 if source.how == "stay" else buffer.bytes
             if (on_its_way := self._home(identity, buffer, source)) is not None:
                 arriving[on_its_way] += buffer.bytes
@@ -211,7 +242,10 @@ class ModelSwitch:
                 held.add(buffer.spot)
         spare = self.new.placing.spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
-        holders = [(("the model before", before[d] - gone[d]), ("what arrives", arriving[d])) for d in devices]
+        holders = [
+            (("the model before", before[d] - gone[d]), ("what arrives", arriving[d]))
+            for d in devices
+        ]
         waiting = sum(self.old.persistent[i].bytes for i in self._copied) if self.by_host else 0
         parks = parked_bytes({it: i for it, i in self.parks.items() if self._had(i)})
         host = _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
@@ -237,7 +271,10 @@ class ModelSwitch:
             StageError: something failed; its `table` are the old model's arrays, whole.
         """
         live, made = list(ledger.live), dict[Any, jax.Array]()
-        leaves = {it: to_host(arrays[i]) if self._had(i) else Away(self._process_of(i)) for it, i in self.parks.items()}
+        leaves = {
+            it: to_host(arrays[i]) if self._had(i) else Away(self._process_of(i))
+            for it, i in self.parks.items()
+        }
         on_host = {i: to_host(arrays[i]) for i in self._copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
@@ -249,7 +286,9 @@ class ModelSwitch:
             raise
         except BaseException as error:
             if self._hosts.count > 1 and (gone := self._hosts.gone(wait_s=_CLOSING_S)):
-                raise HostLost(f"{gone}, go on from the last checkpoint: the model was being changed") from error
+                raise HostLost(
+                    f"{gone}, go on from the last checkpoint: the model was being changed"
+                ) from error
             if self.by_host:
                 left = leaves | {self._before[i]: x for i, x in on_host.items()}
                 arrays = self._restored(arrays, made.values(), left)
@@ -263,7 +302,10 @@ class ModelSwitch:
             ledger.drop(place, array.nbytes)
         if not self.by_host:
             self._leave(arrays, ledger)
-        ledger.drop(HOST, self.peaks[HOST].bytes + parked_bytes(self.parked) - parked_bytes(self.parked_after))
+        ledger.drop(
+            HOST,
+            self.peaks[HOST].bytes + parked_bytes(self.parked) - parked_bytes(self.parked_after),
+        )
         for identity in self.parked.keys() - self.parked_after.keys():
             del self.parked[identity]
         self.parked.update(leaves)
@@ -277,10 +319,18 @@ class ModelSwitch:
         Returns what has been held meanwhile at places of this process, for others.
         """
         hosts, sent = self._hosts, list[tuple[int, jax.Array]]()
-        crossing = hosts.together("arrays of the new model", lambda: self._put(before, made, sent, ledger))
+        crossing = hosts.together(
+            "arrays of the new model", lambda: self._put(before, made, sent, ledger)
+        )
         if crossing:
-            arrived = hosts.carry([copy for _, copy, _ in crossing], [array for _, _, array in crossing])
-            made |= {spot: array for (spot, *_), array in zip(crossing, arrived, strict=True) if array is not None}
+            arrived = hosts.carry(
+                [copy for _, copy, _ in crossing], [array for _, _, array in crossing]
+            )
+            made |= {
+                spot: array
+                for (spot, *_), array in zip(crossing, arrived, strict=True)
+                if array is not None
+            }
 
         def initialise() -> None:
             self.new.placing.initialise_optimizer(made, self.new.store)
@@ -304,8 +354,14 @@ class ModelSwitch:
             sent: gets those that are made for other processes, and their places.
             ledger: counts them.
         """
-        hosts, devices, crossing = self._hosts, self.new.devices, list[tuple[Spot, Carried, jax.Array | None]]()
-        for identity, buffer, source in zip(self._after, self.new.persistent, self.sources, strict=True):
+        hosts, devices, crossing = (
+            self._hosts,
+            self.new.devices,
+            list[tuple[Spot, Carried, jax.Array | None]](),
+        )
+        for identity, buffer, source in zip(
+            self._after, self.new.persistent, self.sources, strict=True
+        ):
             device, own = devices[buffer.memory], _jax.is_own(devices[buffer.memory])
             process, value = self._value(identity, buffer, source, before)
             if own and source.how != "stay":
@@ -314,7 +370,9 @@ class ModelSwitch:
                 home = self._home(identity, buffer, source)
                 if home is not None and process == hosts.process:
                     ledger.hold(home, buffer.bytes)
-                    value = jax.device_put(value, self.new.lying(buffer.value, home).sharding, may_alias=False)
+                    value = jax.device_put(
+                        value, self.new.lying(buffer.value, home).sharding, may_alias=False
+                    )
                     sent.append((home, value))
                 like = self.new.lying(buffer.value, buffer.place)
                 crossing.append((buffer.spot, Carried(process, device.process_index, like), value))
@@ -324,7 +382,9 @@ class ModelSwitch:
                 made[buffer.spot] = self.new.placing.put(value, buffer, may_alias=False)
         return crossing
 
-    def _value(self, identity: Identity, buffer: Buffer, source: Source, before: Mapping[int, Any]) -> tuple[int, Any]:
+    def _value(
+        self, identity: Identity, buffer: Buffer, source: Source, before: Mapping[int, Any]
+    ) -> tuple[int, Any]:
         """The process that has an array of the new model, and the array if that is this one; None if it is yet to be
         made there.
         """
@@ -334,7 +394,11 @@ class ModelSwitch:
                 return self._process_of(source.index), before[source.index]
             case "return":
                 value = self.parked[identity]
-                return (value.process, None) if isinstance(value, Away) else (self._hosts.process, value)
+                return (
+                    (value.process, None)
+                    if isinstance(value, Away)
+                    else (self._hosts.process, value)
+                )
             case "make" if kind == "optimizer":
                 return here, None
             case "make":
@@ -349,7 +413,11 @@ class ModelSwitch:
         for x in made:
             if id(x) not in staying:
                 x.delete()
-        there = {identity: x for identity, x in zip(self._before, arrays, strict=True) if not x.is_deleted()}
+        there = {
+            identity: x
+            for identity, x in zip(self._before, arrays, strict=True)
+            if not x.is_deleted()
+        }
         values = {**there, **left}
         constants = self.old.traced.loss.constants
         restored = []

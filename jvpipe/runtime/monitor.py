@@ -61,15 +61,23 @@ class Measured:
         >>> Measured(tuple(spans), 0, 0.0, 0.0, 0.0).layer_s(2)
         [3.0, 0.0]
         """
-        took: dict[tuple[object, Kind], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        took: dict[tuple[object, Kind], dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for span in self.spans:
-            took[span.args["layer"], span.kind][span.device].append(max(span.end_s - span.start_s, _TICK_S))
-        middle = {key: max(map(statistics.median, by_place.values())) for key, by_place in took.items()}
+            took[span.args["layer"], span.kind][span.device].append(
+                max(span.end_s - span.start_s, _TICK_S)
+            )
+        middle = {
+            key: max(map(statistics.median, by_place.values())) for key, by_place in took.items()
+        }
         kinds = [{kind for layer, kind in middle if layer == i} for i in range(layers)]
         ran = [bool(_BEGIN & known) and bool(_END & known) for known in kinds]
         counted = [_PASSES - _HALVES if Kind.B in known else _PASSES for known in kinds]
         took_s = [sum(middle.get((i, kind), 0.0) for kind in counted[i]) for i in range(layers)]
-        return [seconds if all_of_it else 0.0 for seconds, all_of_it in zip(took_s, ran, strict=True)]
+        return [
+            seconds if all_of_it else 0.0 for seconds, all_of_it in zip(took_s, ran, strict=True)
+        ]
 
     @property
     def hidden_s(self) -> float:
@@ -237,7 +245,9 @@ class Monitor:
             args: dict[str, int] = {"layer": row.layer}
             if row.kind in WATCHED:
                 args["bytes"] = sum(buffers[b].bytes for b in row.writes)
-            spans.append(Span(self._named(row, record.lowered), name, start_s, end_s, row.kind, args))
+            spans.append(
+                Span(self._named(row, record.lowered), name, start_s, end_s, row.kind, args)
+            )
         took_s = {
             kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
             for kind in (Kind.OUT, Kind.IN, Kind.R)
@@ -256,7 +266,11 @@ class Monitor:
     def _named(self, row: Row, lowered: Lowered) -> str:
         """The device of a row, or the link that it takes."""
         if row.kind is Kind.MOVE:
-            source = f"process {row.run.process}" if isinstance(row.run, AskRun) else self._names[row.place]
+            source = (
+                f"process {row.run.process}"
+                if isinstance(row.run, AskRun)
+                else self._names[row.place]
+            )
             return f"{source} to {self._names[lowered.buffers[row.writes[0]].memory]}"
         return self._names[self._place(row, lowered)]
 
@@ -268,7 +282,11 @@ class Monitor:
                 record.passed[place].set()
                 continue
             try:
-                named = jax.profiler.TraceAnnotation(str(record.lowered.rows[index])) if record.named else nullcontext()
+                named = (
+                    jax.profiler.TraceAnnotation(str(record.lowered.rows[index]))
+                    if record.named
+                    else nullcontext()
+                )
                 with named:
                     mark.block_until_ready()
             except Exception:  # whoever reads the result is told

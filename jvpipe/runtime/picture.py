@@ -28,13 +28,19 @@ def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Pic
 
 def _labelled(span: Span, labels: Sequence[str]) -> Span:
     layer = span.args.get("layer", -1)
-    return replace(span, args={**span.args, "layer_name": labels[layer]}) if 0 <= layer < len(labels) else span
+    return (
+        replace(span, args={**span.args, "layer_name": labels[layer]})
+        if 0 <= layer < len(labels)
+        else span
+    )
 
 
 def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
     """The bytes in each memory, the host's last, whenever they change."""
     held, names = list(record.held), monitor.memories
-    reached_s = [min((start_s for start_s, _ in record.times.values() if start_s), default=0.0)] * len(held)
+    reached_s = [
+        min((start_s for start_s, _ in record.times.values() if start_s), default=0.0)
+    ] * len(held)
 
     def level(memory: int, at_s: float, more: int = 0) -> Level:
         reached_s[memory] = max(reached_s[memory], at_s)
@@ -68,5 +74,7 @@ def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
             coming |= dict.fromkeys(row.writes, key)
         elif index in record.ended:
             here = monitor.memories[row.place]
-            yield from (Hop(coming.pop(b), here, start_s, arrives=True) for b in row.reads if b in coming)
+            yield from (
+                Hop(coming.pop(b), here, start_s, arrives=True) for b in row.reads if b in coming
+            )
             made |= dict.fromkeys(row.writes, (here, end_s - 1e-3 * (end_s - start_s)))

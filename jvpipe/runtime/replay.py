@@ -54,8 +54,14 @@ class Replay:
         self._graph = compiled.traced.graph
         self._enter(compiled)
         self._versions = {(p, version): x for p, x in enumerate(parameters)}
-        self._optimizer, self._model_state, self._constants = dict(state), list(model_state), constants
-        self._memory: dict[tuple[int, int], Any] = {}  # delta, or the last update, by parameter and version
+        self._optimizer, self._model_state, self._constants = (
+            dict(state),
+            list(model_state),
+            constants,
+        )
+        self._memory: dict[
+            tuple[int, int], Any
+        ] = {}  # delta, or the last update, by parameter and version
         self._count: dict[int, Any] = {}
         self._weights: dict[int, Any] = {}
         # Gradients of the update to come, by parameter and reader; where devices take turns, those of each.
@@ -68,7 +74,9 @@ class Replay:
         newest = dict(sorted(self._versions))
         return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
 
-    def microbatch(self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any) -> float:
+    def microbatch(
+        self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any
+    ) -> float:
         """Runs forward, backward and updates of one micro-batch; returns its loss.
 
         Args:
@@ -107,7 +115,9 @@ class Replay:
 
     def _enter(self, compiled: CompiledPlan) -> None:
         self._compiled, self._fates = compiled, Fates.of(self._graph, compiled.plan)
-        self._stage = {layer: s for s, stage in enumerate(compiled.plan.stages) for layer in stage.layers}
+        self._stage = {
+            layer: s for s, stage in enumerate(compiled.plan.stages) for layer in stage.layers
+        }
 
     def forget(self) -> None:
         """A drain: what was remembered of updates is gone."""
@@ -148,7 +158,10 @@ class Replay:
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
         """Reads for a backward what its forward read: recomputed if it was dropped."""
-        if ref.kind == ValueKind.TENSOR and self._fates.edges.get((self._stage[layer.id], ref.index)) is Fate.RECOMPUTE:
+        if (
+            ref.kind == ValueKind.TENSOR
+            and self._fates.edges.get((self._stage[layer.id], ref.index)) is Fate.RECOMPUTE
+        ):
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
             return self._run_again(producer)[producer.writes.index(ref)]
         return self._read(layer, ref, Kind.B)
@@ -183,7 +196,10 @@ class Replay:
         out = self._run(program, arguments)
         for part, x in zip(parts, out, strict=False):
             part[turn] = x
-        cotangents |= {layer.reads[i].index: x for i, x in zip(signature.returned, out[len(sums) :], strict=False)}
+        cotangents |= {
+            layer.reads[i].index: x
+            for i, x in zip(signature.returned, out[len(sums) :], strict=False)
+        }
 
     def _zero(self, p: int) -> np.ndarray:
         array = self._graph.parameters[p].array
@@ -218,7 +234,14 @@ class Replay:
     def _newest(self, p: int) -> int:
         return max(v for q, v in self._versions if q == p)
 
-    def _slot(self, slot: Slot, layer: int, before: dict[int, int], total: list[Any], values: dict[Slot, Any]) -> Any:
+    def _slot(
+        self,
+        slot: Slot,
+        layer: int,
+        before: dict[int, int],
+        total: list[Any],
+        values: dict[Slot, Any],
+    ) -> Any:
         match slot.kind:
             case SlotKind.GRADIENT:
                 reader = self._graph.parameters[slot.index].readers[slot.source]
@@ -237,12 +260,18 @@ class Replay:
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
         """PipeMare's mean of the updates and its scaling, XPipe's last update."""
-        schedule, tau = self._compiled.schedule, len(self._compiled.plan.stages) - 1 - self._stage[layer]
+        schedule, tau = (
+            self._compiled.schedule,
+            len(self._compiled.plan.stages) - 1 - self._stage[layer],
+        )
         if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
             self._count.pop(layer, None)
             return
         now = self._at[Kind.U, layer].version
-        old, new = ([self._versions[p, v] for p, v in before.items()], [self._versions[p, now] for p in before])
+        old, new = (
+            [self._versions[p, v] for p, v in before.items()],
+            [self._versions[p, now] for p in before],
+        )
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
         kept = [self._memory.get((p, v), self._zero(p)) for p, v in before.items()]
         if schedule.decay is None:

@@ -96,7 +96,9 @@ class Replicas:
             self._programs[key] = made
         return self._programs[key]
 
-    def layouts(self, layout: int, split: Mapping[int, SplitSignature]) -> dict[Examples, SliceLayout]:
+    def layouts(
+        self, layout: int, split: Mapping[int, SplitSignature]
+    ) -> dict[Examples, SliceLayout]:
         """What the programs of layers take and give on each slice.
 
         Args:
@@ -131,10 +133,14 @@ class Replicas:
                 assert isinstance(row.run, ConcatRun)
                 return join_program(shapes, row.run.axis)
             case Kind.REDUCE if isinstance(row.run, StateRun):
-                return state_program(shapes, self._state_parts(row.layer, dict.fromkeys(v.index for v in reads)))
+                return state_program(
+                    shapes, self._state_parts(row.layer, dict.fromkeys(v.index for v in reads))
+                )
             case Kind.REDUCE:
                 replicas = len(row.reads) // len(row.writes)
-                return reduce_program(shapes[::replicas], replicas, in_place=isinstance(row.run, AddRun))
+                return reduce_program(
+                    shapes[::replicas], replicas, in_place=isinstance(row.run, AddRun)
+                )
             case _:
                 raise AssertionError(f"{row} is none between replicas")
 
@@ -143,7 +149,9 @@ class Replicas:
         graph, i = self.traced.graph, value.index
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
-                return self._part(shape(graph.tensors[i].array), self.batching.tensors[i], value.examples)
+                return self._part(
+                    shape(graph.tensors[i].array), self.batching.tensors[i], value.examples
+                )
             case ValueKind.AUX:
                 return self._part(shape(graph.aux[i]), self.batching.aux[i], value.examples)
             case ValueKind.GRADIENT:
@@ -153,7 +161,9 @@ class Replicas:
             case _:
                 raise AssertionError(f"{value} does not go between replicas")
 
-    def _part(self, whole: jax.ShapeDtypeStruct, spread: Spread, examples: Examples | None) -> jax.ShapeDtypeStruct:
+    def _part(
+        self, whole: jax.ShapeDtypeStruct, spread: Spread, examples: Examples | None
+    ) -> jax.ShapeDtypeStruct:
         if examples is None or spread.over is not Over.ALONG:
             return whole
         sizes = list(whole.shape)

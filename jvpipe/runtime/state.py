@@ -59,10 +59,16 @@ class State:
             told = f"the state is of step {brief(self.step)}"
             raise ValueError(f"{told}: use the one that init, step or restore returned")
         if len(self.arrays) != count:
-            raise ValueError("this state belongs to another pipeline or plan: use the one that init or restore gave")
-        kinds = {type(x) for x in self.arrays if x is not None}  # few, and faster than to ask each array
+            raise ValueError(
+                "this state belongs to another pipeline or plan: use the one that init or restore gave"
+            )
+        kinds = {
+            type(x) for x in self.arrays if x is not None
+        }  # few, and faster than to ask each array
         if other := next((kind for kind in kinds if not issubclass(kind, jax.Array)), None):
-            raise ValueError(f"this state is a copy, of {other.__name__}: use the one that the step returned")
+            raise ValueError(
+                f"this state is a copy, of {other.__name__}: use the one that the step returned"
+            )
         if any(x is not None and x.is_deleted() for x in self.arrays):
             raise ValueError(
                 "this state was consumed by an earlier step: use the state that the step returned, or save it before "
@@ -115,28 +121,40 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
         rng: that key.
     """
     closed = flatten(fn, rng)
-    known = dict(zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True))
+    known = dict(
+        zip([*closed.jaxpr.invars, *closed.jaxpr.constvars], [rng, *closed.consts], strict=True)
+    )
     eqns = list[_jax.JaxprEqn]()
     for eqn in closed.jaxpr.eqns:
-        if all(map(_is_few_integers, eqn.outvars)) and all(v in known for v in jaxprs.variables(eqn.invars)):
+        if all(map(_is_few_integers, eqn.outvars)) and all(
+            v in known for v in jaxprs.variables(eqn.invars)
+        ):
             jaxprs.run([eqn], known)
         else:
             eqns.append(eqn)
 
     def leaf(out: _jax.Atom) -> Leaf:
         needed = jaxprs.prune(eqns, [out])
-        inputs = list(jaxprs.free_variables(needed)) or [v for v in jaxprs.variables([out]) if v in known]
+        inputs = list(jaxprs.free_variables(needed)) or [
+            v for v in jaxprs.variables([out]) if v in known
+        ]
 
         def run(*values: Any) -> list[Any]:
             env = dict(zip(inputs, values, strict=True))
             jaxprs.run(needed, env)
             return jaxprs.read([out], env)
 
-        program = Program(("init", structure(needed, inputs, [out], rules=False)), run, tuple(map(_jax.aval, inputs)))
+        program = Program(
+            ("init", structure(needed, inputs, [out], rules=False)),
+            run,
+            tuple(map(_jax.aval, inputs)),
+        )
 
         def make(device: Device, spec: Spec) -> jax.Array:
             (compiled,) = store.compile([(program.laid((), [spec]), device)])
-            return compiled(*(jax.device_put(known[v], _jax.sharding_on(device)) for v in inputs))[0]
+            return compiled(*(jax.device_put(known[v], _jax.sharding_on(device)) for v in inputs))[
+                0
+            ]
 
         def needs(device: Device, spec: Spec) -> int:
             needed = store.compile([(program.laid((), [spec]), device)])[0].memory_analysis()
@@ -187,17 +205,27 @@ class Placing:
         for buffer in self.buffers:
             d, leaf = buffer.memory, leaves.get(name_of(buffer))
             live[d] += buffer.bytes
-            making = leaf.needs(self.devices[d], self._spec(buffer.value)) if leaf and self._is_own(buffer) else 0
+            making = (
+                leaf.needs(self.devices[d], self._spec(buffer.value))
+                if leaf and self._is_own(buffer)
+                else 0
+            )
             most[d] = max(most[d], live[d] + making)
         holders = [
             tuple(
-                (owner, sum(b.bytes for b in self.buffers if (b.owner, b.memory) == (owner, d))) for owner in _LASTING
+                (owner, sum(b.bytes for b in self.buffers if (b.owner, b.memory) == (owner, d)))
+                for owner in _LASTING
             )
             for d in range(len(self.devices))
         ]
-        return (*(Peak(most[d], None, holders[d]) for d in range(len(self.devices))), Peak(0, None, ()))
+        return (
+            *(Peak(most[d], None, holders[d]) for d in range(len(self.devices))),
+            Peak(0, None, ()),
+        )
 
-    def place(self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore) -> tuple[jax.Array, ...]:
+    def place(
+        self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
+    ) -> tuple[jax.Array, ...]:
         """Makes every persistent array of this process; optimizer state without leaves is initialised.
 
         Args:
@@ -206,7 +234,9 @@ class Placing:
             store: where programs are compiled.
         """
         table: dict[Key, jax.Array] = {}
-        first: dict[Name, Key] = {}  # the first array of a name; a parameter's others are copies of it
+        first: dict[
+            Name, Key
+        ] = {}  # the first array of a name; a parameter's others are copies of it
         own = [buffer for buffer in self.buffers if self._is_own(buffer)]
         for buffer in own:
             name = name_of(buffer)
@@ -255,11 +285,19 @@ class Placing:
         pieces, lacking = self._initialising(table)
         keys = [self._piece_keys(piece) for piece in pieces]
         executables = store.compile(
-            [(self.initial_program(x), self.devices[d]) for x, (d, *_) in zip(pieces, keys, strict=True)]
+            [
+                (self.initial_program(x), self.devices[d])
+                for x, (d, *_) in zip(pieces, keys, strict=True)
+            ]
         )
         for (d, reads, writes), executable in zip(keys, executables, strict=True):
             places = (_jax.sharding_on(self.devices[d], self._key_spec(key)) for key in reads)
-            out = executable(*(jax.device_put(table[key], place) for key, place in zip(reads, places, strict=True)))
+            out = executable(
+                *(
+                    jax.device_put(table[key], place)
+                    for key, place in zip(reads, places, strict=True)
+                )
+            )
             table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
 
     def initial_program(self, piece: Piece) -> Program:
@@ -291,7 +329,9 @@ class Placing:
             if not lacking.isdisjoint(writes):
                 making.append(piece)
                 lacking.update(
-                    key for slot, key in zip(piece.reads, reads, strict=True) if slot.kind is not SlotKind.PARAMETER
+                    key
+                    for slot, key in zip(piece.reads, reads, strict=True)
+                    if slot.kind is not SlotKind.PARAMETER
                 )
         return making[::-1], lacking
 
@@ -299,7 +339,11 @@ class Placing:
         """The device of an initialising piece, and the names of what it reads and writes."""
         layer = NONE if piece.layer is None else piece.layer
         d = self._places.get(layer, self._home)  # one without state only makes small values
-        return d, [_named(slot, layer, d) for slot in piece.reads], [_named(slot, layer, d) for slot in piece.writes]
+        return (
+            d,
+            [_named(slot, layer, d) for slot in piece.reads],
+            [_named(slot, layer, d) for slot in piece.writes],
+        )
 
     @cached_property
     def _home(self) -> int:
@@ -333,5 +377,7 @@ def _named(slot: Slot, layer: int, d: int) -> Key:
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
     """A piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
-    donated = tuple(i for i in piece.donated if not (keeps and piece.reads[i].kind is SlotKind.PARAMETER))
+    donated = tuple(
+        i for i in piece.donated if not (keeps and piece.reads[i].kind is SlotKind.PARAMETER)
+    )
     return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -80,7 +80,11 @@ class Ledger:
 
 def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
     """By each device that there is: what a group holds, each of its devices does."""
-    return {device: size for place, size in zip(devices, values, strict=False) for device in devices_in(place)}
+    return {
+        device: size
+        for place, size in zip(devices, values, strict=False)
+        for device in devices_in(place)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,9 @@ class Limits:
     host_bytes: int | None = None
     parked: Mapping[Identity, Any] = field(default_factory=dict)
 
-    def check(self, peaks: Sequence[Peak], devices: Sequence[Device], idle: str = "between steps") -> None:
+    def check(
+        self, peaks: Sequence[Peak], devices: Sequence[Device], idle: str = "between steps"
+    ) -> None:
         """Checks that no device, nor the host, would hold more bytes than its limit.
 
         Args:
@@ -124,11 +130,17 @@ class Limits:
             over = [peak.bytes - limit for peak, limit in zip(own, limits, strict=True)]
             if max(over) > 0:
                 d = over.index(max(over))
-                raise _exceeded(str(devices[d]), own[d], limits[d], idle, max(peak.bytes for peak in own))
+                raise _exceeded(
+                    str(devices[d]), own[d], limits[d], idle, max(peak.bytes for peak in own)
+                )
         if self.host_bytes is not None and host.bytes + beside > self.host_bytes:
             holders = (*host.holders, ("parked", beside)) if beside else host.holders
             raise _exceeded(
-                "the host", replace(host, bytes=host.bytes + beside, holders=holders), self.host_bytes, idle, 0
+                "the host",
+                replace(host, bytes=host.bytes + beside, holders=holders),
+                self.host_bytes,
+                idle,
+                0,
             )
 
 

@@ -94,7 +94,11 @@ class TransferServers:
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
         there = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=like.sharding)
         (array,) = self._links[process].pull(self._run << _RUN_BITS | number, [there])
-        return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype)) if is_key(like) else array
+        return (
+            jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))
+            if is_key(like)
+            else array
+        )
 
     def lost(self) -> list[int]:
         """Lists the processes whose connection has ended."""
@@ -110,5 +114,6 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
     """
     server = _jax.transfer_server(address)
     return TransferServers(
-        server, {process: server.connect(told) for process, told in publish(server.address()).items()}
+        server,
+        {process: server.connect(told) for process, told in publish(server.address()).items()},
     )

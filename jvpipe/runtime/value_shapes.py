@@ -45,9 +45,21 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
             return graph.batch[index]
         case ValueKind.AUX:
             return graph.aux[index]
-        case ValueKind.OPTIMIZER | ValueKind.LOSS | ValueKind.WEIGHT | ValueKind.UPDATES | ValueKind.MARK:
+        case (
+            ValueKind.OPTIMIZER
+            | ValueKind.LOSS
+            | ValueKind.WEIGHT
+            | ValueKind.UPDATES
+            | ValueKind.MARK
+        ):
             return None
-        case ValueKind.SEED | ValueKind.METRIC | ValueKind.RESIDUAL | ValueKind.HANDED | ValueKind.EXCHANGE:
+        case (
+            ValueKind.SEED
+            | ValueKind.METRIC
+            | ValueKind.RESIDUAL
+            | ValueKind.HANDED
+            | ValueKind.EXCHANGE
+        ):
             return None
         case _:
             assert_never(kind)
@@ -80,7 +92,9 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
     return array.spec if array else ()
 
 
-def value_shape(traced: Traced, optimizer: OptimizerCut, value: Value) -> jax.ShapeDtypeStruct | None:
+def value_shape(
+    traced: Traced, optimizer: OptimizerCut, value: Value
+) -> jax.ShapeDtypeStruct | None:
     """The shape and type of a value before it is made; None where only the program that makes it knows.
 
     Args:

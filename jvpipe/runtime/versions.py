@@ -71,7 +71,9 @@ class VersionLedger:
             else:
                 uses, microbatch, version = run
                 for use in uses:
-                    uses_of.setdefault(use.microbatch + microbatch, []).append(use.moved(microbatch, version))
+                    uses_of.setdefault(use.microbatch + microbatch, []).append(
+                        use.moved(microbatch, version)
+                    )
         yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
@@ -84,7 +86,9 @@ class VersionLedger:
     def table(self) -> dict[tuple[int, int], Reads]:
         """`Reads` by layer and micro-batch."""
         read: dict[Kind, dict[tuple[int, int], int]] = {Kind.F: {}, Kind.B: {}}
-        made: dict[int, list[tuple[int, int]]] = {}  # by layer, its updates: after which micro-batch, which version
+        made: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by layer, its updates: after which micro-batch, which version
         for use in self.uses():
             if use.kind is Kind.U:
                 made.setdefault(use.layer, []).append((use.microbatch, use.version))
@@ -94,14 +98,20 @@ class VersionLedger:
         for (layer, m), version in read[Kind.F].items():
             updates = made.get(layer, [])
             later = updates[bisect_left(updates, (m, 0)) :][:1]
-            reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), later[0][1] if later else None)
+            reads[layer, m] = Reads(
+                version, read[Kind.B].get((layer, m)), later[0][1] if later else None
+            )
         return reads
 
     def staleness(self, layers: int) -> tuple[int, ...]:
         """The staleness of each layer's last update; 0 before there was one."""
-        made: dict[int, tuple[int, int]] = {}  # by layer, the last update: its micro-batch, the version before it
+        made: dict[
+            int, tuple[int, int]
+        ] = {}  # by layer, the last update: its micro-batch, the version before it
         stale: dict[int, int] = {}
-        for run in reversed(self._runs):  # asked for at every step, so it looks no further back than it must
+        for run in reversed(
+            self._runs
+        ):  # asked for at every step, so it looks no further back than it must
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):
                 m, v = use.microbatch + microbatch, use.version + version
@@ -117,14 +127,20 @@ class VersionLedger:
         """For a checkpoint: all that happened to the micro-batches in flight, and to those of the last updates."""
         since = self._since()
         runs = [
-            run and [[[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in run[0]], *run[1:]]
+            run
+            and [
+                [[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in run[0]],
+                *run[1:],
+            ]
             for run in self._runs[since:]
         ]
         return {"complete": self.complete and since == 0, "runs": runs}
 
     def _since(self) -> int:
         """The run that holds the oldest forward of the micro-batches of the last updates; all later ones are newer."""
-        different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()  # steps repeat themselves
+        different = {
+            id(run[0]): run[0] for run in self._runs if run is not None
+        }.values()  # steps repeat themselves
         updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
         last: dict[int, int] = {}  # by layer, the micro-batch of its last update
         seen: set[int] = set()

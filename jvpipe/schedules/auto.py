@@ -53,10 +53,17 @@ def given(lines: Sequence[str]) -> Schedule:
     places = {task.stage: d for d, tasks in enumerate(read_lines(tuple(lines))) for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
     for vee in (False, True):
-        schedule = Schedule(name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee)
-        if places == {s: schedule.device_of(s, devices) for s in range(stages)} and stages % devices == 0:
+        schedule = Schedule(
+            name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee
+        )
+        if (
+            places == {s: schedule.device_of(s, devices) for s in range(stages)}
+            and stages % devices == 0
+        ):
             return schedule
-    raise ValueError(f"the plan's lists place stages {places}: they must go round the devices, or there and back")
+    raise ValueError(
+        f"the plan's lists place stages {places}: they must go round the devices, or there and back"
+    )
 
 
 @lru_cache(maxsize=8)

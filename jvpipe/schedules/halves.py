@@ -22,7 +22,11 @@ def merged(lists: TaskLists) -> TaskLists:
 
 
 def _merged(tasks: Sequence[Task]) -> Iterator[Task]:
-    whole = {m for (s, kind, m), after in pairwise(tasks) if (s, kind) == (0, Kind.I) and after == (0, Kind.W, m)}
+    whole = {
+        m
+        for (s, kind, m), after in pairwise(tasks)
+        if (s, kind) == (0, Kind.I) and after == (0, Kind.W, m)
+    }
     for task in tasks:
         if task.stage or not KINDS[task.kind].between or task.microbatch not in whole:
             yield task

@@ -55,9 +55,13 @@ class InterleavedLists:
     def _device(self, d: int, devices: int, microbatches: int, late: int) -> tuple[Task, ...]:
         rounds = _rounds(devices, microbatches)
         forwards = [(chunk, m) for some in rounds for chunk in range(self.chunks) for m in some]
-        backwards = [(chunk, m) for some in rounds for chunk in reversed(range(self.chunks)) for m in some]
+        backwards = [
+            (chunk, m) for some in rounds for chunk in reversed(range(self.chunks)) for m in some
+        ]
         hops = devices - 1 - d
-        warm = (self.chunks - 1) * len(rounds[0]) + (2 * hops if self.chunks > 1 and not self.split else hops)
+        warm = (self.chunks - 1) * len(rounds[0]) + (
+            2 * hops if self.chunks > 1 and not self.split else hops
+        )
         warm = min(warm, len(forwards))
         work = [(Kind.F, one) for one in forwards[:warm]]
         split = self.split and (late > 0 or self.late is None)
@@ -65,7 +69,9 @@ class InterleavedLists:
             work += [(Kind.F, one) for one in forwards[warm + i : warm + i + 1]]
             work.append((Kind.I if split else Kind.B, one))
             work += [(Kind.W, backwards[i - late])] if split and i >= late else []
-        work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]] if split else []
+        work += (
+            [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]] if split else []
+        )
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
 
@@ -87,7 +93,9 @@ class Interleaved(Schedule):
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')
     """
 
-    def __init__(self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None
+    ) -> None:
         checked_flags(split=split)
         at_least(1, chunks=chunks)
         if chunks > MOST_LAYERS:

@@ -53,7 +53,9 @@ class EagerLists:
         """Makes a list per device."""
         most = [2 * (devices - d) - 1 for d in range(devices)] if self.most is None else self.most
         if len(most) != devices:
-            raise ValueError(f"most={most} names {len(most)} devices, there are {devices}: give a number for each")
+            raise ValueError(
+                f"most={most} names {len(most)} devices, there are {devices}: give a number for each"
+            )
         return tuple(_stage(d, min(k, microbatches), microbatches) for d, k in enumerate(most))
 
 
@@ -68,10 +70,18 @@ class OneFOneB(Schedule):
         checked_flags(eager=eager)
         most = None if most is None else numbers_of(0, "most", most)
         if eager and most is not None:
-            raise ValueError(f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others")
+            raise ValueError(
+                f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
+            )
         if most is not None and (min(most, default=0) < 1 or any(a < b for a, b in pairwise(most))):
-            raise ValueError(f"most={list(most)} must fall from device to device, to 1 or more: a device would wait")
-        name = "1f1b" + "-eager" * eager + (f"-most-{'-'.join(map(str, most))}" if most is not None else "")
+            raise ValueError(
+                f"most={list(most)} must fall from device to device, to 1 or more: a device would wait"
+            )
+        name = (
+            "1f1b"
+            + "-eager" * eager
+            + (f"-most-{'-'.join(map(str, most))}" if most is not None else "")
+        )
         lists = EagerLists(most) if eager or most is not None else one_f_one_b
         super().__init__(name=name, lists=lists)
 

@@ -29,7 +29,12 @@ class PipeMare(Schedule):
     """
 
     def __init__(
-        self, *, decay: float = 0.5, anneal_updates: int = 1000, warmup_updates: int = 0, update_every: int = 1
+        self,
+        *,
+        decay: float = 0.5,
+        anneal_updates: int = 1000,
+        warmup_updates: int = 0,
+        update_every: int = 1,
     ) -> None:
         if not isinstance(decay, int | float) or not 0 < decay < 1:
             raise ValueError(f"decay must lie between 0 and 1, not be {brief(decay)}")

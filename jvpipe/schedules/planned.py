@@ -63,7 +63,9 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     """Raises ValueError unless every stage has a forward and a whole backward of every micro-batch, in some list."""
     there = Counter(task for tasks in lists for task in tasks)
     for task in (Task(s, Kind.F, m) for s in range(stages) for m in range(microbatches)):
-        halves = [there.pop(task._replace(kind=kind), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        halves = [
+            there.pop(task._replace(kind=kind), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        ]
         if halves not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(
                 f"the plan's tasks hold {halves} times F, B, I and W of stage {task.stage}, micro-batch "

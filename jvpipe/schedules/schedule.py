@@ -60,7 +60,10 @@ class Schedule:
         """Lists what distinguishes it from other schedules, as JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if is_dataclass(self.lists) and not isinstance(self.lists, type):
-            values |= {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self.lists).items()}
+            values |= {
+                name: list(x) if isinstance(x, tuple) else x
+                for name, x in asdict(self.lists).items()
+            }
         return {name: value for name, value in values.items() if not callable(value)}
 
     def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
@@ -142,7 +145,11 @@ class Schedule:
             tuple(
                 one
                 for task in tasks
-                for one in ((task, Task(task.stage, Kind.U, task.microbatch)) if _updates(task, every) else (task,))
+                for one in (
+                    (task, Task(task.stage, Kind.U, task.microbatch))
+                    if _updates(task, every)
+                    else (task,)
+                )
             )
             for tasks in self.lists(stages, microbatches * steps)
         )
@@ -184,13 +191,20 @@ class Schedule:
             raise ValueError(
                 f"{devices} stages need as many layers, the model has {layers}: use at most {layers} stages"
             )
-        most, stages = layers // devices, f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
+        most, stages = (
+            layers // devices,
+            f"{self.chunks} x {devices} = {self.stages_on(devices)} stages",
+        )
         if self.vee:
             cure = "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which have one"
         elif most > 1:
             cure = f"{most} chunks per device would do: use chunks={most}"
         else:
-            cure = "one chunk per device would do: use '1f1b' or 'zb-h1'" if most else "use fewer devices"
+            cure = (
+                "one chunk per device would do: use '1f1b' or 'zb-h1'"
+                if most
+                else "use fewer devices"
+            )
         raise ValueError(f"{self.name} needs {stages}, the model has {layers} layers: {cure}")
 
 
@@ -208,7 +222,9 @@ def at_least(least: int, **options: Any) -> None:
     """
     for name, value in options.items():
         if not is_whole(value) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, not {brief(value)}")
+            raise ValueError(
+                f"{name} must be a whole number of at least {least}, not {brief(value)}"
+            )
 
 
 def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
@@ -237,7 +253,9 @@ def _updates(task: Task, every: int) -> bool:
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     """The message for fewer micro-batches than devices; the share is that of equal stages and whole backwards."""
-    step = devices + (microbatches - 1) / schedule.chunks  # in units of a device's work on one micro-batch
+    step = (
+        devices + (microbatches - 1) / schedule.chunks
+    )  # in units of a device's work on one micro-batch
     share = 1 - microbatches / step
     leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
     return (
@@ -248,7 +266,9 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
 
 @lru_cache(maxsize=256)
 def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
-    count = microbatches if schedule.synchronous else max(microbatches, 2 * devices)  # nothing later holds more
+    count = (
+        microbatches if schedule.synchronous else max(microbatches, 2 * devices)
+    )  # nothing later holds more
     return tuple(_most(tasks, schedule.chunks, devices) for tasks in schedule.tasks(devices, count))
 
 
@@ -278,4 +298,9 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
 
 @lru_cache(maxsize=256)
 def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
-    return any(w for vectors in schedule.held(devices, microbatches) for vector in vectors for _, w in vector)
+    return any(
+        w
+        for vectors in schedule.held(devices, microbatches)
+        for vector in vectors
+        for _, w in vector
+    )

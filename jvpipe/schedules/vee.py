@@ -51,9 +51,13 @@ class VeeLists:
         """Makes a list per device."""
         match self.memory:
             case "full":
-                lists = (_full(d, devices, max(microbatches, 2 * devices - 1)) for d in range(devices))
+                lists = (
+                    _full(d, devices, max(microbatches, 2 * devices - 1)) for d in range(devices)
+                )
             case "half" | "least":
-                lists = (_repeated(_slots(self.memory, d, devices), microbatches) for d in range(devices))
+                lists = (
+                    _repeated(_slots(self.memory, d, devices), microbatches) for d in range(devices)
+                )
             case _:
                 assert_never(self.memory)
         return tuple(
@@ -94,7 +98,12 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
     S = devices
     if memory == "half":
         gap = 0 if S % 2 else 3
-        return {"F": 2 * d, "f": 3 * S - 2 - d, "i": 3 * S - 1 + gap + 2 * d, "I": 6 * S - 2 + gap - d}
+        return {
+            "F": 2 * d,
+            "f": 3 * S - 2 - d,
+            "i": 3 * S - 1 + gap + 2 * d,
+            "I": 6 * S - 2 + gap - d,
+        }
     gap = 0 if S % 3 else 2
     return {"F": d, "f": 2 * S - 1 - d, "i": 2 * S + gap + d, "I": 4 * S - 1 + gap - d}
 
@@ -104,7 +113,11 @@ _LATER = {"i": "w", "I": "W"}
 
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
     """Yields each micro-batch's tasks, six slots after those of the one before; W and w fill the slots between."""
-    at = {slot + PERIOD_SLOTS * m: (letter, m) for letter, slot in slots.items() for m in range(microbatches)}
+    at = {
+        slot + PERIOD_SLOTS * m: (letter, m)
+        for letter, slot in slots.items()
+        for m in range(microbatches)
+    }
     late: deque[tuple[str, int]] = deque()
     for slot in range(max(at) + 1):
         if slot in at:

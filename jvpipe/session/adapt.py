@@ -31,7 +31,9 @@ _log = logging.getLogger("jvpipe")
 class Adapter:
     """Looks at the steps of a pipeline, once it is switched on; what is to move goes into the queue of its moves."""
 
-    def __init__(self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits) -> None:
+    def __init__(
+        self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits
+    ) -> None:
         self._compiled_plans, self._queue, self._limits = compiled_plans, queue, limits
         self._thread = Thread("jvpipe-adapt")
         self._rule = Rule()
@@ -49,7 +51,9 @@ class Adapter:
         """Another model is trained from here on."""
         self._compiled_plans, self._ready = compiled_plans, None
 
-    def observe(self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
+    def observe(
+        self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
+    ) -> None:
         """Has a dispatched step looked at in the background; returns at once.
 
         Args:
@@ -82,7 +86,13 @@ class Adapter:
         self._thread.wait()
 
     def _judge(
-        self, trigger: Trigger, monitor: Monitor, record: Record, compiled: CompiledPlan, step: int, stream_steps: int
+        self,
+        trigger: Trigger,
+        monitor: Monitor,
+        record: Record,
+        compiled: CompiledPlan,
+        step: int,
+        stream_steps: int,
     ) -> None:
         try:
             if compiled.plan == self._replaced:
@@ -99,23 +109,31 @@ class Adapter:
         """That of the model at hand."""
         if self._trigger is None or self._trigger[0] is not compiled.traced:
             synchronous = compiled.schedule.synchronous
-            trigger = Trigger(layer_s, compiled.microbatches, synchronous=synchronous, rule=self._rule)
+            trigger = Trigger(
+                layer_s, compiled.microbatches, synchronous=synchronous, rule=self._rule
+            )
             self._trigger = compiled.traced, trigger
         return self._trigger[1]
 
-    def _prepare(self, trigger: Trigger, replan: Replan, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
+    def _prepare(
+        self, trigger: Trigger, replan: Replan, compiled: CompiledPlan, step: int, stream_steps: int
+    ) -> None:
         """Makes the migration ready, if it keeps the limit and repays what it moves."""
         cuts = list(replan.cuts)
         try:
             new = self._compiled_plans.with_plan(plan_for(replan, trigger, compiled), compiled)
-            migration = prepare_migration(compiled, new, (step + 1, 0), replan.why, self._limits, stream_steps)
+            migration = prepare_migration(
+                compiled, new, (step + 1, 0), replan.why, self._limits, stream_steps
+            )
         except MemoryLimitExceeded as error:
             _log.warning("%s, but cuts %s cannot be: %s", replan.why, cuts, error)
             trigger.refuse(replan.cuts)
             return
         if not replan.repays(migration.change.moved_bytes, self._link or INFINITE, self._rule):
             size = migration.change.moved_bytes
-            _log.info("%s, but cuts %s do not repay the %d bytes that would move", replan.why, cuts, size)
+            _log.info(
+                "%s, but cuts %s do not repay the %d bytes that would move", replan.why, cuts, size
+            )
             trigger.refuse(replan.cuts)
             return
         migration.bound.compile_marks()
@@ -140,8 +158,13 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     Where devices of a stage take turns, each has as many times longer for one of its own.
     """
     places = [str(compiled.devices[stage.devices[0]]) for stage in compiled.plan.stages]
-    exposed_s = [measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place) for place in places]
+    exposed_s = [
+        measured.exposed.get(place, 0.0) / compiled.microbatches / places.count(place)
+        for place in places
+    ]
     layer_s = measured.layer_s(len(compiled.traced.graph.layers))
     if not compiled.schedule.synchronous:
-        layer_s = [layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers]
+        layer_s = [
+            layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
+        ]
     return Seen(layer_s, exposed_s)

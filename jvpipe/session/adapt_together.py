@@ -64,7 +64,11 @@ class Told:
         True
         """
         seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
-        told = self.proposal and [self.proposal.old.to_json(), self.proposal.new.to_json(), self.proposal.why]
+        told = self.proposal and [
+            self.proposal.old.to_json(),
+            self.proposal.new.to_json(),
+            self.proposal.why,
+        ]
         return json.dumps([seconds, told, self.how, self.refusal])
 
     @staticmethod
@@ -85,8 +89,15 @@ class AdapterOfAll:
         hosts: the processes.
     """
 
-    def __init__(self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits, hosts: Hosts) -> None:
-        self._compiled_plans, self._queue, self._limits, self._hosts = compiled_plans, queue, limits, hosts
+    def __init__(
+        self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits, hosts: Hosts
+    ) -> None:
+        self._compiled_plans, self._queue, self._limits, self._hosts = (
+            compiled_plans,
+            queue,
+            limits,
+            hosts,
+        )
         self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule())
         self._read: deque[tuple[int, Seen]] = deque()  # steps that the others have not been told of
         self._preparing: tuple[Proposal, Future[Migration | str]] | None = None
@@ -110,7 +121,9 @@ class AdapterOfAll:
         self._judge, self._preparing = _Judge(self._judge.rule), None
         self._read.clear()
 
-    def observe(self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int) -> None:
+    def observe(
+        self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
+    ) -> None:
         """Has a dispatched step looked at in the background; returns at once.
 
         Args:
@@ -132,7 +145,10 @@ class AdapterOfAll:
         """Every few steps tells the others, and does what all were told: nothing, prepare, or move before `step`."""
         if not self._thread or step % ROUND_STEPS:
             return
-        told = [Told.from_json(text.decode()) for text in self._hosts.exchange("seconds", self._news().encode())]
+        told = [
+            Told.from_json(text.decode())
+            for text in self._hosts.exchange("seconds", self._news().encode())
+        ]
         if self._preparing is not None:
             self._move(*self._preparing, told, step)
         elif (proposal := told[0].proposal) is not None:
@@ -159,21 +175,30 @@ class AdapterOfAll:
         """Has a migration made ready in the background, unless another plan is in use by now, or to come."""
         current = self._compiled_plans.current
         if current.plan == proposal.old and not self._queue:
-            self._preparing = proposal, self._thread.ask(self._made, current, proposal, step, self._stream_steps)
+            self._preparing = (
+                proposal,
+                self._thread.ask(self._made, current, proposal, step, self._stream_steps),
+            )
 
-    def _move(self, proposal: Proposal, made: Future[Migration | str], told: Sequence[Told], step: int) -> None:
+    def _move(
+        self, proposal: Proposal, made: Future[Migration | str], told: Sequence[Told], step: int
+    ) -> None:
         """Queues a migration once all are ready for it; forgets it if one of them cannot make it."""
         refusals = [one.refusal for one in told if one.refusal]
         if not refusals and not all(one.how for one in told):
             return
         self._preparing = None
         if refusals:
-            _log.warning("%s, but cuts %s cannot be: %s", proposal.why, list(proposal.new.cuts), refusals[0])
+            _log.warning(
+                "%s, but cuts %s cannot be: %s", proposal.why, list(proposal.new.cuts), refusals[0]
+            )
             self._judge.refuse(proposal.new)
         elif self._compiled_plans.current.plan == proposal.old and not self._queue:
             migration = made.result()
             assert isinstance(migration, Migration), "nobody refuses"
-            self._hosts.agree("migrations", [("plan", str(proposal.new.to_json())), *agreed_rows(migration.new)])
+            self._hosts.agree(
+                "migrations", [("plan", str(proposal.new.to_json())), *agreed_rows(migration.new)]
+            )
             foreseen = migration.stream_steps if len({one.how for one in told}) == 1 else UNFORESEEN
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
@@ -186,12 +211,16 @@ class AdapterOfAll:
         except Exception:
             _log.exception("step %d could not be looked at", step)
 
-    def _made(self, current: CompiledPlan, proposal: Proposal, step: int, stream_steps: int) -> Migration | str:
+    def _made(
+        self, current: CompiledPlan, proposal: Proposal, step: int, stream_steps: int
+    ) -> Migration | str:
         """Makes a migration ready, by the way that this process has room for; or says why it cannot."""
         try:
             with beside_training():
                 new = self._compiled_plans.with_plan(proposal.new, current)
-                migration = prepare_migration(current, new, (step, 0), proposal.why, self._limits, stream_steps)
+                migration = prepare_migration(
+                    current, new, (step, 0), proposal.why, self._limits, stream_steps
+                )
                 migration.bound.compile_marks()
                 return migration
         except Exception as error:
@@ -207,9 +236,17 @@ class _Judge:
         self.proposal: Proposal | None = None  # not told yet
         self._told: dict[int, list[Seen]] = {}
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # the plan that another one is proposed for; not judged again
+        self._replaced: Plan | None = (
+            None  # the plan that another one is proposed for; not judged again
+        )
 
-    def decide(self, told: Sequence[Told], compiled: CompiledPlan, layer_s: Sequence[float] | None, link: Link) -> None:
+    def decide(
+        self,
+        told: Sequence[Told],
+        compiled: CompiledPlan,
+        layer_s: Sequence[float] | None,
+        link: Link,
+    ) -> None:
         """Asks the trigger about every step that all have told of by now.
 
         Args:
@@ -222,7 +259,9 @@ class _Judge:
             for seconds in told:
                 for step, seen in seconds.seconds.items():
                     self._told.setdefault(step, []).append(seen)
-            for step in sorted(step for step, parts in self._told.items() if len(parts) == len(told)):
+            for step in sorted(
+                step for step, parts in self._told.items() if len(parts) == len(told)
+            ):
                 self._judge(self.plans[step], all_of(self._told[step]), compiled, layer_s, link)
                 self._told = {later: parts for later, parts in self._told.items() if later > step}
                 self.plans = {later: plan for later, plan in self.plans.items() if later > step}
@@ -236,11 +275,18 @@ class _Judge:
         self._replaced = None
 
     def _judge(
-        self, plan: Plan, seen: Seen, compiled: CompiledPlan, layer_s: Sequence[float] | None, link: Link
+        self,
+        plan: Plan,
+        seen: Seen,
+        compiled: CompiledPlan,
+        layer_s: Sequence[float] | None,
+        link: Link,
     ) -> None:
         if self._trigger is None:
             synchronous = compiled.schedule.synchronous
-            self._trigger = Trigger(layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule)
+            self._trigger = Trigger(
+                layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
+            )
         if plan == self._replaced:
             return
         self._replaced, trigger = None, self._trigger
@@ -250,7 +296,12 @@ class _Judge:
         new = adapt.plan_for(replan, trigger, compiled)
         moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
         if not replan.repays(moved_bytes, link, self.rule):
-            _log.info("%s, but cuts %s do not repay the %d bytes that would move", replan.why, new.cuts, moved_bytes)
+            _log.info(
+                "%s, but cuts %s do not repay the %d bytes that would move",
+                replan.why,
+                new.cuts,
+                moved_bytes,
+            )
             trigger.refuse(replan.cuts)
         else:
             self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
@@ -262,5 +313,10 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    layer_s, exposed_s = ([getattr(part, name) for part in parts] for name in ("layer_s", "exposed_s"))
-    return Seen([sum(values) for values in zip(*layer_s, strict=True)], [sum(v) for v in zip(*exposed_s, strict=True)])
+    layer_s, exposed_s = (
+        [getattr(part, name) for part in parts] for name in ("layer_s", "exposed_s")
+    )
+    return Seen(
+        [sum(values) for values in zip(*layer_s, strict=True)],
+        [sum(v) for v in zip(*exposed_s, strict=True)],
+    )

@@ -13,7 +13,13 @@ from jvpipe.ir.plan import Plan
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.session.settings import Settings
-from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines, without_addresses
+from jvpipe.trace.digests import (
+    array_digest,
+    leaf_lines,
+    made_lines,
+    shape_lines,
+    without_addresses,
+)
 from jvpipe.trace.leaves import is_initialiser
 
 Tree = Any
@@ -55,7 +61,9 @@ def option_parts(settings: Settings) -> Parts:
     return [*versions(), *told]
 
 
-def agree_on_given(hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree) -> None:
+def agree_on_given(
+    hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree
+) -> None:
     """Makes sure that all processes begin a run with the same.
 
     Of parameters and model state every byte is compared, of parameters that a function makes how it makes each; of
@@ -88,7 +96,9 @@ def agree_on_given(hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | Non
     own = leaf_lines(batch, "batch leaf")
     every = [json.loads(told) for told in hosts.exchange("batch", json.dumps(own).encode())]
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in every)]
-    hosts.agree("what init is given", [("the values of the batch", "\n".join(own[i] for i in by_all))])
+    hosts.agree(
+        "what init is given", [("the values of the batch", "\n".join(own[i] for i in by_all))]
+    )
 
 
 def agreed_plan(compiled: CompiledPlan) -> Parts:
@@ -108,5 +118,8 @@ def told_peaks(hosts: Hosts, own: Sequence[Peak]) -> list[Peak]:
         hosts: the processes.
         own: what this one knows; nothing of the others' devices.
     """
-    told = [json.loads(each) for each in hosts.exchange("peaks", json.dumps([peak.bytes for peak in own]).encode())]
+    told = [
+        json.loads(each)
+        for each in hosts.exchange("peaks", json.dumps([peak.bytes for peak in own]).encode())
+    ]
     return [Peak(max(sizes), None, ()) for sizes in zip(*told, strict=True)]

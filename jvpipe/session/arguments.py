@@ -30,7 +30,11 @@ USUAL_STAGES = 2
 def whole_number(name: str, value: Any) -> int:
     """A number of Python or NumPy, as one of Python."""
     if not is_whole(value) or value < 1:
-        cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])" if isinstance(value, (list, tuple)) else ""
+        cuts = (
+            "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
+            if isinstance(value, (list, tuple))
+            else ""
+        )
         raise ValueError(f"{name} must be a whole number of at least 1, not {brief(value)}{cuts}")
     return int(value)
 
@@ -44,7 +48,9 @@ def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     parts = re.split("[:,]", value) if isinstance(value, str) else several(value)
     if parts is None:
         raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {brief(value)}")
-    numbers = [int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts]
+    numbers = [
+        int(part) if isinstance(part, str) and part.strip().isdecimal() else part for part in parts
+    ]
     return tuple(whole_number(f"each of {name}", number) for number in numbers)
 
 
@@ -57,21 +63,29 @@ def checked_name(name: str, value: Any, usual: str) -> str:
         usual: a name for the message to suggest.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a name such as '{usual}', not {_kind(value)}{_uncalled(value)}")
+        raise ValueError(
+            f"{name} must be a name such as '{usual}', not {_kind(value)}{_uncalled(value)}"
+        )
     return value
 
 
 def checked_schedule(schedule: Any) -> Schedule:
     """A schedule, by its name or as it is."""
-    return find_schedule(schedule if isinstance(schedule, Schedule) else checked_name("schedule", schedule, "1f1b"))
+    return find_schedule(
+        schedule if isinstance(schedule, Schedule) else checked_name("schedule", schedule, "1f1b")
+    )
 
 
 def checked_fates(fates: Any) -> dict[str, str]:
     """Fates by patterns."""
     if fates is None:
         return {}
-    if not isinstance(fates, Mapping) or not all(isinstance(text, str) for text in (*fates, *fates.values())):
-        raise ValueError(f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {brief(fates)}")
+    if not isinstance(fates, Mapping) or not all(
+        isinstance(text, str) for text in (*fates, *fates.values())
+    ):
+        raise ValueError(
+            f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {brief(fates)}"
+        )
     return dict(fates)
 
 
@@ -96,21 +110,27 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
         return None
     numbers = several(at)
     if numbers is None or len(numbers) != 2 or not all(map(is_whole, numbers)):
-        raise ValueError(f"at must be a step and one of its micro-batches, such as (100, 0), not {brief(at)}")
+        raise ValueError(
+            f"at must be a step and one of its micro-batches, such as (100, 0), not {brief(at)}"
+        )
     return int(numbers[0]), int(numbers[1])
 
 
 def checked_plan(plan: Any) -> Plan:
     """A plan to move to."""
     if not isinstance(plan, Plan):
-        raise ValueError(f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}")
+        raise ValueError(
+            f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}"
+        )
     return plan
 
 
 def checked_rule(rule: Any) -> Rule:
     """A rule of when to move; the usual one unless given."""
     if not isinstance(rule, Rule | None):
-        raise ValueError(f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}")
+        raise ValueError(
+            f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
+        )
     return rule or Rule()
 
 
@@ -128,7 +148,9 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
     """Raises ValueError if a loss cannot be called as it will be."""
     names = ("params", "model_state", "batch", "rng") if has_state else ("params", "batch", "rng")
     if not callable(loss_fn) or isinstance(loss_fn, type):
-        raise ValueError(f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}")
+        raise ValueError(
+            f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}"
+        )
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # one that Python cannot look into
@@ -159,12 +181,18 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError for what is no optax transformation."""
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
-        raise ValueError(f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}")
+        raise ValueError(
+            f"the optimizer must be an optax transformation, not {_kind(optimizer)}{_uncalled(optimizer)}"
+        )
 
 
 def check_key(rng: Any) -> None:
     """Raises ValueError for what is no random key, of the new kind or the old."""
-    cure = f": write jax.random.key({rng})" if isinstance(rng, (int, np.integer)) else ", such as jax.random.key(0)"
+    cure = (
+        f": write jax.random.key({rng})"
+        if isinstance(rng, (int, np.integer))
+        else ", such as jax.random.key(0)"
+    )
     if not isinstance(rng, (jax.Array, np.ndarray)):
         raise ValueError(f"rng must be a random key, not {_kind(rng)}{cure}")
     shape = () if is_key(rng) else jax.eval_shape(jax.random.PRNGKey, 0).shape
@@ -178,7 +206,9 @@ def check_arrays(tree: Tree, role: Role) -> None:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(f"{role} '{path_name(path)}' was deleted or donated: give an array that is still there")
+            raise ValueError(
+                f"{role} '{path_name(path)}' was deleted or donated: give an array that is still there"
+            )
 
 
 def _kind(value: Any) -> str:
@@ -190,7 +220,11 @@ def _kind(value: Any) -> str:
 
 
 def _uncalled(value: Any) -> str:
-    return f": call it, {_called(value)}(...)" if callable(value) and hasattr(value, "__name__") else ""
+    return (
+        f": call it, {_called(value)}(...)"
+        if callable(value) and hasattr(value, "__name__")
+        else ""
+    )
 
 
 def _called(function: Any) -> str:
@@ -240,7 +274,9 @@ def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speed
     return True
 
 
-def checked_stages(stages: Any, schedule: Schedule, microbatches: int, *, shares: bool) -> int | Plan | None:
+def checked_stages(
+    stages: Any, schedule: Schedule, microbatches: int, *, shares: bool
+) -> int | Plan | None:
     """The number of stages, or a plan; None where that is to be decided.
 
     Args:
@@ -280,7 +316,9 @@ def place(
     """
     if stages is None or shares:
         return place_shared(stages, devices)
-    return place_replicas(replicas, devices) if replicas else place_stages(stages, devices, schedule)
+    return (
+        place_replicas(replicas, devices) if replicas else place_stages(stages, devices, schedule)
+    )
 
 
 def place_shared(
@@ -349,7 +387,9 @@ def checked_replicas(
         raise ValueError(
             f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
-    counts = None if given is None else tuple(whole_number("each of replicas", count) for count in given)
+    counts = (
+        None if given is None else tuple(whole_number("each of replicas", count) for count in given)
+    )
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):
             raise ValueError(
@@ -429,7 +469,9 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     for s in range(stages):
         process = processes[s * len(processes) // stages]
         if not left[process]:
-            block = sum(i * len(processes) // stages == processes.index(process) for i in range(stages))
+            block = sum(
+                i * len(processes) // stages == processes.index(process) for i in range(stages)
+            )
             raise ValueError(
                 f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
                 "use fewer stages, or more processes"

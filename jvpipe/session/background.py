@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 TURN_S = 1e-4
 _lock = Lock()
-_outside: list[tuple[float, bool]] = []  # what each that is inside has found; the first is what holds outside
+_outside: list[
+    tuple[float, bool]
+] = []  # what each that is inside has found; the first is what holds outside
 
 
 @contextmanager

@@ -16,7 +16,9 @@ Tree = Any
 def shapes_of(tree: Tree) -> Any:
     """The key of a tree that was traced: its containers, and the shapes and types of its leaves on a device."""
     leaves, containers = jax.tree.flatten(tree)
-    return containers, tuple((np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+    return containers, tuple(
+        (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
+    )
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
@@ -67,11 +69,15 @@ def feeds_of(
         size = len(leaf) // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
     if words is not None:
-        feeds["seed", 0] = [np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)]
+        feeds["seed", 0] = [
+            np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)
+        ]
     return feeds
 
 
-def check_fed(feeds: Collection[tuple[str, int]], needed: Collection[tuple[str, int]], names: Sequence[str]) -> None:
+def check_fed(
+    feeds: Collection[tuple[str, int]], needed: Collection[tuple[str, int]], names: Sequence[str]
+) -> None:
     """Raises ValueError if a leaf of the batch that is read is a shape alone.
 
     Args:

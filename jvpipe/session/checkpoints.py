@@ -162,7 +162,9 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     if hosts is not None:  # nothing crosses before all are ready
         hosts.agree("the rows that processes run", agreed_rows(compiled))
     model = session.compiled_plans.model_id
-    return State(placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model)
+    return State(
+        placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model
+    )
 
 
 def _saving(session: Session, compiled: CompiledPlan) -> Saving:

@@ -43,7 +43,9 @@ _log = logging.getLogger("jvpipe")
 def shown(batch: Tree) -> str:
     """The leaves of a batch with their types and shapes, for people to read."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
-    return ", ".join(f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves)
+    return ", ".join(
+        f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves
+    )
 
 
 class CompiledPlans:
@@ -56,7 +58,9 @@ class CompiledPlans:
             leaves under the limit.
     """
 
-    def __init__(self, settings: Settings, store: ProgramStore, present: "CompiledPlans | None" = None) -> None:
+    def __init__(
+        self, settings: Settings, store: ProgramStore, present: "CompiledPlans | None" = None
+    ) -> None:
         self.settings, self._store = settings, store
         self._follows = present is not None  # which waits meanwhile: finer layers are not tried
         self.runs: Runs = {} if present is None else present.runs
@@ -122,7 +126,12 @@ class CompiledPlans:
         return self._warmup[shapes_of(batch)]
 
     def for_run(
-        self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, leaves_of: LeavesOf
+        self,
+        params: Tree,
+        batch: Tree,
+        rng: jax.Array | None,
+        model_state: Tree,
+        leaves_of: LeavesOf,
     ) -> "CompiledPlans":
         """Makes those of a run that begins with these; another model than the present one is planned anew.
 
@@ -167,21 +176,39 @@ class CompiledPlans:
         params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
         base = self.current if self._by_shapes else None
         present = base and base.traced
-        options = {"has_aux": settings.has_aux, "has_state": settings.has_state, "sharding": settings.sharding}
+        options = {
+            "has_aux": settings.has_aux,
+            "has_state": settings.has_state,
+            "sharding": settings.sharding,
+        }
         options["reductions"] = settings.reductions
         with phase("tracing and cutting the loss"):
-            model = trace_model(settings.loss_fn, params, micro, rng, model_state, present, **options)
+            model = trace_model(
+                settings.loss_fn, params, micro, rng, model_state, present, **options
+            )
         traced = model.traced
         check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
         if leaves_of:
-            self._leaves = {("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))}
+            self._leaves = {
+                ("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))
+            }
         if base is None:
-            self._trees = Trees(params, abstract(batch, "batch leaf"), rng, model_state, model.stacks)
+            self._trees = Trees(
+                params, abstract(batch, "batch leaf"), rng, model_state, model.stacks
+            )
             if before and (same := before._split_alike(traced, params)):
                 base, traced = before.current, same
-                self.planned, self.shape, self.model_id = before.planned, before.shape, before.model_id
+                self.planned, self.shape, self.model_id = (
+                    before.planned,
+                    before.shape,
+                    before.model_id,
+                )
         cutter = OptimizerCutter(
-            settings.optimizer, model.params, settings.microbatches, settings.grad_norm, settings.sharding
+            settings.optimizer,
+            model.params,
+            settings.microbatches,
+            settings.grad_norm,
+            settings.sharding,
         )
         if settings.hosts is not None and not self._by_shapes:
             settings.hosts.agree("what the processes train", self._functions(traced, cutter))
@@ -189,7 +216,13 @@ class CompiledPlans:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
             planner = ModelPlanner(
-                settings, self._store, cutter, self.runs, self._room_bytes, self._archive, self._leaves
+                settings,
+                self._store,
+                cutter,
+                self.runs,
+                self._room_bytes,
+                self._archive,
+                self._leaves,
             )
             compiled, self.planned, self.shape = self._planned(planner, traced)
         if settings.schedule.warmup_updates:
@@ -222,13 +255,17 @@ class CompiledPlans:
         return (
             decided[0]
             if decided
-            else replace(planner, settings=replace(self.settings, stages=plan)).plan(traced, finer=finer)
+            else replace(planner, settings=replace(self.settings, stages=plan)).plan(
+                traced, finer=finer
+            )
         )
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
         """A model with the splits of the present one, if it has the same layers and the same tree of parameters."""
         present = self.current.traced
-        if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(self.trees.params):
+        if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
+            self.trees.params
+        ):
             return None
         split = split_as_planned(traced, present.splits)
         return split if split.graph == present.graph else None
@@ -250,14 +287,23 @@ class CompiledPlans:
         """
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
-            earlier = replace(self.with_plan(Plan.from_json(plan)), previous=(earlier, start) if n else None)
-        return replace(self.current, previous=(earlier, spans[-1][0])) if len(spans) > 1 else earlier
+            earlier = replace(
+                self.with_plan(Plan.from_json(plan)), previous=(earlier, start) if n else None
+            )
+        return (
+            replace(self.current, previous=(earlier, spans[-1][0])) if len(spans) > 1 else earlier
+        )
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Runs everything under the plan of `compiled` from here on; it takes the place of the first."""
         (first, _), *others = self._by_shapes.items()
-        self._by_shapes = {first: compiled, **{key: self.with_plan(compiled.plan, other) for key, other in others}}
-        self._warmup = {key: replace(warmup, plan=compiled.plan) for key, warmup in self._warmup.items()}
+        self._by_shapes = {
+            first: compiled,
+            **{key: self.with_plan(compiled.plan, other) for key, other in others},
+        }
+        self._warmup = {
+            key: replace(warmup, plan=compiled.plan) for key, warmup in self._warmup.items()
+        }
 
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device of this process, so that any layer can run on any."""
@@ -265,6 +311,8 @@ class CompiledPlans:
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
         own = [device for device in self.settings.devices if _jax.is_own(device)]
-        programs = [self.current.placing.initial_program(piece) for piece in self.current.optimizer.init]
+        programs = [
+            self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
+        ]
         programs += [program for compiled in every for program in compiled.executables.values()]
         self._store.compile([(program, device) for program in programs for device in own])

@@ -34,15 +34,22 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
         except Exception as error:
             raise session.controller.failure(error) from error
     owned = [buffer for buffer in compiled.persistent if params and buffer.owner is Owner.PARAMETER]
-    beside = [sum(buffer.bytes for buffer in owned if buffer.memory == d) for d in range(len(devices))]
-    peaks = (*(peak.beside("given parameters", n) for peak, n in zip(peaks, beside, strict=False)), peaks[HOST])
+    beside = [
+        sum(buffer.bytes for buffer in owned if buffer.memory == d) for d in range(len(devices))
+    ]
+    peaks = (
+        *(peak.beside("given parameters", n) for peak, n in zip(peaks, beside, strict=False)),
+        peaks[HOST],
+    )
     session.limits.check(peaks, devices)
     for device, size in enumerate(beside):
         session.ledger.hold(device, size)
     monitor, session.controller.monitor = session.controller.monitor, None
     try:
         if params:
-            arrays = with_leaves(names_of(compiled, 0), arrays, ValueKind.PARAMETER, params, consume=False)
+            arrays = with_leaves(
+                names_of(compiled, 0), arrays, ValueKind.PARAMETER, params, consume=False
+            )
         feeds = session.feeds(batch, state.words, state.step, compiled.evaluation)
         _, values = session.controller.run(compiled.evaluation, arrays, feeds, Moment(state.step))
         session.controller.settle()

@@ -136,7 +136,9 @@ class Forecast:
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
-        title = ", ".join(filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner)))
+        title = ", ".join(
+            filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner))
+        )
         timeline_figure(self.simulation, Path(path), self.problem.limits, title)
 
     def timeline(self, path: str | Path) -> None:
@@ -222,12 +224,23 @@ def plan_for(
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, limit = planner_names(planner), parse_limits(memory_limit)
-    cluster = hardware if isinstance(hardware, Cluster) else find_cluster(checked_name("hardware", hardware, "h100"))
+    cluster = (
+        hardware
+        if isinstance(hardware, Cluster)
+        else find_cluster(checked_name("hardware", hardware, "h100"))
+    )
     rest = checked_schedule(schedule), model_state, has_aux, has_state
     if devices is None and replicas is None and cuts is None:
-        counts = _count("stages", stages, STAGES), _count("microbatches", microbatches, MICROBATCHES)
+        counts = (
+            _count("stages", stages, STAGES),
+            _count("microbatches", microbatches, MICROBATCHES),
+        )
         return _straight(
-            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest), cluster, limit, names, title
+            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest),
+            cluster,
+            limit,
+            names,
+            title,
         )
     whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
     pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
@@ -255,7 +268,11 @@ def _usual(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _straight(
-    question: Question, cluster: Cluster, limit: int | tuple[int, ...] | None, names: Sequence[str], title: str
+    question: Question,
+    cluster: Cluster,
+    limit: int | tuple[int, ...] | None,
+    names: Sequence[str],
+    title: str,
 ) -> Forecast:
     """Asks planners about stages of one device each."""
     forecast = asked(question.problem(cluster, limit), names, title, question)
@@ -270,7 +287,9 @@ def planner_names(planner: str | Sequence[str]) -> list[str]:
     """
     given = planner.split(",") if isinstance(planner, str) else several(planner)
     if not given:
-        raise ValueError(f"planner must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}")
+        raise ValueError(
+            f"planner must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
+        )
     given = [checked_name("planner", name, "jvpipe") for name in given]
     names = [p.name for p in PLANNERS] if given == ["all"] else given
     for name in names:
@@ -278,7 +297,9 @@ def planner_names(planner: str | Sequence[str]) -> list[str]:
     return names
 
 
-def asked(problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None) -> Forecast:
+def asked(
+    problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None
+) -> Forecast:
     """Puts a problem to planners.
 
     Args:
@@ -313,9 +334,13 @@ def _answered(problem: Problem, planner: str) -> tuple[Problem, Answer]:
     return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
 
 
-def _told(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()) -> Answer:
+def _told(
+    planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()
+) -> Answer:
     evaluation = evaluate(planned.problem, planned.decision)
-    return Answer(planner, planning_s, planned.decision, evaluation, splits=splits, plan=planned.plan)
+    return Answer(
+        planner, planning_s, planned.decision, evaluation, splits=splits, plan=planned.plan
+    )
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:

@@ -15,7 +15,9 @@ from jvpipe.trace.jaxprs import every
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 
 
-def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> tuple[Any, Sharding | None]:
+def inner_axes(
+    devices: Any, sharding: Any, batch_axis: Any, replicas: Any
+) -> tuple[Any, Sharding | None]:
     """The devices, with a group for each mesh, and how parameters and batches lie over such a group; None without.
 
     Args:
@@ -41,7 +43,9 @@ def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> t
             f"devices has {len(meshes)} meshes and {len(given) - len(meshes)} others: give a mesh for each stage"
         )
     if replicas == "auto":
-        raise ValueError("replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)")
+        raise ValueError(
+            "replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)"
+        )
     if replicas is not None and batch_axis is not None:
         raise ValueError(
             f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out the examples of a "
@@ -49,8 +53,12 @@ def inner_axes(devices: Any, sharding: Any, batch_axis: Any, replicas: Any) -> t
         )
     axes = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(axes):
-        raise ValueError(f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(axes)}")
-    groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]  # whose axes the compiler handles
+        raise ValueError(
+            f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(axes)}"
+        )
+    groups = [
+        DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
+    ]  # whose axes the compiler handles
     _check_apart(groups)
     if not sharding and batch_axis is not None:
         return groups, Sharding({}, axes, batch_axis)
@@ -64,7 +72,9 @@ def _listed(axes: Mapping[str, int]) -> str:
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
     """The axes of all meshes, with their sizes."""
     axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
-    if other := next((i for i, each in enumerate(axes) if list(each.items()) != list(axes[0].items())), None):
+    if other := next(
+        (i for i, each in enumerate(axes) if list(each.items()) != list(axes[0].items())), None
+    ):
         raise ValueError(
             f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
         )
@@ -97,7 +107,9 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
         axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
     """
     for eqn in every(eqns):
-        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(axes):
+        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
+            axes
+        ):
             stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
             raise ValueError(
                 f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
@@ -119,7 +131,9 @@ def _checked_rule(rule: Any) -> str:
     try:
         re.compile(rule)
     except (TypeError, re.error) as error:
-        raise ValueError(f"sharding rule {brief(rule)} is no regular expression ({error}): write {_USUAL}") from error
+        raise ValueError(
+            f"sharding rule {brief(rule)} is no regular expression ({error}): write {_USUAL}"
+        ) from error
     return rule
 
 

@@ -35,7 +35,9 @@ class KnownModels:
         self._lock = RLock()  # a model may be prepared in the background
         self.parked: Parked = {}
 
-    def compiled_for(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
+    def compiled_for(
+        self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
+    ) -> CompiledPlans:
         """Finds the compiled plans of a loss; one that is new is traced at the present one's batch and planned.
 
         Args:
@@ -48,10 +50,15 @@ class KnownModels:
             ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
         """
         trees = present.trees
-        params, model_state = abstract(params), trees.model_state if model_state is None else abstract(model_state)
+        params, model_state = (
+            abstract(params),
+            trees.model_state if model_state is None else abstract(model_state),
+        )
         key = self._key(present, loss_fn, params, model_state)
         with self._lock:
-            self._known[self._key(present, present.settings.loss_fn, trees.params, trees.model_state)] = present
+            self._known[
+                self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
+            ] = present
             if key not in self._known:
                 self._known[key] = self._traced(present, loss_fn, params, model_state)
             self._known.move_to_end(key)
@@ -60,7 +67,12 @@ class KnownModels:
             return self._known[key]
 
     def plan_switch(
-        self, old: CompiledPlans, new: CompiledPlans, params: Tree, model_state: Tree, limits: Limits
+        self,
+        old: CompiledPlans,
+        new: CompiledPlans,
+        params: Tree,
+        model_state: Tree,
+        limits: Limits,
     ) -> ModelSwitch:
         """Plans how one model takes over from another; raises what `plan_model_switch` raises.
 
@@ -71,17 +83,24 @@ class KnownModels:
             model_state: likewise.
             limits: kept at every instant.
         """
-        given = {"parameter": jax.tree.leaves(new.trees.stacks.split(params)), "state": jax.tree.leaves(model_state)}
+        given = {
+            "parameter": jax.tree.leaves(new.trees.stacks.split(params)),
+            "state": jax.tree.leaves(model_state),
+        }
         return plan_model_switch(old.current, new.current, given, self.parked, limits)
 
-    def _traced(self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> CompiledPlans:
+    def _traced(
+        self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
+    ) -> CompiledPlans:
         settings = replace(present.settings, loss_fn=loss_fn)
         if isinstance(settings.stages, Plan) or settings.shares:  # for the layers of another model
             plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
             places = tuple(stage.devices[0] for stage in plan.stages)
             length = pipeline_length(plan, settings.schedule)
             replicas = tuple(stage.devices for stage in plan.stages) if plan.replicated else ()
-            settings = replace(settings, stages=length, places=places, shares=False, replicas=replicas)
+            settings = replace(
+                settings, stages=length, places=places, shares=False, replicas=replicas
+            )
         compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
         try:
             compiled_plans.trace(params, trees.batch, trees.rng, model_state)

@@ -34,7 +34,11 @@ class Migrations:
     """
 
     def __init__(
-        self, compiled_plans: CompiledPlans, controller: Controller, limits: Limits, warmup_updates: int
+        self,
+        compiled_plans: CompiledPlans,
+        controller: Controller,
+        limits: Limits,
+        warmup_updates: int,
     ) -> None:
         self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
         self._warmup_updates = warmup_updates
@@ -79,7 +83,9 @@ class Migrations:
         due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
         return due[-1] if due else self._compiled_plans.current.plan
 
-    def run_due(self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None) -> State:
+    def run_due(
+        self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None
+    ) -> State:
         """Makes the migrations that are due between two steps; returns the state after them.
 
         Args:
@@ -97,7 +103,9 @@ class Migrations:
             foreseen = migration.old, migration.stream_steps, change.microbatch
             if foreseen != (old, old.representative(state.stream_steps), m):
                 new = replace(migration.new, previous=None)
-                migration = self._prepared(old, new, (state.step, m), change.why, state.stream_steps)
+                migration = self._prepared(
+                    old, new, (state.step, m), change.why, state.stream_steps
+                )
                 self.queue[0] = migration
             if migration.change.how == "inside":
                 break
@@ -151,5 +159,7 @@ class Migrations:
 
     def _discard(self, whose: str) -> None:
         if self.queue:
-            _log.warning("migrations that were to come are dropped: they were of the %s before", whose)
+            _log.warning(
+                "migrations that were to come are dropped: they were of the %s before", whose
+            )
             self.queue.clear()

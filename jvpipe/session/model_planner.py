@@ -79,7 +79,9 @@ class ModelPlanner:
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
             traced = split_as_planned(traced, plan.splits)
-            return Chosen(self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced)))
+            return Chosen(
+                self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced))
+            )
         if settings.shares:
             return self._shared(traced, finer=finer)
         assert settings.stages is not None
@@ -88,13 +90,19 @@ class ModelPlanner:
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        limited = chooses and bool(settings.limits) and not settings.fates  # which name whole layers
-        finer = chooses and finer and settings.schedule != AUTO  # whose orders even out what whole layers leave uneven
+        limited = (
+            chooses and bool(settings.limits) and not settings.fates
+        )  # which name whole layers
+        finer = (
+            chooses and finer and settings.schedule != AUTO
+        )  # whose orders even out what whole layers leave uneven
         question = self._question(traced) if finer and self.archive.folder else ()
         best = self._as_before(traced, question) if question else None
         if best is None:
             best, rounds = (
-                splitter.within_limit(traced, stages, self._candidate) if limited else (self._candidate(traced), ROUNDS)
+                splitter.within_limit(traced, stages, self._candidate)
+                if limited
+                else (self._candidate(traced), ROUNDS)
             )
             if finer:
                 best = splitter.better(best, self._candidate, rounds, limited=limited)
@@ -108,15 +116,22 @@ class ModelPlanner:
         settings, optimizer = self.settings, self.cut(traced)
         known = self.runs, self.room_bytes, self.archive
         with phase("planning how stages share devices"):
-            search = ShapeSearch(settings, traced, optimizer, self.store, *known, self.between_hosts)
+            search = ShapeSearch(
+                settings, traced, optimizer, self.store, *known, self.between_hosts
+            )
             shape = search.find(lambda plan: self._held_bytes(traced, optimizer, plan))
         if shape.plan is not None:
             return Chosen(_to_run(self._check(traced, shape.plan, optimizer)), shape=shape)
         schedule, n, order = settings.schedule, shape.stages, settings.devices
-        if n >= len({device.process_index for device in order}):  # else some processes have nothing to do
+        if n >= len(
+            {device.process_index for device in order}
+        ):  # else some processes have nothing to do
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
-        places = (settings.devices.index(order[schedule.device_of(s, n)]) for s in range(schedule.stages_on(n)))
+        places = (
+            settings.devices.index(order[schedule.device_of(s, n)])
+            for s in range(schedule.stages_on(n))
+        )
         alone = replace(settings, stages=n, places=tuple(places), shares=False)
         return replace(self, settings=alone).plan(traced, finer=finer)._replace(shape=shape)
 
@@ -128,11 +143,24 @@ class ModelPlanner:
         """What the layers that are best cut in two depend on, beside measured seconds."""
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
-        asked = settings.stages, settings.microbatches, settings.places, settings.replicas, settings.schedule.name
+        asked = (
+            settings.stages,
+            settings.microbatches,
+            settings.places,
+            settings.replicas,
+            settings.schedule.name,
+        )
         limits = settings.limits, settings.host_limit_bytes, settings.speeds
         assert isinstance(settings.stages, int)
         tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
-        every = asked, limits, tasks, traced.graph, list(kinds), [numbers[x.structure] for x in traced.bodies]
+        every = (
+            asked,
+            limits,
+            tasks,
+            traced.graph,
+            list(kinds),
+            [numbers[x.structure] for x in traced.bodies],
+        )
         update = self.cutter.text(traced.graph, settings.schedule)
         texts = map(without_addresses, (*map(repr, every), update))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
@@ -164,10 +192,14 @@ class ModelPlanner:
         )
         known = self.runs, self.room_bytes, self.archive, self.between_hosts
         with phase("measuring layers and links"):
-            devices = list(map(first_of, settings.devices))  # of a group one is timed, on whole arrays
+            devices = list(
+                map(first_of, settings.devices)
+            )  # of a group one is timed, on whole arrays
             problem = measure(request, traced, optimizer, self.store, devices, *known)
         with phase("planning"):
-            decided = decide(request, problem, lambda plan: self._held_bytes(traced, optimizer, plan))
+            decided = decide(
+                request, problem, lambda plan: self._held_bytes(traced, optimizer, plan)
+            )
             return CutCandidate(traced, optimizer, decided)
 
     def _held_bytes(self, traced: Traced, optimizer: OptimizerCut, plan: Plan) -> list[int]:
@@ -199,7 +231,9 @@ class ModelPlanner:
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
             updates = self.cut(whole), layer, self.cut(halves)
-            return same_bits(self.store, device, whole, layer, halves) and same_update(self.store, device, *updates)
+            return same_bits(self.store, device, whole, layer, halves) and same_update(
+                self.store, device, *updates
+            )
 
         return Splitter(accelerator_of(device), keeps_bits)
 
@@ -237,7 +271,14 @@ def compile_plan(
     plan = replace(plan, splits=traced.splits)
     plan.check(len(traced.graph.layers), len(settings.devices))
     compiled = CompiledPlan(
-        traced, plan, settings.schedule, optimizer, settings.microbatches, settings.devices, store, hosts=settings.hosts
+        traced,
+        plan,
+        settings.schedule,
+        optimizer,
+        settings.microbatches,
+        settings.devices,
+        store,
+        hosts=settings.hosts,
     )
     if settings.schedule.synchronous:
         _check_carried(compiled)

@@ -15,7 +15,9 @@ Tree = Any
 _log = logging.getLogger("jvpipe")
 
 
-def switch_model(session: Session, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree) -> State:
+def switch_model(
+    session: Session, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree
+) -> State:
     """Goes on with another model; what is in flight is finished first.
 
     Args:
@@ -47,7 +49,9 @@ def switch_model(session: Session, state: State, loss_fn: Callable[..., Any], pa
         raise
     except StageError as error:
         error.state = replace(state, arrays=tuple(error.table))
-        error.add_note("The model before is whole: go on with the `state` of this error, or save it.")
+        error.add_note(
+            "The model before is whole: go on with the `state` of this error, or save it."
+        )
         raise
     session.follow(compiled_plans)
     session.ledger.versions = VersionLedger()

@@ -34,8 +34,12 @@ class OptimizerCutter:
     microbatches: int
     grad_norm: bool
     sharding: Sharding | None = None
-    _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(default_factory=dict, repr=False)
-    _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(default_factory=dict, repr=False)
+    _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
+        default_factory=dict, repr=False
+    )
+    _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(
+        default_factory=dict, repr=False
+    )
 
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
         """Cuts the optimizer for the layers of a graph.
@@ -53,7 +57,11 @@ class OptimizerCutter:
         if key not in self._cuts:
             with phase("tracing and cutting the optimizer"):
                 cut = self._cut(owners, readers, microbatches)
-                self._cuts[key] = cut if self.sharding is None else laid_state(cut, graph.parameters, self.sharding)
+                self._cuts[key] = (
+                    cut
+                    if self.sharding is None
+                    else laid_state(cut, graph.parameters, self.sharding)
+                )
         cut = self._cuts[key]
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
@@ -73,7 +81,9 @@ class OptimizerCutter:
         """Lines that are equal where the optimizer begins and updates the parameters of a graph alike."""
         traced = self._trace(*self._sums(graph, schedule))
         parts = {"update": traced.update, "init": traced.init}
-        return [f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)]
+        return [
+            f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)
+        ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
         """How many gradients each parameter has, and by what their sum is divided."""
@@ -83,7 +93,9 @@ class OptimizerCutter:
     def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
         params, key = abstract(self.params), (readers, microbatches)
         if key not in self._traced:
-            self._traced[key] = trace_optimizer(self.optimizer, params, readers, microbatches, grad_norm=self.grad_norm)
+            self._traced[key] = trace_optimizer(
+                self.optimizer, params, readers, microbatches, grad_norm=self.grad_norm
+            )
         return self._traced[key]
 
     def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:

@@ -101,7 +101,9 @@ class Planned:
     def recompute_s(self) -> float:
         """Seconds per step of all devices together that go into what layers do not keep."""
         chosen = zip(self.placed, self.decision.choices, strict=True)
-        return self.problem.microbatches * sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
+        return self.problem.microbatches * sum(
+            layer.options[c].extra_s for layer, c in chosen if c >= 0
+        )
 
 
 def measure(
@@ -136,15 +138,26 @@ def measure(
     if not find_planner(request.planner).asks_seconds:
         signatures = [programs.signature for programs in layer_programs(store, traced)]
         costs: Costs = costs_of(
-            traced.graph, signatures, [Work(0.0, 0.0)] * len(signatures), None, optimizer, request.microbatches
+            traced.graph,
+            signatures,
+            [Work(0.0, 0.0)] * len(signatures),
+            None,
+            optimizer,
+            request.microbatches,
         )
     else:
         timed = {"room_bytes": room_bytes, "archive": archive}
         wanted = {"fates": request.chooses, "split": request.splits, "known": known}
-        costs = measured_costs(traced, first, store, optimizer, request.microbatches, **wanted, **timed)
+        costs = measured_costs(
+            traced, first, store, optimizer, request.microbatches, **wanted, **timed
+        )
         other_costs = partial(measured_costs, traced, store=store, fates=False, **timed)
         slowness = None if request.speeds else measured_slowness(used, other_costs, costs)
-        links = links_between(first, others[0] if others else None, archive) if others or request.chooses else None
+        links = (
+            links_between(first, others[0] if others else None, archive)
+            if others or request.chooses
+            else None
+        )
     lent = _lent(request, traced, store, used, costs, archive)
     problem = Problem(
         costs,
@@ -162,7 +175,10 @@ def measure(
         each = [given_slowness(request.speeds, numbers[0], d, len(costs.layers)) for d in numbers]
     else:
         each = [slowness[used.index(devices[d])] for d in numbers]
-    limits, names = [request.limits[d] for d in numbers if request.limits], [str(devices[d]) for d in numbers]
+    limits, names = (
+        [request.limits[d] for d in numbers if request.limits],
+        [str(devices[d]) for d in numbers],
+    )
     return problem.told_apart(each, limits, names, numbers)
 
 
@@ -179,11 +195,16 @@ def _lent(
         return 0.0
     longest = max(range(len(costs.layers)), key=lambda at: costs.layers[at].forward_s)
     return measured_lending(
-        store, forward_program(layer_programs(store, traced)[longest], recompute=True), devices, archive
+        store,
+        forward_program(layer_programs(store, traced)[longest], recompute=True),
+        devices,
+        archive,
     )
 
 
-def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]) -> Planned:
+def decide(
+    request: Request, problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]
+) -> Planned:
     """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
 
     A limit is kept if the plan that holds the least keeps it. Where the planner finds nothing that does, as its seconds
@@ -206,7 +227,9 @@ def decide(request: Request, problem: Problem, held_bytes_of: Callable[[Plan], S
         held = zip(held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices[0], 0) for size, stage in held]
 
-    roomy = request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit  # others may hold less than 1F1B
+    roomy = (
+        request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit
+    )  # others may hold less than 1F1B
     least = None if roomy else _least(request, problem, limit, needed_of)
     planned = _unlimited(request, problem, needed_of) or _within(request, problem, least, needed_of)
     if planned is None and least is None:
@@ -228,7 +251,9 @@ class _Least(NamedTuple):
     problem: Problem
 
 
-def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> _Least:
+def _least(
+    request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]
+) -> _Least:
     """The plan that holds the least, if it keeps the limit; of unlike devices in the best of their orders."""
     problem = _with_fewest_in_flight(problem)
     every = [problem] if request.fixed else orders(problem)
@@ -250,7 +275,9 @@ def _least(request: Request, problem: Problem, limit: int, needed_of: Callable[[
         )
     less = {each.device: each.less_bytes for each in problem.traits}
     own = limit - less[least.problem.where[stage]]
-    alike = _floor(request, replace(problem, traits=()), 0, lambda plan: _without(less, needed_of(plan), plan))
+    alike = _floor(
+        request, replace(problem, traits=()), 0, lambda plan: _without(less, needed_of(plan), plan)
+    )
     raise MemoryLimitExceeded(
         f"no plan of {request.planner} keeps the limits of the devices: at best {least.problem.name_of(stage)}, which "
         f"may hold {own:,} bytes, would hold {enough - limit:,} more. {alike.bytes:,} bytes for each would do; so may "
@@ -267,11 +294,18 @@ def _with_fewest_in_flight(problem: Problem) -> Problem:
     return replace(problem, schedule=given(lines_of(lists)))
 
 
-def _floor(request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]) -> Floor:
+def _floor(
+    request: Request, problem: Problem, limit: int, needed_of: Callable[[Plan], Sequence[int]]
+) -> Floor:
     def needed_bytes(decision: Decision) -> Sequence[int]:
         return needed_of(_planned(request.planner, problem, decision, request.places).plan)
 
-    return floor(problem, needed_bytes, limit, keeps=find_planner(request.planner).fate_rule is FateRule.KEEPS)
+    return floor(
+        problem,
+        needed_bytes,
+        limit,
+        keeps=find_planner(request.planner).fate_rule is FateRule.KEEPS,
+    )
 
 
 def _without(less: Mapping[int, int], needed: Sequence[int], plan: Plan) -> list[int]:
@@ -279,12 +313,17 @@ def _without(less: Mapping[int, int], needed: Sequence[int], plan: Plan) -> list
     return [size - less[stage.devices[0]] for size, stage in zip(needed, plan.stages, strict=True)]
 
 
-def _unlimited(request: Request, problem: Problem, needed_of: Callable[[Plan], Sequence[int]]) -> Planned | None:
+def _unlimited(
+    request: Request, problem: Problem, needed_of: Callable[[Plan], Sequence[int]]
+) -> Planned | None:
     """The plan of no limit, for a planner that chooses fates, if the lists say that it keeps the limit.
 
     It may keep it even if the planner, whose count is near what the lists hold and never much below it, counts more.
     """
-    limit, free = problem.memory_limit_bytes, replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+    limit, free = (
+        problem.memory_limit_bytes,
+        replace(problem, memory_limit_bytes=None, host_limit_bytes=None),
+    )
     assert limit is not None
     if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
         return None
@@ -295,7 +334,10 @@ def _unlimited(request: Request, problem: Problem, needed_of: Callable[[Plan], S
 
 
 def _within(
-    request: Request, problem: Problem, least: _Least | None, needed_of: Callable[[Plan], Sequence[int]]
+    request: Request,
+    problem: Problem,
+    least: _Least | None,
+    needed_of: Callable[[Plan], Sequence[int]],
 ) -> Planned | None:
     """The planner's plan under the limit; should the lists hold more than it counts, under a limit smaller by as much.
 
@@ -320,7 +362,9 @@ def _within(
     return None
 
 
-def ask(planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False) -> Planned:
+def ask(
+    planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False
+) -> Planned:
     """Asks a planner, and for the order of tasks too where it is left open; `jvpipe` also for that of unlike devices.
 
     Args:
@@ -333,7 +377,9 @@ def ask(planner: str, problem: Problem, places: Sequence[int] | None = None, *, 
     Raises:
         Infeasible: it finds nothing that keeps the limit.
     """
-    chooses = problem.traits and planner == "jvpipe" and not fixed  # other planners are to do as their papers say
+    chooses = (
+        problem.traits and planner == "jvpipe" and not fixed
+    )  # other planners are to do as their papers say
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 
@@ -350,8 +396,13 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
     return Planned(replace(plan, stages=tuple(stages)), answered, ordered.decision, ordered)
 
 
-def _planned(planner: str, problem: Problem, decision: Decision, places: Sequence[int] | None) -> Planned:
-    where, lists = problem.where if problem.traits or places is None else places, problem.schedule.lists
+def _planned(
+    planner: str, problem: Problem, decision: Decision, places: Sequence[int] | None
+) -> Planned:
+    where, lists = (
+        problem.where if problem.traits or places is None else places,
+        problem.schedule.lists,
+    )
     plan = decision.plan(problem.costs, problem.schedule.name, planner, where)
     plan = replace(plan, tasks=lists.lines) if isinstance(lists, GivenLists) else plan
     return Planned(plan, problem, decision)

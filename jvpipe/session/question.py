@@ -91,7 +91,9 @@ class Question:
             microbatches=None if graph.weighted else self.microbatches,
         )
 
-    def costs(self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None) -> Costs:
+    def costs(
+        self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
+    ) -> Costs:
         """The estimated costs on the first device of a cluster.
 
         Args:
@@ -118,9 +120,13 @@ class Question:
 
         def of(kind: Accelerator) -> tuple[float, ...]:
             if str(kind) not in known:
-                other = estimate(traced, replace(cluster, device=kind, unlike=()), fates=False).layers
+                other = estimate(
+                    traced, replace(cluster, device=kind, unlike=()), fates=False
+                ).layers
                 other_s = [layer.forward_s + layer.backward_s for layer in other]
-                known[str(kind)] = tuple(b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True))
+                known[str(kind)] = tuple(
+                    b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True)
+                )
             return known[str(kind)]
 
         return [of(kind) for kind in cluster.accelerators[: self.stages]]
@@ -131,10 +137,14 @@ class Question:
         traced = split_as_planned(model.traced, plan.splits)
         devices = (jax.devices()[0],) * plan.device_count
         optimizer = self.cut(model.params, traced)
-        run = CompiledPlan(traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store())
+        run = CompiledPlan(
+            traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store()
+        )
         return [peak.bytes for peak in run.peaks[:-1]]
 
-    def problem(self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None) -> Problem:
+    def problem(
+        self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None
+    ) -> Problem:
         """What a planner is asked.
 
         Args:
@@ -146,7 +156,9 @@ class Question:
         model = self.trace()
         return self.problem_of(cluster, limits, model.traced, self.cut(model.params, model.traced))
 
-    def problem_of(self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut) -> Problem:
+    def problem_of(
+        self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
+    ) -> Problem:
         """The same of a trace of the model.
 
         Args:
@@ -157,7 +169,9 @@ class Question:
         """
         costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
         limits = limits or tuple(device.memory_bytes for device in used)
-        problem = Problem(costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches)
+        problem = Problem(
+            costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches
+        )
         slowness, names = self.slowness(cluster, traced, costs), [device.name for device in used]
         return on_cluster(problem.told_apart(slowness, limits, names), cluster)
 
@@ -206,8 +220,12 @@ def check_sums(problem: Problem) -> None:
     layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
     sums = {
         "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
-        "links between stages are busy": 2 * m * sum(problem.peer.seconds(edge.bytes) for edge in edges),
-        "links to the host are busy": 2 * m * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
+        "links between stages are busy": 2
+        * m
+        * sum(problem.peer.seconds(edge.bytes) for edge in edges),
+        "links to the host are busy": 2
+        * m
+        * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
     }
     for what, seconds in sums.items():
         if not seconds <= MOST_S:

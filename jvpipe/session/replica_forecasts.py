@@ -111,7 +111,13 @@ class ReplicaForecast:
         if isinstance(self.outcome, Infeasible):
             smallest = self.outcome.smallest_limit_bytes
             why = {"reason": str(self.outcome), "smallest_limit_bytes": smallest}
-            return {"planner": self.planner, "schedule": "1f1b", "feasible": False, **why, "stages": []}
+            return {
+                "planner": self.planner,
+                "schedule": "1f1b",
+                "feasible": False,
+                **why,
+                "stages": [],
+            }
         return as_json(self.problem, self.outcome, self.plan)
 
     def show(self, console: Any) -> None:

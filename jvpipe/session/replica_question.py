@@ -44,7 +44,9 @@ class ReplicaQuestion:
     @property
     def limit_bytes(self) -> int:
         """What each device may hold."""
-        limits = set(limits_of_each(self.memory_limit, self.devices)) or {self.cluster.device.memory_bytes}
+        limits = set(limits_of_each(self.memory_limit, self.devices)) or {
+            self.cluster.device.memory_bytes
+        }
         if len(limits) > 1:
             raise ValueError(
                 f"memory limits {sorted(limits)}: replicas are planned for devices that are alike, give one limit"
@@ -66,7 +68,9 @@ class ReplicaQuestion:
                     costs[b] = estimate(traced, self.cluster, optimizer, fates=False)
         local = local_costs(costs.__getitem__, sorted(costs))
         pins = replace(self.pins, least_slice=1 if 1 in costs else 2)
-        problem = ReplicaProblem(local, self.cluster, self.devices, self.batch, self.limit_bytes, pins=pins)
+        problem = ReplicaProblem(
+            local, self.cluster, self.devices, self.batch, self.limit_bytes, pins=pins
+        )
         return problem, whole.traced.graph
 
 
@@ -100,7 +104,11 @@ def replica_question(
     """
     check_replica_planner(planners, question.schedule)
     counts = None if replicas in (None, "auto") else whole_numbers("replicas", replicas)
-    there = (sum(counts) if counts else cluster.devices) if devices is None else whole_number("devices", devices)
+    there = (
+        (sum(counts) if counts else cluster.devices)
+        if devices is None
+        else whole_number("devices", devices)
+    )
     if there > cluster.devices:
         raise ValueError(
             f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or a cluster of more machines"
@@ -131,7 +139,9 @@ def check_replica_planner(planners: Sequence[str], schedule: Schedule) -> None:
             f"{', '.join(REPLICA_PLANNERS)}; name one of these, or leave out devices and replicas"
         )
     if len(planners) > 1:
-        raise ValueError(f"planners {', '.join(planners)}: replicas are planned by one at a time, name one")
+        raise ValueError(
+            f"planners {', '.join(planners)}: replicas are planned by one at a time, name one"
+        )
     if schedule.name != "1f1b":
         raise ValueError(
             f"replicas are planned for schedule '1f1b', not for '{schedule.name}': use '1f1b', or leave out devices "
@@ -164,7 +174,10 @@ def as_plan(graph: LayerGraph, best: Simulated, planner: str) -> Plan:
     """
     plan = Plan.from_cuts(best.plan.layers, best.plan.places, schedule="1f1b", planner=planner)
     every = zip(plan.stages, best.stages, strict=True)
-    fated = (replace(x, fates=layers_again(graph, x.layers)) if cost.recompute_s else x for x, cost in every)
+    fated = (
+        replace(x, fates=layers_again(graph, x.layers)) if cost.recompute_s else x
+        for x, cost in every
+    )
     return replace(plan, stages=tuple(fated))
 
 

@@ -89,7 +89,10 @@ class ShapeSearch:
                 why = (f"how stages share devices is planned for 1f1b, and runs under {name}", *why)
             if max(best.plan.replicas) == 1:
                 return Shape(best.plan.stages, why)
-            plan = replace(as_plan(self.traced.graph, best, answer.planner), schedule=self.settings.schedule.name)
+            plan = replace(
+                as_plan(self.traced.graph, best, answer.planner),
+                schedule=self.settings.schedule.name,
+            )
             try:
                 held = max(held_bytes_of(plan))
             except ValueError as unlike:  # a layer leaves other things on slices than on the whole
@@ -97,8 +100,12 @@ class ShapeSearch:
             if limit is None or held <= limit:
                 return Shape(best.plan.stages, why, plan)
             assert problem.memory_limit_bytes is not None
-            problem = replace(problem, memory_limit_bytes=max(1, problem.memory_limit_bytes - (held - limit)))
-        return self.one_each(f"no plan with replicas was found that keeps the limit of {limit} bytes")
+            problem = replace(
+                problem, memory_limit_bytes=max(1, problem.memory_limit_bytes - (held - limit))
+            )
+        return self.one_each(
+            f"no plan with replicas was found that keeps the limit of {limit} bytes"
+        )
 
     def one_each(self, why: str) -> Shape:
         """As many stages as are asked for, or as there can be, of one device each.
@@ -109,7 +116,8 @@ class ShapeSearch:
         settings, layers = self.settings, len(self.traced.graph.layers)
         most = max(1, min(len(settings.devices), layers // settings.schedule.chunks))
         return Shape(
-            most if settings.stages is None else _number(settings.stages), (f"each stage has one device: {why}",)
+            most if settings.stages is None else _number(settings.stages),
+            (f"each stage has one device: {why}",),
         )
 
     def _refused(self) -> str | None:
@@ -123,7 +131,10 @@ class ShapeSearch:
             return f"under {settings.schedule.name} they are not planned yet"
         if len(settings.devices) < 2:
             return "there are no more"
-        if len({device.device_kind for device in settings.devices}) > 1 or len(set(settings.limits)) > 1:
+        if (
+            len({device.device_kind for device in settings.devices}) > 1
+            or len(set(settings.limits)) > 1
+        ):
             return "devices are not alike, for which replicas are not planned yet"
         return None
 
@@ -150,7 +161,14 @@ class ShapeSearch:
         if network is None:
             return Cluster("here", accelerator_of(first), len(devices), peer=peer)
         each = per_machine([device.process_index for device in devices])
-        return Cluster("here", accelerator_of(first), each, -(-len(devices) // each), peer=peer, network=network)
+        return Cluster(
+            "here",
+            accelerator_of(first),
+            each,
+            -(-len(devices) // each),
+            peer=peer,
+            network=network,
+        )
 
     def _costs(self, examples: int) -> tuple[Mapping[int, Costs], int]:
         """What layers take on a whole micro-batch and on slices of it, and the fewest examples that a slice has."""
@@ -201,7 +219,11 @@ def per_machine(processes: Sequence[int]) -> int:
     """
     known = list(dict.fromkeys(processes))
     each = processes.count(known[0])
-    return each if [known.index(p) for p in processes] == [i // each for i in range(len(processes))] else 1
+    return (
+        each
+        if [known.index(p) for p in processes] == [i // each for i in range(len(processes))]
+        else 1
+    )
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:

@@ -72,18 +72,27 @@ class Session:
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         self.ledger = Ledger(settings.devices)
-        self.controller = Controller(self.ledger, settings.microbatches, settings.host_limit_bytes is not None)
+        self.controller = Controller(
+            self.ledger, settings.microbatches, settings.host_limit_bytes is not None
+        )
         if settings.hosts is not None:
             settings.hosts.agree("the options of the pipelines", option_parts(settings))
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         warmup_updates = settings.schedule.warmup_updates
-        self.migrations = Migrations(self.compiled_plans, self.controller, self.limits, warmup_updates)
+        self.migrations = Migrations(
+            self.compiled_plans, self.controller, self.limits, warmup_updates
+        )
         adapting = self.compiled_plans, self.migrations.queue, self.limits
-        self.adapter = AdapterOfAll(*adapting, settings.hosts) if settings.hosts else Adapter(*adapting)
+        self.adapter = (
+            AdapterOfAll(*adapting, settings.hosts) if settings.hosts else Adapter(*adapting)
+        )
         self.model_history: list[ModelChange] = []
-        self._told_peaks: tuple[Plan | None, Sequence[Peak]] = None, ()  # of a plan, as all processes told them
+        self._told_peaks: tuple[Plan | None, Sequence[Peak]] = (
+            None,
+            (),
+        )  # of a plan, as all processes told them
 
     # Looking
 
@@ -212,7 +221,14 @@ class Session:
 
     # Beginning
 
-    def begin(self, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree, leaves_of: LeavesOf) -> State:
+    def begin(
+        self,
+        params: Tree,
+        batch: Tree,
+        rng: jax.Array | None,
+        model_state: Tree,
+        leaves_of: LeavesOf,
+    ) -> State:
         """Begins a run: traces, plans, compiles and places.
 
         Args:
@@ -226,7 +242,9 @@ class Session:
         if self.settings.hosts is not None:
             self.settings.hosts.agree("what the processes run", agreed_plan(compiled_plans.current))
         states = given_leaves(jax.tree.leaves(model_state))
-        leaves = compiled_plans.take_leaves() | {("state", i): leaf for i, leaf in enumerate(states)}
+        leaves = compiled_plans.take_leaves() | {
+            ("state", i): leaf for i, leaf in enumerate(states)
+        }
         words = None if rng is None else key_words(rng)
         return self.place(compiled_plans, compiled_plans.current, leaves, words)
 
@@ -278,7 +296,10 @@ class Session:
             limits.check(making, self.settings.devices, "while its arrays are made")
 
         together(hosts, "limits", check)
-        self._told_peaks = compiled.plan, told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
+        self._told_peaks = (
+            compiled.plan,
+            told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks,
+        )
         self.known_models.parked.clear()
         self.migrations.begin_run()
         self.model_history = []
@@ -315,39 +336,59 @@ class Session:
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
             plan = self.migrations.plan_between(state.step)
-            self._check_limits(fitting if plan == fitting.plan else self.compiled_plans.with_plan(plan, fitting))
+            self._check_limits(
+                fitting if plan == fitting.plan else self.compiled_plans.with_plan(plan, fitting)
+            )
             state = self.drain(state)
-            fitting = self.compiled_plans.for_batch(batch)  # adopted anew if something was in flight
+            fitting = self.compiled_plans.for_batch(
+                batch
+            )  # adopted anew if something was in flight
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        earlier, feeds = len(self.controller.marks), self.feeds(batch, state.words, state.step, run.bound)
+        earlier, feeds = (
+            len(self.controller.marks),
+            self.feeds(batch, state.words, state.step, run.bound),
+        )
         moment = Moment(state.step, flows=bool(run.stream_steps))
         arrays, values = self.controller.run(run.bound, state.arrays, feeds, moment)
         if run.migration:
             self.migrations.commit(run.migration)
         else:
-            self.adapter.observe(self.controller.monitor, run.compiled, state.step, run.stream_steps)
+            self.adapter.observe(
+                self.controller.monitor, run.compiled, state.step, run.stream_steps
+            )
         compiled, stream_steps = run.compiled.without_previous(run.stream_steps)
         if compiled is not run.compiled:
             self.compiled_plans.adopt(compiled)
         if run.uses:
-            self.ledger.versions.record(run.uses, state.step * self.settings.microbatches, state.updates)
+            self.ledger.versions.record(
+                run.uses, state.step * self.settings.microbatches, state.updates
+            )
         metrics = self._metrics(run, state.step, values)
         self.controller.settle(earlier)
         updates = state.updates + run.updates
-        after = replace(state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates)
+        after = replace(
+            state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
+        )
         return after if compiled is self.compiled else self._finish(after, compiled), metrics
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
         """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
-        compiled, migration = self.compiled_at(batch, state.updates), self.migrations.pop_due_inside(state.step)
+        compiled, migration = (
+            self.compiled_at(batch, state.updates),
+            self.migrations.pop_due_inside(state.step),
+        )
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
-            return _StepRun(compiled, migration.bound if migration else compiled.step, uses, 1, 0, migration)
-        before, compiled = (migration.steps, migration.new) if migration else (state.stream_steps, compiled)
+            return _StepRun(
+                compiled, migration.bound if migration else compiled.step, uses, 1, 0, migration
+            )
+        before, compiled = (
+            (migration.steps, migration.new) if migration else (state.stream_steps, compiled)
+        )
         step, bound = compiled.stream_step(before)
         updates = microbatches // schedule.period(microbatches)
         return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
@@ -357,7 +398,9 @@ class Session:
         apart = run.stream_steps > 0  # then the losses of the micro-batches follow
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
-        self.loss_watch.add(Losses(step, run.compiled.plan, losses or [metrics["loss"]], apart=apart))
+        self.loss_watch.add(
+            Losses(step, run.compiled.plan, losses or [metrics["loss"]], apart=apart)
+        )
         return metrics
 
     def metrics_of(self, compiled: CompiledPlan, values: Sequence[jax.Array]) -> Metrics:
@@ -365,7 +408,9 @@ class Session:
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
-            metrics["aux"] = jax.tree.unflatten(compiled.traced.loss.aux_tree, values[1 : 1 + groups])
+            metrics["aux"] = jax.tree.unflatten(
+                compiled.traced.loss.aux_tree, values[1 : 1 + groups]
+            )
         if len(values) > 1 + groups:
             metrics["grad_norm"] = values[1 + groups]
         return metrics
@@ -384,11 +429,16 @@ class Session:
             microbatch: its number, from the start of the run.
             updates: those of the weights that it read.
         """
-        compiled, moment = self.compiled_at(batch, updates), divmod(microbatch, self.settings.microbatches)
+        compiled, moment = (
+            self.compiled_at(batch, updates),
+            divmod(microbatch, self.settings.microbatches),
+        )
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
-    def feeds(self, batch: Tree, words: np.ndarray | None, step: int, bound: Bound | None = None) -> Feeds:
+    def feeds(
+        self, batch: Tree, words: np.ndarray | None, step: int, bound: Bound | None = None
+    ) -> Feeds:
         """Slices what the micro-batches of a step read from the host; see `feeds_of`.
 
         Args:
@@ -408,8 +458,15 @@ class Session:
         """The leaves of the batch that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
         stages = self.compiled.plan.stages
-        own = (stage.layers for stage in stages if any(_jax.is_own(devices[d]) for d in stage.devices))
-        read = {i for layers in own for layer in layers for i in graph.layers[layer].reading(ValueKind.BATCH)}
+        own = (
+            stage.layers for stage in stages if any(_jax.is_own(devices[d]) for d in stage.devices)
+        )
+        read = {
+            i
+            for layers in own
+            for layer in layers
+            for i in graph.layers[layer].reading(ValueKind.BATCH)
+        }
         return [graph.batch[i].name for i in sorted(read)]
 
     def drain(self, state: State) -> State:
@@ -427,7 +484,9 @@ class Session:
         step, bound = compiled.drain(state.stream_steps)
         state.check(bound.lowered.persistent)
         arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
-        self.ledger.versions.record(step.uses, state.step * self.settings.microbatches, state.updates)
+        self.ledger.versions.record(
+            step.uses, state.step * self.settings.microbatches, state.updates
+        )
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, stream_steps=0)
 

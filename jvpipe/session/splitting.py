@@ -142,7 +142,9 @@ class Splitter:
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        points = split_points(traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device))
+        points = split_points(
+            traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device)
+        )
         halves = ((p, split_layers(traced, {layer: p})) for p in points[:_PLACES])
         return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
 
@@ -165,4 +167,8 @@ def crowded(planned: Planned) -> list[int]:
     if seconds[slowest] * len(seconds) <= NEAR * sum(seconds):
         return []
     costs = problem.costs.layers
-    return [i for i in range(*bounds[slowest : slowest + 2]) if costs[i].forward_s + costs[i].backward_s >= WORTH_S]
+    return [
+        i
+        for i in range(*bounds[slowest : slowest + 2])
+        if costs[i].forward_s + costs[i].backward_s >= WORTH_S
+    ]

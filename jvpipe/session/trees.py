@@ -52,7 +52,9 @@ class Trees:
 
     def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
         """Takes a state of the optimizer apart; ValueError names the first leaf that is none of this optimizer's."""
-        shapes = jax.tree.unflatten(optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state])
+        shapes = jax.tree.unflatten(
+            optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
+        )
         return leaves_like(tree, shapes, self.stacks, "the optimizer's state")
 
     @property
@@ -81,15 +83,24 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
     ...
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
-    wanted = stacks.join(split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype))
+    wanted = stacks.join(
+        split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+    )
     there, here = map(_types, (abstract(given), wanted))
     for path, needed in here.items():
         if (own := there.get(path, "missing")) != needed:
             raise ValueError(f"{what}: '{path}' is {own}, it must be {needed}")
     if jax.tree.structure(given) != jax.tree.structure(wanted):
-        more = next((f"there is no '{path}'" for path in there if path not in here), "the containers are others")
-        raise ValueError(f"{what}: {more} in the tree of this pipeline: give one with the same leaves")
-    leaves = zip(jax.tree.leaves(stacks.split_like(split, given)), jax.tree.leaves(split), strict=True)
+        more = next(
+            (f"there is no '{path}'" for path in there if path not in here),
+            "the containers are others",
+        )
+        raise ValueError(
+            f"{what}: {more} in the tree of this pipeline: give one with the same leaves"
+        )
+    leaves = zip(
+        jax.tree.leaves(stacks.split_like(split, given)), jax.tree.leaves(split), strict=True
+    )
     return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
 
 

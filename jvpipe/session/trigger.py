@@ -86,7 +86,12 @@ class Trigger:
     """
 
     def __init__(
-        self, expected_s: Sequence[float] | None, microbatches: int, *, synchronous: bool, rule: Rule = Rule()
+        self,
+        expected_s: Sequence[float] | None,
+        microbatches: int,
+        *,
+        synchronous: bool,
+        rule: Rule = Rule(),
     ) -> None:
         """`expected_s` are the seconds of each layer that the plan was made for, if it was made for any."""
         self.rule = rule
@@ -119,8 +124,12 @@ class Trigger:
         self._window.append(seen)
         if len(self._window) < self.rule.steps:
             return None
-        seconds, exposed_s = ([getattr(s, name) for s in self._window] for name in ("layer_s", "exposed_s"))
-        replan = self._better(plan, Seen(np.mean(seconds, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist()))
+        seconds, exposed_s = (
+            [getattr(s, name) for s in self._window] for name in ("layer_s", "exposed_s")
+        )
+        replan = self._better(
+            plan, Seen(np.mean(seconds, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist())
+        )
         self._window.clear()
         self._asked = replan.cuts if replan else None
         return replan
@@ -149,12 +158,18 @@ class Trigger:
         seconds = expected * np.where((own > rule.layer) | (own < 1 / rule.layer), own, 1.0)
 
         def step_s(cuts: Sequence[int]) -> float:
-            parts_s = np.add.reduceat(seconds, np.cumsum([0, *cuts[:-1]])) * slowness + np.array(seen.exposed_s)
+            parts_s = np.add.reduceat(seconds, np.cumsum([0, *cuts[:-1]])) * slowness + np.array(
+                seen.exposed_s
+            )
             return self._step_s(float(parts_s.max()), float(parts_s.sum()))
 
         at_home, total_s = plan.cuts == self.home.cuts, float(seconds.sum())
-        no_less_s = self._step_s(total_s / sum(1 / f for f in slowness), total_s * min(slowness))  # of any cuts
-        if step_s(plan.cuts) - no_less_s <= (rule.gain if at_home else rule.gain_home) * step_s(plan.cuts):
+        no_less_s = self._step_s(
+            total_s / sum(1 / f for f in slowness), total_s * min(slowness)
+        )  # of any cuts
+        if step_s(plan.cuts) - no_less_s <= (rule.gain if at_home else rule.gain_home) * step_s(
+            plan.cuts
+        ):
             return None
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
         at_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
@@ -174,7 +189,10 @@ class Trigger:
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
-        slow = {d: _median(ratio[device == d], self._expected[device == d]) for d in set(device.tolist())}
+        slow = {
+            d: _median(ratio[device == d], self._expected[device == d])
+            for d in set(device.tolist())
+        }
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:

@@ -31,8 +31,12 @@ def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
     if speeds is None:
         return ()
     usual = "such as [2.0, 1.0] for a device twice as fast as the other"
-    given: list[Any] = [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
-    numbers = all((is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given)
+    given: list[Any] = (
+        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
+    )
+    numbers = all(
+        (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given
+    )
     if not numbers:
         raise ValueError(f"speeds {brief(speeds)}: each must be a number above 0, {usual}")
     if len(given) != devices:
@@ -40,7 +44,9 @@ def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
     return tuple(float(x) for x in given)
 
 
-def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> tuple[float, ...]:
+def given_slowness(
+    speeds: Sequence[float], first: int, device: int, layers: int
+) -> tuple[float, ...]:
     """How many times longer a device takes for each layer than the first one; nothing if as long.
 
     Args:
@@ -73,9 +79,14 @@ def measured_slowness(
             continue
         if is_own(device):
             other_s = (layer.forward_s + layer.backward_s for layer in measured_on(device).layers)
-            known[_kind(device)] = tuple(b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True))
+            known[_kind(device)] = tuple(
+                b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True)
+            )
         else:
-            rates = [accelerator_like(_kind(x), x.platform).products_per_s("float32") for x in (devices[0], device)]
+            rates = [
+                accelerator_like(_kind(x), x.platform).products_per_s("float32")
+                for x in (devices[0], device)
+            ]
             known[_kind(device)] = (rates[0] / rates[1],) * len(first_s)
     return [known[_kind(device)] for device in devices]
 
@@ -85,7 +96,10 @@ def _kind(device: Device) -> str:
 
 
 def device_limits(
-    given: int | tuple[int, ...] | None, devices: Sequence[Device], planned: int, hosts: Hosts | None
+    given: int | tuple[int, ...] | None,
+    devices: Sequence[Device],
+    planned: int,
+    hosts: Hosts | None,
 ) -> tuple[int, ...]:
     """What each device may hold: as given, else as it reports; none if it does not (CPUs).
 

@@ -71,7 +71,9 @@ class Work:
         turns = {resources: _turns(resources, self._in_order) for resources in set(occupies)}
         self.occupies = occupies
         self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
-        self._served = [turns[resources][1] for resources in occupies]  # the resources for which a task queues
+        self._served = [
+            turns[resources][1] for resources in occupies
+        ]  # the resources for which a task queues
         self.fixed = not any(self._served)
         return turns
 
@@ -124,11 +126,16 @@ class Work:
                 free[r] = start + seconds[i]
             now.append(i)
 
-    def many_starts_s(self, seconds: Float[np.ndarray, "tasks runs"]) -> Float[np.ndarray, "tasks runs"]:
+    def many_starts_s(
+        self, seconds: Float[np.ndarray, "tasks runs"]
+    ) -> Float[np.ndarray, "tasks runs"]:
         """`starts_s` for many runs at once; nobody may queue."""
         assert self.fixed
         tasks, runs = seconds.shape
-        starts, ends = np.zeros((tasks, runs)), np.zeros((tasks + 1, runs))  # the last row: waits for nothing
+        starts, ends = (
+            np.zeros((tasks, runs)),
+            np.zeros((tasks + 1, runs)),
+        )  # the last row: waits for nothing
         for level, before in self._levels:
             starts[level] = ends[before].max(axis=1)
             ends[level] = starts[level] + seconds[level]
@@ -147,7 +154,9 @@ class Work:
         arrays = []
         for level in levels:
             width = max(1, *(len(self._before[i]) for i in level))
-            rows = [[*self._before[i], *[len(depth)] * (width - len(self._before[i]))] for i in level]
+            rows = [
+                [*self._before[i], *[len(depth)] * (width - len(self._before[i]))] for i in level
+            ]
             arrays.append((np.array(level), np.array(rows)))
         return arrays
 
@@ -165,7 +174,9 @@ class Work:
     def _stuck(self, name: Callable[[int], str]) -> ValueError:
         done = set(self._order)
         circle = self._circle(done)
-        return cannot_progress({name(i): [name(j)] for i, j in zip(circle, [*circle[1:], circle[0]], strict=True)})
+        return cannot_progress(
+            {name(i): [name(j)] for i, j in zip(circle, [*circle[1:], circle[0]], strict=True)}
+        )
 
     def _circle(self, done: Collection[int]) -> list[int]:
         """Tasks of which each waits for the next, and the last for the first."""
@@ -189,4 +200,6 @@ def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:
     """Those that serve in order, and those that serve by readiness."""
-    return tuple(r for r in resources if r in in_order), tuple(r for r in resources if r not in in_order)
+    return tuple(r for r in resources if r in in_order), tuple(
+        r for r in resources if r not in in_order
+    )

@@ -111,7 +111,9 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
             readers.setdefault(b, []).append(i)
 
 
-def _programs_before(link: Link | None, programs: Sequence[int], *, takes_time: bool) -> Sequence[int]:
+def _programs_before(
+    link: Link | None, programs: Sequence[int], *, takes_time: bool
+) -> Sequence[int]:
     """The program of a device that a copy must not overtake, so that it comes no earlier than its memory allows."""
     match link:
         case Link.FROM_HOST:
@@ -125,7 +127,11 @@ def _programs_before(link: Link | None, programs: Sequence[int], *, takes_time: 
 
 
 def _curves(
-    lowered: Lowered, devices: int, starts_s: np.ndarray, ends_s: np.ndarray, temporary_bytes: Sequence[int]
+    lowered: Lowered,
+    devices: int,
+    starts_s: np.ndarray,
+    ends_s: np.ndarray,
+    temporary_bytes: Sequence[int],
 ) -> tuple[Curve, ...]:
     """A buffer counts from the start of the row that makes it until all rows that touch it have ended."""
     buffers = lowered.buffers
@@ -148,7 +154,9 @@ def _curves(
     return (*here, Curve.of("host", "host", changes[HOST]))
 
 
-def simulate_lists(lists: TaskLists, stages: Sequence[StageLoad], *, shared_link: bool = False) -> Timeline:
+def simulate_lists(
+    lists: TaskLists, stages: Sequence[StageLoad], *, shared_link: bool = False
+) -> Timeline:
     """Simulates task lists of F, B, I and W at the level of stages (see `stage_work`), as planners count.
 
     Args:
@@ -193,7 +201,9 @@ def _stage_curves(
     devices = range(1 + max(work.places))
     here: list[list[tuple[float, int]]] = [[] for _ in devices]
     host: list[tuple[float, int]] = []
-    for (s, kind, _), start_s, end_s in zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True):
+    for (s, kind, _), start_s, end_s in zip(
+        work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True
+    ):
         load, mine = stages[s], here[work.places[s]]
         match kind:
             case Kind.F:
@@ -214,6 +224,9 @@ def _stage_curves(
                 pass  # what they take while they run is static
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
-    static = [sum(load.static_bytes for s, load in enumerate(stages) if work.places[s] == d) for d in devices]
+    static = [
+        sum(load.static_bytes for s, load in enumerate(stages) if work.places[s] == d)
+        for d in devices
+    ]
     places = (Curve.of(work.resources[d], "device", here[d], static[d]) for d in devices)
     return (*places, Curve.of("host", "host", host))

@@ -89,7 +89,9 @@ class Features:
             shared: whether sends take the links to the host.
             swaps: whether something is swapped even if that takes no time.
         """
-        _, recomputes, _, out, back, sent, returned, _, _ = (any(column) for column in zip(*parts_s, strict=True))
+        _, recomputes, _, out, back, sent, returned, _, _ = (
+            any(column) for column in zip(*parts_s, strict=True)
+        )
         sends = sent or returned
         return Features(recomputes, swaps or out or back, sends, shared and sends)
 
@@ -121,7 +123,10 @@ class StageWork:
     def tasks(self) -> list[Task]:
         """The tasks; their kinds are `PARTS`."""
         parts = [(s, part) for s in range(self.stages) for part in PARTS]
-        return [Task(*parts[slot], code % self.microbatches) for slot, code in zip(self.slots, self.codes, strict=True)]
+        return [
+            Task(*parts[slot], code % self.microbatches)
+            for slot, code in zip(self.slots, self.codes, strict=True)
+        ]
 
     @cached_property
     def ids(self) -> dict[Task, int]:
@@ -156,7 +161,8 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     M = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
     device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     places = tuple(
-        device_of.get(s, min(s, len(lists) - 1)) for s in range(max([len(lists), *(s + 1 for s in device_of)]))
+        device_of.get(s, min(s, len(lists) - 1))
+        for s in range(max([len(lists), *(s + 1 for s in device_of)]))
     )
     halves = frozenset((s, m) for tasks in lists for s, kind, m in tasks if KINDS[kind].between > 0)
     around = [_Around.of(s, places, features, M) for s in range(len(places))]
@@ -171,11 +177,24 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
         numbered = [tuple([ids[need] for need in needs]) for needs in waits.values()]
     except KeyError:
         code, need = next((c, n) for c, needs in waits.items() for n in needs if n not in ids)
-        raise cannot_progress({_task(code, M): [f"{_task(need, M)}, which is in no list"]}) from None
+        raise cannot_progress(
+            {_task(code, M): [f"{_task(need, M)}, which is in no list"]}
+        ) from None
     codes, D = tuple(waits), len(lists)
-    occupied = [_occupied(s, part, places, D, shared=features.shared) for s in range(len(places)) for part in PARTS]
-    in_order = [r for r in range(4 * D) if not D <= r < 2 * D]  # links to the host serve by readiness
-    work = Work(numbered, [occupied[code // M] for code in codes], in_order, lambda i: str(_task(codes[i], M)))
+    occupied = [
+        _occupied(s, part, places, D, shared=features.shared)
+        for s in range(len(places))
+        for part in PARTS
+    ]
+    in_order = [
+        r for r in range(4 * D) if not D <= r < 2 * D
+    ]  # links to the host serve by readiness
+    work = Work(
+        numbered,
+        [occupied[code // M] for code in codes],
+        in_order,
+        lambda i: str(_task(codes[i], M)),
+    )
     return StageWork(work, codes, places, M)
 
 
@@ -184,7 +203,9 @@ def _task(code: int, M: int) -> Task:
     return Task(slot // len(PARTS), PARTS[slot % len(PARTS)], m)
 
 
-def _occupied(s: int, part: Kind, places: Sequence[int], D: int, *, shared: bool) -> tuple[int, ...]:
+def _occupied(
+    s: int, part: Kind, places: Sequence[int], D: int, *, shared: bool
+) -> tuple[int, ...]:
     """The resources of a part of a stage, numbered as `StageWork.resources` names them."""
     d = places[s]
     match part:
@@ -244,7 +265,10 @@ class _Around(NamedTuple):
 
 
 def _device(
-    tasks: Sequence[Task], on: Features, around: Sequence[_Around], halves: Collection[tuple[int, int]]
+    tasks: Sequence[Task],
+    on: Features,
+    around: Sequence[_Around],
+    halves: Collection[tuple[int, int]],
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields what a device does, in order, and what each waits for, as codes; the engine keeps the device's order."""
     last: tuple[int, ...] = ()  # the task before on the device
@@ -259,7 +283,11 @@ def _device(
             case Kind.F:
                 yield F + m, (*([] if source is None else [source + m]), *outs[-2:-1])
                 last = (F + m,)
-                if on.swaps and not (following and KINDS[following.kind].in_flight < 0 and following[::2] == task[::2]):
+                if on.swaps and not (
+                    following
+                    and KINDS[following.kind].in_flight < 0
+                    and following[::2] == task[::2]
+                ):
                     outs.append(OUT + m)
                     yield OUT + m, last
                 if sends:

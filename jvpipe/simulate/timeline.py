@@ -25,7 +25,9 @@ class Curve:
     bytes: Int[np.ndarray, " changes"]
 
     @staticmethod
-    def of(place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0) -> "Curve":
+    def of(
+        place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0
+    ) -> "Curve":
         """Makes a curve of changes in any order; what ends at an instant makes room for what begins.
 
         Args:
@@ -94,13 +96,19 @@ class Timeline:
 
     def spans(self) -> Iterator[Span]:
         """Each task that took time, once for each resource that it occupied."""
-        for task, start_s, end_s, places in zip(self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True):
+        for task, start_s, end_s, places in zip(
+            self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True
+        ):
             for place in places if end_s > start_s else ():
                 args = {"stage": task.stage, "microbatch": task.microbatch}
-                yield Span(self.resources[place], str(task), float(start_s), float(end_s), task.kind, args)
+                yield Span(
+                    self.resources[place], str(task), float(start_s), float(end_s), task.kind, args
+                )
 
     def picture(self) -> Picture:
         """The spans, and the bytes over time, as a timeline shows them."""
-        changes = ((c.place, zip(c.t_s.tolist(), c.bytes.tolist(), strict=True)) for c in self.curves)
+        changes = (
+            (c.place, zip(c.t_s.tolist(), c.bytes.tolist(), strict=True)) for c in self.curves
+        )
         levels = (Level(place, t_s, held) for place, changing in changes for t_s, held in changing)
         return Picture(tuple(self.spans()), tuple(levels))

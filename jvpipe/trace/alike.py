@@ -14,12 +14,39 @@ from jvpipe.trace.structure import comparable
 
 _SAME = ("copy", "copy_p", "name", "stop_gradient", "optimization_barrier")
 _COUNTING = frozenset(
-    {"add", "add_any", "mul", "max", "min", "abs", "square", "select_n", "broadcast_in_dim", "reshape"}
+    {
+        "add",
+        "add_any",
+        "mul",
+        "max",
+        "min",
+        "abs",
+        "square",
+        "select_n",
+        "broadcast_in_dim",
+        "reshape",
+    }
     | {"squeeze", "reduce_sum"}
 )
 """What makes whole numbers of whole numbers."""
 _COMPARED = (
-    {"sub", "neg", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "iota", "expand_dims", "transpose", "slice"}
+    {
+        "sub",
+        "neg",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "iota",
+        "expand_dims",
+        "transpose",
+        "slice",
+    }
     | {"convert_element_type"}
     | _COUNTING
 )
@@ -69,7 +96,11 @@ class Alike:
             value = np.asarray(atom.val)
             key = "literal", value.shape, value.tobytes() if value.shape else complex(value)
             number = self._number(key)
-            is_whole = value.shape == () and bool(np.isreal(value)) and float(value) == np.floor(float(value))
+            is_whole = (
+                value.shape == ()
+                and bool(np.isreal(value))
+                and float(value) == np.floor(float(value))
+            )
         elif atom in self._numbers:
             return self._numbers[atom]
         else:

@@ -56,7 +56,11 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> S
         grown: of each result, the axis whose size follows the number of examples, if there is one.
     """
     followed = _followed(eqn, axes, grown)
-    return followed if isinstance(followed, str) else [None if axis is None else int(axis) for axis in followed]
+    return (
+        followed
+        if isinstance(followed, str)
+        else [None if axis is None else int(axis) for axis in followed]
+    )
 
 
 def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:
@@ -65,7 +69,11 @@ def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Fou
     same = all(axis in (None, own) for axis in axes)
     match _class_of().get(name):
         case "elementwise":
-            return _all(own, grown) if same else "joins values that have their examples along different axes"
+            return (
+                _all(own, grown)
+                if same
+                else "joins values that have their examples along different axes"
+            )
         case "keys":
             return _all(own, grown)
         case "reduces":
@@ -74,13 +82,22 @@ def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Fou
         case "runs":
             return _all(own, grown) if params["axis"] != own else "sums up from example to example"
         case "windows":
-            plain = params["window_dimensions"][own] == 1 and tuple(params["padding"][own]) == (0, 0)
-            return _all(own, grown) if plain and params["window_strides"][own] == 1 else "looks at several examples"
+            plain = params["window_dimensions"][own] == 1 and tuple(params["padding"][own]) == (
+                0,
+                0,
+            )
+            return (
+                _all(own, grown)
+                if plain and params["window_strides"][own] == 1
+                else "looks at several examples"
+            )
         case _:
             return _others(eqn, axes, own, grown, same=same)
 
 
-def _others(eqn: JaxprEqn, axes: Sequence[Axis], own: int, grown: Sequence[Axis], *, same: bool) -> Found:
+def _others(
+    eqn: JaxprEqn, axes: Sequence[Axis], own: int, grown: Sequence[Axis], *, same: bool
+) -> Found:
     """Follows the axis through what is of a kind of its own."""
     match eqn.primitive.name:
         case "reshape":
@@ -105,7 +122,9 @@ def _others(eqn: JaxprEqn, axes: Sequence[Axis], own: int, grown: Sequence[Axis]
 
 def _all(axis: int, grown: Sequence[Axis]) -> Found:
     """Every result has the axis of the operands."""
-    return [axis for _ in grown] if all(g == axis for g in grown) else "changes the number of examples"
+    return (
+        [axis for _ in grown] if all(g == axis for g in grown) else "changes the number of examples"
+    )
 
 
 def _moved(eqn: JaxprEqn, own: int) -> Found | None:
@@ -120,19 +139,27 @@ def _moved(eqn: JaxprEqn, own: int) -> Found | None:
         case "squeeze":
             return [own - sum(axis < own for axis in params["dimensions"])]
         case "expand_dims":
-            kept = [i for i in range(len(shape) + len(params["dimensions"])) if i not in params["dimensions"]]
+            kept = [
+                i
+                for i in range(len(shape) + len(params["dimensions"]))
+                if i not in params["dimensions"]
+            ]
             return [kept[own]]
         case "concatenate":
             return [own] if params["dimension"] != own else "puts examples beside others"
         case "split":
-            return [own] * len(eqn.outvars) if params["axis"] != own else "takes some of the examples"
+            return (
+                [own] * len(eqn.outvars) if params["axis"] != own else "takes some of the examples"
+            )
         case "rev":
             return [own] if own not in params["dimensions"] else "turns the examples round"
         case "pad":
             return [own] if tuple(params["padding_config"][own]) == (0, 0, 0) else "adds examples"
         case "slice" | "dynamic_slice" | "dynamic_update_slice":
             whole = _jax.aval(eqn.outvars[0]).shape[own] == shape[own]
-            return [own] if whole and name != "dynamic_update_slice" else "takes some of the examples"
+            return (
+                [own] if whole and name != "dynamic_update_slice" else "takes some of the examples"
+            )
         case _:
             return None
 
@@ -153,7 +180,11 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
         paired = all(inside) and contracted[0].index(left) == contracted[1].index(right)
         return [None] if paired else "multiplies examples with what is not theirs"
     if left is not None and right is not None:
-        paired = left in batched[0] and right in batched[1] and batched[0].index(left) == batched[1].index(right)
+        paired = (
+            left in batched[0]
+            and right in batched[1]
+            and batched[0].index(left) == batched[1].index(right)
+        )
         return [batched[0].index(left)] if paired else "multiplies each example with every other"
     side, own = (0, left) if left is not None else (1, right)
     assert own is not None
@@ -168,24 +199,34 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
 def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
     numbers = eqn.params["dimension_numbers"]
     alone = axes[1] is None and eqn.params["batch_group_count"] == 1
-    return [numbers.out_spec[0]] if alone and axes[0] == numbers.lhs_spec[0] else "convolves over examples"
+    return (
+        [numbers.out_spec[0]]
+        if alone and axes[0] == numbers.lhs_spec[0]
+        else "convolves over examples"
+    )
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
-    outer = [i for i in range(rank) if i not in numbers.offset_dims]  # the axes of the indices, but for the last
+    outer = [
+        i for i in range(rank) if i not in numbers.offset_dims
+    ]  # the axes of the indices, but for the last
     if indices is not None:
         if indices >= len(outer):
             return "takes an index from several examples"
         if operand is None:
             return [outer[indices]]
-        paired = [*zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)]
+        paired = [
+            *zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        ]
         return (
             [outer[indices]]
             if (operand, indices) in paired
-            else ("looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]")
+            else (
+                "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
+            )
         )
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     assert operand is not None

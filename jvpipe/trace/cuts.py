@@ -38,7 +38,9 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
     return cuts
 
 
-def _cuts_at(eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int) -> list[int]:
+def _cuts_at(
+    eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
+) -> list[int]:
     cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
         for a, b in pairwise([0, *cuts, len(eqns)]):
@@ -47,11 +49,15 @@ def _cuts_at(eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, sk
     return sorted(cuts)
 
 
-def _narrow(eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int) -> list[int]:
+def _narrow(
+    eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
+) -> list[int]:
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
-    groups = [np.arange(a, b) for a, b in pairwise(starts)]  # positions between two weighted operations
+    groups = [
+        np.arange(a, b) for a, b in pairwise(starts)
+    ]  # positions between two weighted operations
     fewest = [int(count[group].min()) for group in groups]
     cuts = []
     for g, group in enumerate(groups):

@@ -64,7 +64,9 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 def _digest_of_leaf(leaf: Any) -> str:
     """Nothing of what is a shape alone, or lies over several processes."""
-    has_bytes = not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf, "is_fully_addressable", True)
+    has_bytes = not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(
+        leaf, "is_fully_addressable", True
+    )
     return array_digest(leaf) if has_bytes else ""
 
 
@@ -77,7 +79,9 @@ def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     made = jax.eval_shape(initialiser, rng)
     closed = flatten(initialiser, rng)
     known: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
-    known |= {v: array_digest(c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+    known |= {
+        v: array_digest(c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    }
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
         itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
@@ -106,7 +110,9 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
         jaxpr: with its constants among its inputs.
         constants: their values.
     """
-    arrays = [f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)]
+    arrays = [
+        f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)
+    ]
     compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     inputs, equations, outputs = compared.parts
     pairs = enumerate(zip(jaxpr.eqns, equations, strict=True))

@@ -48,18 +48,22 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
         )
     if not stacks_layers(traced.jaxpr, calls):
         return inlined(traced, calls)
-    closed = jax.make_jaxpr(lambda *xs: [*map(whole, _traced(traced.jaxpr, traced.consts, xs, calls))])(
-        *traced.in_avals
-    )
+    closed = jax.make_jaxpr(
+        lambda *xs: [*map(whole, _traced(traced.jaxpr, traced.consts, xs, calls))]
+    )(*traced.in_avals)
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
 
 
-def _traced(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]) -> list[Any]:
+def _traced(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]
+) -> list[Any]:
     """Traces the equations of a jaxpr again, without its calls, scans over stacked layers unrolled."""
 
     def inline(body: ClosedJaxpr | Jaxpr, values: Sequence[Any]) -> list[Any]:
-        inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+        inner, inner_consts = (
+            (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+        )
         return _traced(inner, inner_consts, values, calls)
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -68,7 +72,9 @@ def _traced(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dic
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            if (results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))) is not None:
+            if (
+                results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
+            ) is not None:
                 return results
             values = [whole(v) for v in values]
             if eqn.primitive.name == SHARDING:

@@ -67,7 +67,9 @@ class Traced:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
-def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()) -> Traced:
+def build_graph(
+    loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()
+) -> Traced:
     """Cuts a traced loss into layers: at its narrow places unless `cuts` tells others, and at `splits` too.
 
     Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
@@ -85,9 +87,14 @@ def build_graph(loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequ
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    last = next((i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])), len(runs) - 1)
+    last = next(
+        (i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])),
+        len(runs) - 1,
+    )
     floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
-    return replace(_Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits))
+    return replace(
+        _Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits)
+    )
 
 
 _DERIVATIONS = 6  # a key further from the seed is sent: each link of a long chain would be a layer of its own kind
@@ -127,7 +134,9 @@ class Sorted:
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
         # A model without products has no weighted operation: then whatever reads a parameter counts as one.
-        return Sorted(tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading))
+        return Sorted(
+            tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading)
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,10 @@ class _Assembly:
         sinks = self._sinks()
         needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
         readers = self._readers(needs, sinks)
-        crossing = sorted(((v, r) for v, r in readers.items() if v in self.made), key=lambda item: self.made[item[0]])
+        crossing = sorted(
+            ((v, r) for v, r in readers.items() if v in self.made),
+            key=lambda item: self.made[item[0]],
+        )
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
         flows = active(self.loss)
         bodies = []
@@ -158,7 +170,9 @@ class _Assembly:
             Tensor(array_of(v, f"{names[self.made[v]]}:{i}"), self.made[v], tuple(r), v in flows)
             for i, (v, r) in enumerate(crossing)
         )
-        return Traced(self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts)
+        return Traced(
+            self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts
+        )
 
     @cached_property
     def made(self) -> dict[Var, int]:
@@ -194,9 +208,13 @@ class _Assembly:
                     readers.setdefault(v, []).append(layer)
         writer = {ref: layer for layer, sink in enumerate(sinks) for _, ref in sink}
         for v, ref in self.loss.inputs.items():
-            if ref.kind == ValueKind.PARAMETER:  # one that nothing reads has an owner too, and a gradient of zeros
+            if (
+                ref.kind == ValueKind.PARAMETER
+            ):  # one that nothing reads has an owner too, and a gradient of zeros
                 readers.setdefault(v, [self.last])
-            elif ref.kind == ValueKind.STATE and ref in writer:  # where nothing reads it, the old one ends with the new
+            elif (
+                ref.kind == ValueKind.STATE and ref in writer
+            ):  # where nothing reads it, the old one ends with the new
                 readers.setdefault(v, [writer[ref]])
         return readers
 
@@ -235,7 +253,9 @@ class _Assembly:
             layers,
             tensors,
             tuple(Parameter(array, tuple(readers[v])) for array, (v, _) in owned),
-            tuple(sharding.batch(array) if sharding else array for _, array in arrays(ValueKind.BATCH)),
+            tuple(
+                sharding.batch(array) if sharding else array for _, array in arrays(ValueKind.BATCH)
+            ),
             tuple(array for _, array in arrays(ValueKind.STATE)),
             tuple(array for _, array in arrays(ValueKind.CONSTANT)),
             tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),
@@ -272,7 +292,10 @@ def _body(
         tuple(v for v, _ in reads),
         tuple(v for v, _ in writes),
         tuple(ref.kind in summed and v in flows for v, ref in reads),
-        tuple((ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0) for v, ref in writes),
+        tuple(
+            (ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0)
+            for v, ref in writes
+        ),
         candidates,
     )
 
@@ -286,7 +309,9 @@ def _layer(number: int, body: Body) -> Layer:
 def array_of(var: Atom, name: str) -> Array:
     """A variable's shape and type under a name."""
     aval = _jax.aval(var)
-    return Array(name, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize)
+    return Array(
+        name, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize
+    )
 
 
 def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:

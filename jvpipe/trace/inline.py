@@ -83,7 +83,11 @@ class _Line:
             call: the source of the call.
         """
         env: dict[Var, Atom | _Late] = dict(
-            zip(jaxpr.constvars, map(self._constant, map(_jax.aval, jaxpr.constvars), consts), strict=True)
+            zip(
+                jaxpr.constvars,
+                map(self._constant, map(_jax.aval, jaxpr.constvars), consts),
+                strict=True,
+            )
         )
         env |= zip(jaxpr.invars, args, strict=True)
         for eqn in jaxprs.prune(jaxpr.eqns, jaxpr.outvars):
@@ -99,10 +103,14 @@ class _Line:
             (value.result,) = self._append(value.eqn, list(map(self.made, value.atoms)), value.call)
         return value.result
 
-    def _results(self, eqn: JaxprEqn, values: list[Atom | _Late], call: Any) -> Sequence[Atom | _Late]:
+    def _results(
+        self, eqn: JaxprEqn, values: list[Atom | _Late], call: Any
+    ) -> Sequence[Atom | _Late]:
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
-            inner, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+            inner, consts = (
+                (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+            )
             return self.run(inner, consts, values, _jax.joined_source(call, eqn))
         if is_late(eqn, any(isinstance(value, _Late) for value in values)):
             return [_Late(eqn, values, call)]
@@ -117,15 +125,23 @@ class _Line:
         return self._append(eqn, atoms, call)
 
     def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
-        outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]  # the body may be that of another call, too
-        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, source_info=_jax.joined_source(call, eqn)))
+        outvars = [
+            _jax.new_variable(_jax.aval(v)) for v in eqn.outvars
+        ]  # the body may be that of another call, too
+        self.eqns.append(
+            eqn.replace(invars=atoms, outvars=outvars, source_info=_jax.joined_source(call, eqn))
+        )
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
         if not all(isinstance(a, Literal) or a in self.constants for a in atoms):
             return None
-        results = folded(eqn, [a.val if isinstance(a, Literal) else self.constants[a] for a in atoms])
-        return results and [Literal(x, _jax.aval(v)) for x, v in zip(results, eqn.outvars, strict=True)]
+        results = folded(
+            eqn, [a.val if isinstance(a, Literal) else self.constants[a] for a in atoms]
+        )
+        return results and [
+            Literal(x, _jax.aval(v)) for x, v in zip(results, eqn.outvars, strict=True)
+        ]
 
     def _read(self, atom: Atom) -> Atom:
         """What an equation reads; a key is no literal."""
@@ -145,10 +161,18 @@ class _Line:
 def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """The results of an equation between constant scalars, such as the counter of a stream of keys."""
     scalar = all(_jax.aval(v).shape == () for v in eqn.outvars)
-    if eqn.effects or not scalar or any(isinstance(v, _jax.Tracer) for v in values) or not is_cheap(eqn):
+    if (
+        eqn.effects
+        or not scalar
+        or any(isinstance(v, _jax.Tracer) for v in values)
+        or not is_cheap(eqn)
+    ):
         return None
     with jax.ensure_compile_time_eval():
-        return [literal(x, _jax.aval(v)) for x, v in zip(_jax.bind(eqn, values), eqn.outvars, strict=True)]
+        return [
+            literal(x, _jax.aval(v))
+            for x, v in zip(_jax.bind(eqn, values), eqn.outvars, strict=True)
+        ]
 
 
 def literal(value: Any, aval: Any) -> Any:

@@ -90,7 +90,9 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
         inner = _jax.inner_jaxprs(made)
         return made.replace(effects=_effects(inner)) if inner and made.effects else made
 
-    kept = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls]
+    kept = [
+        eqn for eqn in jaxpr.eqns if eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls
+    ]
     eqns = prune([quieted(eqn) for eqn in kept], jaxpr.outvars)
     return jaxpr.replace(eqns=eqns, effects=_effects([jaxpr.replace(eqns=eqns)]))
 

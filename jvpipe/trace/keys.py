@@ -42,7 +42,10 @@ def implementation_of(dtype: Any) -> str:
 
 
 def _key_types() -> dict[Any, str]:
-    return {jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype: impl for impl in IMPLEMENTATIONS}
+    return {
+        jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype: impl
+        for impl in IMPLEMENTATIONS
+    }
 
 
 def derives_key(eqn: JaxprEqn) -> bool:
@@ -59,7 +62,11 @@ def holds_keys(atom: _jax.Atom) -> bool:
 
 def picks_key(eqn: JaxprEqn) -> bool:
     """Tells whether an equation is `keys[i]`."""
-    return eqn.primitive.name == "slice" and holds_keys(eqn.invars[0]) and set(eqn.params["strides"] or [1]) == {1}
+    return (
+        eqn.primitive.name == "slice"
+        and holds_keys(eqn.invars[0])
+        and set(eqn.params["strides"] or [1]) == {1}
+    )
 
 
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
@@ -67,7 +74,9 @@ def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     if not picks_key(eqn):
         return None
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    return [take(values[0], starts, [stop - start for start, stop in zip(starts, limits, strict=True)])]
+    return [
+        take(values[0], starts, [stop - start for start, stop in zip(starts, limits, strict=True)])
+    ]
 
 
 def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:

@@ -11,7 +11,13 @@ from jvpipe import _jax
 from jvpipe.ir.brief import brief
 
 Tree = Any
-Role = Literal["parameter", "batch leaf", "leaf of the model state", "leaf of the optimizer's state", "leaf of aux"]
+Role = Literal[
+    "parameter",
+    "batch leaf",
+    "leaf of the model state",
+    "leaf of the optimizer's state",
+    "leaf of aux",
+]
 
 _CURES: dict[Role, str] = {
     "parameter": "keep it out of the parameters and let the loss capture it, as `params, static = eqx.partition(model, "
@@ -44,7 +50,9 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     names = tuple(separator.join(_keys(path)) for path in paths)
     if len(set(names)) == len(names):
         return names
-    escaped = [[key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths]
+    escaped = [
+        [key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths
+    ]
     return tuple(map(separator.join, escaped))
 
 
@@ -74,7 +82,9 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
 
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _jax.Tracer):
-            raise ValueError(f"{_named(path, role)} is being traced: use jvpipe outside of jax.jit and its like")
+            raise ValueError(
+                f"{_named(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
+            )
         aval = _type_of(path, leaf, role)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -100,7 +110,9 @@ def is_initialiser(params: Any) -> bool:
     except (TypeError, ValueError) as error:  # a ValueError is of one that Python cannot look into
         fits = isinstance(error, ValueError) and not isinstance(params, type)
     if not fits:
-        raise ValueError(f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them")
+        raise ValueError(
+            f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them"
+        )
     return True
 
 
@@ -121,7 +133,9 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_named(path, role)} {_complaint(leaf, role)}") from error
     except OverflowError as error:
-        raise ValueError(f"{_named(path, role)} is the number {brief(leaf)}, which no device holds") from error
+        raise ValueError(
+            f"{_named(path, role)} is the number {brief(leaf)}, which no device holds"
+        ) from error
 
 
 def _keys(path: Sequence[Any]) -> list[str]:

@@ -93,18 +93,31 @@ def trace_loss(
     seed = None if key is None else key.seed
     outputs = _Outputs(has_aux, has_state)
     flat = _flat(loss_fn, key, state, outputs)
-    closed = _traced(flat, (params, *([state] if has_state else []), batch, seed), with_key=key is not None)
+    closed = _traced(
+        flat, (params, *([state] if has_state else []), batch, seed), with_key=key is not None
+    )
     _check_effects(closed)
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     given = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
-    seeds, captured = [Ref(ValueKind.SEED, 0)], [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))]
-    again = functools.partial(trace_loss, loss_fn, params, rng=rng, state=state, reductions=reductions)
+    seeds, captured = (
+        [Ref(ValueKind.SEED, 0)],
+        [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))],
+    )
+    again = functools.partial(
+        trace_loss, loss_fn, params, rng=rng, state=state, reductions=reductions
+    )
     made = closed.jaxpr.outvars
     names = {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees}
     traced = LossJaxpr(
         tuple(eqns),
-        dict(zip([*closed.jaxpr.invars, *constants], [*given, *seeds[: seed is not None], *captured], strict=True)),
+        dict(
+            zip(
+                [*closed.jaxpr.invars, *constants],
+                [*given, *seeds[: seed is not None], *captured],
+                strict=True,
+            )
+        ),
         tuple(zip(made, outputs.refs(len(made), len(leaves[ValueKind.STATE])), strict=True)),
         names,
         tuple(constants.values()),
@@ -112,7 +125,9 @@ def trace_loss(
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
-        functools.cache(lambda n: again(batch=_resized(batch, n), has_aux=has_aux, has_state=has_state)),
+        functools.cache(
+            lambda n: again(batch=_resized(batch, n), has_aux=has_aux, has_state=has_state)
+        ),
         aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(made)),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
@@ -121,7 +136,9 @@ def trace_loss(
 
 
 def _resized(batch: Tree, examples: int) -> Tree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype), batch)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype), batch
+    )
 
 
 @dataclass
@@ -169,7 +186,9 @@ def _is_weighted(x: Any) -> bool:
     return isinstance(x, Weighted)
 
 
-def _flat(loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs) -> Callable[..., Any]:
+def _flat(
+    loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs
+) -> Callable[..., Any]:
     """The loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
 
     @_named_as(loss_fn)
@@ -181,7 +200,9 @@ def _flat(loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outpu
     return flat
 
 
-def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool) -> _jax.ClosedJaxpr:
+def _traced(
+    flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool
+) -> _jax.ClosedJaxpr:
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
@@ -189,8 +210,14 @@ def _traced(flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: boo
             raise ValueError(
                 "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
             ) from error
-        if not with_key and isinstance(error, TypeError) and ("key" in str(error) or "None" in str(error)):
-            error.add_note("The loss was traced without a key: if it needs one, give it to init, jax.random.key(0).")
+        if (
+            not with_key
+            and isinstance(error, TypeError)
+            and ("key" in str(error) or "None" in str(error))
+        ):
+            error.add_note(
+                "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
+            )
         raise
 
 
@@ -208,7 +235,11 @@ class KeyKind:
         >>> KeyKind.of(jax.random.key(0))
         KeyKind(shape=(2,), impl='threefry2x32')
         """
-        impl = str(jax.random.key_impl(rng)) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else None
+        impl = (
+            str(jax.random.key_impl(rng))
+            if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+            else None
+        )
         return KeyKind(key_words(rng).shape, impl)
 
     @property
@@ -244,7 +275,9 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
         return out, None, None
     if not isinstance(out, tuple) or isinstance(out, Weighted) or len(out) != wanted:
         names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
-        raise ValueError(f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})")
+        raise ValueError(
+            f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
+        )
     return out[0], out[1] if has_state else None, out[-1] if has_aux else None
 
 
@@ -267,29 +300,43 @@ def _check_loss(loss: Any) -> None:
     for part in loss if isinstance(loss, Weighted) else (loss,):
         if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
             hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
-            raise ValueError(f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}")
+            raise ValueError(
+                f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}"
+            )
         if np.shape(part) != ():
-            raise ValueError(f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum")
+            raise ValueError(
+                f"the loss must be a scalar, its shape is {np.shape(part)}: take its mean or sum"
+            )
     first = loss.total if isinstance(loss, Weighted) else loss
     if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
-        raise ValueError(f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}")
+        raise ValueError(
+            f"the loss must be a real floating-point scalar, its type is {jnp.result_type(first)}"
+        )
     if isinstance(loss, Weighted) and jnp.result_type(loss.weight) == np.bool_:
-        raise ValueError("the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask")
+        raise ValueError(
+            "the weight of jvpipe.Weighted must be a number, its type is bool: sum up the mask"
+        )
 
 
 def _check_aux(aux: Tree) -> None:
     check(aux, "leaf of aux")
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if isinstance(leaf, jax.Array) and is_key(leaf):
-            raise ValueError(f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)")
+            raise ValueError(
+                f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)"
+            )
 
 
 def _check_state(old: Tree, new: Tree) -> None:
     old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
     if old_tree != new_tree:
-        raise ValueError(f"the loss returns a model state of another structure: {new_tree}, not {old_tree}")
+        raise ValueError(
+            f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
+        )
     old_leaves = jax.tree_util.tree_leaves_with_path(old)
-    for (path, before), after in zip(old_leaves, map(jax.typeof, jax.tree.leaves(new)), strict=True):
+    for (path, before), after in zip(
+        old_leaves, map(jax.typeof, jax.tree.leaves(new)), strict=True
+    ):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
                 f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
@@ -334,6 +381,8 @@ def _from_parameters(traced: LossJaxpr) -> set[Var]:
     """The variables of inexact type that a change of the parameters changes."""
     moving: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
     for eqn in traced.eqns:
-        if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(jaxprs.variables(eqn.invars)):
+        if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(
+            jaxprs.variables(eqn.invars)
+        ):
             moving.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
     return moving

@@ -74,7 +74,10 @@ def trace_model(
         params, sliced = stacks.split(params), stacks.of_slices(loss_fn)
         loss = trace_loss(sliced, params, micro_batch, rng, model_state, **returns)
     if sharding is not None:
-        slices = (_of_slices(path, spec, n) for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True))
+        slices = (
+            _of_slices(path, spec, n)
+            for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True)
+        )
         loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
     return Model(reshaped(loss, present) if present else build_graph(loss), stacks, params)
 
@@ -83,7 +86,9 @@ def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
     """How the parameters lie, by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = path_names([path for path, _ in leaves])
-    return sharding.specs({path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, leaves, strict=True)})
+    return sharding.specs(
+        {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, leaves, strict=True)}
+    )
 
 
 def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:

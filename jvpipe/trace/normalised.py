@@ -20,9 +20,34 @@ from jvpipe.trace.reductions import Lies
 from jvpipe.trace.structure import comparable
 
 _SHAPING = frozenset(
-    {"neg", "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
-    | {"transpose", "reduce_precision", "name", "stop_gradient", "optimization_barrier", "slice", "rev", "pad"}
-    | {"reduce_sum", "dot_general", "conv_general_dilated", "select_n", "concatenate", "sharding_constraint"}
+    {
+        "neg",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+    }
+    | {
+        "transpose",
+        "reduce_precision",
+        "name",
+        "stop_gradient",
+        "optimization_barrier",
+        "slice",
+        "rev",
+        "pad",
+    }
+    | {
+        "reduce_sum",
+        "dot_general",
+        "conv_general_dilated",
+        "select_n",
+        "concatenate",
+        "sharding_constraint",
+    }
 )
 _SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
 
@@ -61,7 +86,12 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened = opened.union(*(x.roots for x in entering))
     if scales and (len(scales) == len(moving)):  # each example is given the same scale
-        return replace(out, open=opened, is_scale=True, roots=frozenset[Var]().union(*(x.roots for x in scales)))
+        return replace(
+            out,
+            open=opened,
+            is_scale=True,
+            roots=frozenset[Var]().union(*(x.roots for x in scales)),
+        )
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
     opened = opened.union(*(x.roots for x in scales))

@@ -50,7 +50,9 @@ class Beside(StrEnum):
     RIGHT = "right"
     DIVISOR = "divisor"  # one where it is zero
     GUARD = "guard"  # the count as it is, though it be less
-    FIRST_LEFT = "first left"  # what is added to a sum, in the first slice alone: exact, for what is counted
+    FIRST_LEFT = (
+        "first left"  # what is added to a sum, in the first slice alone: exact, for what is counted
+    )
     FIRST_RIGHT = "first right"
 
 
@@ -108,7 +110,9 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Lies:
         case "div" if len(moving) == 1 and ins[0].over is not Over.NONE:
             return moving[0]
         case "div":
-            lies = _divided(ins, alike.number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape)
+            lies = _divided(
+                ins, alike.number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape
+            )
         case "max" if guarded(eqn, ins) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
@@ -131,9 +135,15 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
 
 def guarded(eqn: JaxprEqn, ins: Sequence[Lies]) -> Atom | None:
     """The sum of which a maximum takes at least one, or less; None of others."""
-    counts = [atom for atom, x in zip(eqn.invars, ins, strict=True) if x.over is Over.SUM and not x.power]
+    counts = [
+        atom for atom, x in zip(eqn.invars, ins, strict=True) if x.over is Over.SUM and not x.power
+    ]
     least = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    return counts[0] if len(counts) == len(least) == 1 and least[0] <= 1 and not _jax.aval(counts[0]).shape else None
+    return (
+        counts[0]
+        if len(counts) == len(least) == 1 and least[0] <= 1 and not _jax.aval(counts[0]).shape
+        else None
+    )
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:

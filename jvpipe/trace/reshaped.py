@@ -28,15 +28,23 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     else:
         traced = build_graph(loss, None, _same_products(present.splits, before, after))
     if _readers(traced) != _readers(present):
-        raise OtherLayersError("its layers have other parameters: give batches alike, or each shape its own pipeline")
+        raise OtherLayersError(
+            "its layers have other parameters: give batches alike, or each shape its own pipeline"
+        )
     return traced
 
 
-def _same_products(splits: Sequence[int], before: Sequence[JaxprEqn], after: Sequence[JaxprEqn]) -> list[int]:
+def _same_products(
+    splits: Sequence[int], before: Sequence[JaxprEqn], after: Sequence[JaxprEqn]
+) -> list[int]:
     """The positions of the products that layers are split before."""
-    products, others = ([at for at, eqn in enumerate(eqns) if flops(eqn)] for eqns in (before, after))
+    products, others = (
+        [at for at, eqn in enumerate(eqns) if flops(eqn)] for eqns in (before, after)
+    )
     if splits and len(products) != len(others):
-        raise OtherLayersError(f"it has {len(others)} products, not {len(products)}, and layers are split before some")
+        raise OtherLayersError(
+            f"it has {len(others)} products, not {len(products)}, and layers are split before some"
+        )
     return [others[products.index(at)] for at in splits]
 
 

@@ -24,7 +24,11 @@ _AUX = {
     AuxReduction.MAX: Over.MAX,
     AuxReduction.LAST: Over.LAST,
 }
-_STATE = {StateReduction.MEAN: Over.MEAN, StateReduction.SUM: Over.ADDED, StateReduction.SAME: Over.FIRST}
+_STATE = {
+    StateReduction.MEAN: Over.MEAN,
+    StateReduction.SUM: Over.ADDED,
+    StateReduction.SAME: Over.FIRST,
+}
 _SHARED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
 
 
@@ -64,10 +68,16 @@ class Said:
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
     def _state(self, k: int) -> Spread | None:
-        ref, name, said = Ref(ValueKind.STATE, k), self.graph.state[k].name, self.graph.state_chosen[k]
+        ref, name, said = (
+            Ref(ValueKind.STATE, k),
+            self.graph.state[k].name,
+            self.graph.state_chosen[k],
+        )
         lies = self.found[ref]
         if lies.over is Over.ALONG:
-            raise CoupledError(f"model state '{name}' has a part for each example: replicas cannot share it")
+            raise CoupledError(
+                f"model state '{name}' has a part for each example: replicas cannot share it"
+            )
         if lies.over is Over.NONE:
             return None
         if not _is_unknown(lies):
@@ -99,7 +109,9 @@ class Said:
         """
         unknown = {ref for ref, lies in self.found.items() if _is_unknown(lies)}
         leaves = reaching(loss.eqns, [self.atoms[ref] for ref in unknown])
-        others = reaching(loss.eqns, [atom for ref, atom in self.atoms.items() if ref not in unknown])
+        others = reaching(
+            loss.eqns, [atom for ref, atom in self.atoms.items() if ref not in unknown]
+        )
         kept = dict(amended)
         for eqn in loss.eqns:
             (out, *_) = eqn.outvars

@@ -56,7 +56,9 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
             "use larger micro-batches or fewer replicas, so that each has at least 2 examples"
         )
     cut = _Cut(examples, traced.graph.examples, apart)
-    bodies = tuple(cut.body(whole, part) for whole, part in zip(traced.bodies, made.bodies, strict=True))
+    bodies = tuple(
+        cut.body(whole, part) for whole, part in zip(traced.bodies, made.bodies, strict=True)
+    )
     return replace(made, bodies=bodies)
 
 
@@ -73,7 +75,9 @@ def _resized(loss: LossJaxpr, examples: int) -> LossJaxpr:
 
 def _layers(graph: LayerGraph) -> object:
     """What must be alike for layers to be the same but for their sizes."""
-    layers = [(layer.reads, layer.writes, [c.name for c in layer.candidates]) for layer in graph.layers]
+    layers = [
+        (layer.reads, layer.writes, [c.name for c in layer.candidates]) for layer in graph.layers
+    ]
     tensors = [(tensor.producer, tensor.readers, tensor.differentiable) for tensor in graph.tensors]
     return layers, tensors, [parameter.readers for parameter in graph.parameters]
 
@@ -100,13 +104,18 @@ class _Cut:
             else:
                 beside, is_first = self.apart.amended.get(id(eqn)), self.examples.start == 0
                 eqns += _amended(own, beside, self.share, is_first=is_first)
-        is_mean = self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
+        is_mean = (
+            self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
+        )
         return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
 
     def _generated(self, whole: JaxprEqn, own: JaxprEqn) -> Sequence[JaxprEqn]:
         """Numbers by their position: those of the whole micro-batch, then the part that is wanted."""
         aval, wanted = _jax.aval(whole.outvars[0]), _jax.aval(own.outvars[0])
-        inputs = [_jax.aval(a).shape == _jax.aval(b).shape for a, b in zip(whole.invars, own.invars, strict=True)]
+        inputs = [
+            _jax.aval(a).shape == _jax.aval(b).shape
+            for a, b in zip(whole.invars, own.invars, strict=True)
+        ]
         axes = [i for i, (a, b) in enumerate(zip(aval.shape, wanted.shape, strict=True)) if a != b]
         if not axes or not all(inputs):
             return [own]
@@ -114,11 +123,15 @@ class _Cut:
         rows = aval.shape[axis] // self.of
         start, stop = self.examples.start * rows, self.examples.stop * rows
         drawn = _jax.new_variable(aval)
-        cut = _equations(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), [drawn], own.outvars)
+        cut = _equations(
+            lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), [drawn], own.outvars
+        )
         return [whole.replace(invars=own.invars, outvars=[drawn]), *cut]
 
 
-def _amended(own: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool) -> Sequence[JaxprEqn]:
+def _amended(
+    own: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool
+) -> Sequence[JaxprEqn]:
     """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
 
     Args:
@@ -139,7 +152,11 @@ def _amended(own: JaxprEqn, beside: Beside | None, share: float, *, is_first: bo
     def changed(x: jax.Array) -> jax.Array:
         if only_first:  # nothing, in one equation: zeros would be none, but a constant
             return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
-        return jnp.where(x == 0, jnp.ones_like(x), x) if beside is Beside.DIVISOR else x * jnp.asarray(share, x.dtype)
+        return (
+            jnp.where(x == 0, jnp.ones_like(x), x)
+            if beside is Beside.DIVISOR
+            else x * jnp.asarray(share, x.dtype)
+        )
 
     invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
     return [*_equations(changed, [operand], [made]), own.replace(invars=invars)]
@@ -158,7 +175,9 @@ def _equations(
     shapes = [jax.ShapeDtypeStruct(_jax.aval(x).shape, _jax.aval(x).dtype) for x in inputs]
     closed = flatten(fn, *shapes)
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    names |= {v: o for v, o in zip(closed.jaxpr.outvars, outputs, strict=True) if isinstance(v, Var)}
+    names |= {
+        v: o for v, o in zip(closed.jaxpr.outvars, outputs, strict=True) if isinstance(v, Var)
+    }
     return [
         eqn.replace(
             invars=[names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars],
@@ -181,7 +200,9 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
     loss, small = traced.loss, _resized(traced.loss, fewer)
     states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
     layer_of = {
-        id(eqn): layer for layer, body in zip(traced.graph.layers, traced.bodies, strict=True) for eqn in body.eqns
+        id(eqn): layer
+        for layer, body in zip(traced.graph.layers, traced.bodies, strict=True)
+        for eqn in body.eqns
     }
 
     def place_of(eqn: JaxprEqn) -> str:
@@ -191,16 +212,21 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
     same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     spreading = Spreading(traced.graph.examples, fewer, remembered, place_of, same=same)
-    spreading.known = {v: Lies(Over.ALONG, 0) for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH}
+    spreading.known = {
+        v: Lies(Over.ALONG, 0) for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH
+    }
     spreading.run(loss.eqns, small.eqns)
     outputs = {
-        ref: spreading.lies(atom, other) for (atom, ref), (other, _) in zip(loss.outputs, small.outputs, strict=True)
+        ref: spreading.lies(atom, other)
+        for (atom, ref), (other, _) in zip(loss.outputs, small.outputs, strict=True)
     }
     atoms = {ref: atom for atom, ref in loss.outputs}
     said = Said(traced.graph, outputs, atoms, spreading.normalising)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
-    variables = {ref: v for body in traced.bodies for v, ref in zip(body.outputs, body.writes, strict=True)}
+    variables = {
+        ref: v for body in traced.bodies for v, ref in zip(body.outputs, body.writes, strict=True)
+    }
     tensors = [variables[Ref(ValueKind.TENSOR, i)] for i in range(len(traced.graph.tensors))]
     known = [spreading.known.get(v, NONE) if isinstance(v, _jax.Var) else NONE for v in tensors]
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]
@@ -241,9 +267,17 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
                         "over a number of items that differs returns jvpipe.Weighted(total, weight)"
                     )
             case ValueKind.AUX:
-                if lies.over is Over.MIXED or lies.open or (ref.index in pairs and lies.over is not Over.SUM):
+                if (
+                    lies.over is Over.MIXED
+                    or lies.open
+                    or (ref.index in pairs and lies.over is not Over.SUM)
+                ):
                     leaf, path = _aux_path(traced, ref.index)
-                    cure = "" if ref.index in pairs else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
+                    cure = (
+                        ""
+                        if ref.index in pairs
+                        else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
+                    )
                     raise CoupledError(
                         f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of each "
                         f"example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"

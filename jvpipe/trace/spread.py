@@ -83,7 +83,9 @@ class Spreading:
         """Finds how the results of equations lie; those at the smaller size are the same but for sizes."""
         names = [[eqn.primitive.name for eqn in both] for both in (eqns, small)]
         if names[0] != names[1]:
-            differing = next((pair for pair in zip(*names, strict=False) if pair[0] != pair[1]), ("one", "none"))
+            differing = next(
+                (pair for pair in zip(*names, strict=False) if pair[0] != pair[1]), ("one", "none")
+            )
             raise CoupledError(
                 f"the loss is another program on {self.fewer} examples than on {self.examples} ({differing[1]} instead "
                 f"of {differing[0]}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
@@ -105,14 +107,22 @@ class Spreading:
             return NONE
         ratio = self.examples / self.fewer
         for power in (1, -1):
-            if np.isclose(float(a), float(b) * ratio**power, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-6):
+            if np.isclose(
+                float(a), float(b) * ratio**power, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-6
+            ):
                 return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
         return Lies(Over.MIXED)
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         name = eqn.primitive.name
-        fixed = {key: value for key, value in eqn.params.items() if isinstance(value, int | float) or key in _POSITIONS}
-        if any(repr(small.params[key]) != repr(value) for key, value in fixed.items()):  # one may be NaN
+        fixed = {
+            key: value
+            for key, value in eqn.params.items()
+            if isinstance(value, int | float) or key in _POSITIONS
+        }
+        if any(
+            repr(small.params[key]) != repr(value) for key, value in fixed.items()
+        ):  # one may be NaN
             raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             return self._call(eqn, small, ins)
@@ -127,7 +137,9 @@ class Spreading:
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
         return [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
 
-    def _plainly(self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]) -> list[Lies]:
+    def _plainly(
+        self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]
+    ) -> list[Lies]:
         """How the results of one equation lie.
 
         Args:
@@ -154,7 +166,8 @@ class Spreading:
         found = normalised(eqn, ins, lies)
         if found is None:
             raise self._refused(
-                eqn, "goes on from examples less what was made of several of them, as no batch norm does"
+                eqn,
+                "goes on from examples less what was made of several of them, as no batch norm does",
             )
         before = frozenset[Var]().union(*(x.open for x in ins))
         self.normalising |= before - found.open if found.over is Over.ALONG else frozenset()
@@ -175,8 +188,14 @@ class Spreading:
         axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
         if not axes and len(a) == len(b):
             return None
-        if len(a) != len(b) or len(axes) > 1 or a[axes[0]] * self.fewer != b[axes[0]] * self.examples:
-            raise self._refused(eqn, f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}")
+        if (
+            len(a) != len(b)
+            or len(axes) > 1
+            or a[axes[0]] * self.fewer != b[axes[0]] * self.examples
+        ):
+            raise self._refused(
+                eqn, f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}"
+            )
         return axes[0]
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, reduced: Sequence[Lies]) -> Lies:
@@ -187,7 +206,9 @@ class Spreading:
         if axis is None or (inside and (name != "iota" or eqn.params["dimension"] == axis)):
             raise self._refused(eqn, "draws numbers for each example inside of a loop")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
-            raise self._refused(eqn, "makes values for each example in a way that jvpipe does not know")
+            raise self._refused(
+                eqn, "makes values for each example in a way that jvpipe does not know"
+            )
         return Lies(Over.ALONG, axis)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
@@ -236,8 +257,12 @@ class Spreading:
             raise self._refused(eqn, "goes through the examples one after another")
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
-        carry, outs = self._settled(eqn, carry, lambda now: self._inside(eqn, body, fewer, [*consts, *now, *xs]))
-        ys = [replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in outs[len(carry) :]]
+        carry, outs = self._settled(
+            eqn, carry, lambda now: self._inside(eqn, body, fewer, [*consts, *now, *xs])
+        )
+        ys = [
+            replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in outs[len(carry) :]
+        ]
         return [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
@@ -247,7 +272,9 @@ class Spreading:
         def run(key: str, given: Sequence[Lies]) -> list[Lies]:
             return self._inside(eqn, eqn.params[key].jaxpr, small.params[key].jaxpr, given)
 
-        carry, _ = self._settled(eqn, ins[start:], lambda now: run("body_jaxpr", [*ins[first:start], *now]))
+        carry, _ = self._settled(
+            eqn, ins[start:], lambda now: run("body_jaxpr", [*ins[first:start], *now])
+        )
         self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
         return carry
 
@@ -280,7 +307,13 @@ class Spreading:
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
             raise self._refused(eqn, "makes of single examples what else is not made of them")
         over = a.over if a.over is b.over else Over.MIXED
-        return replace(a, over=over, roots=a.roots | b.roots, open=a.open | b.open, is_scale=a.is_scale and b.is_scale)
+        return replace(
+            a,
+            over=over,
+            roots=a.roots | b.roots,
+            open=a.open | b.open,
+            is_scale=a.is_scale and b.is_scale,
+        )
 
 
 def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:

@@ -63,10 +63,14 @@ class Stacks:
     def split(self, params: Tree) -> Tree:
         """The parameters (arrays or shapes) with `Slices` in place of each stack."""
         leaves = self.tree.flatten_up_to(params)
-        split = (x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True))
+        split = (
+            x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True)
+        )
         return self.tree.unflatten(split)
 
-    def join(self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)) -> Tree:
+    def join(
+        self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
+    ) -> Tree:
         """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state.
 
         Raises:
@@ -127,7 +131,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
             others.update(read)
     others.update(source.get(v) for v in jaxprs.variables(atom for atom, _ in loss.outputs))
     leaves, tree = jax.tree.flatten(params)
-    return Stacks(tree, tuple(lengths.get(i) if i not in others else None for i in range(len(leaves))))
+    return Stacks(
+        tree, tuple(lengths.get(i) if i not in others else None for i in range(len(leaves)))
+    )
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:

@@ -34,7 +34,11 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Structure) and self._hash == other._hash and self._value == other._value
+        return (
+            isinstance(other, Structure)
+            and self._hash == other._hash
+            and self._value == other._value
+        )
 
 
 def structure(
@@ -54,7 +58,9 @@ def structure(
     """
     numbers: dict[Var, int] = {}
 
-    def number(var: Var) -> Hashable:  # the number says which variable, its first appearance also what it is
+    def number(
+        var: Var,
+    ) -> Hashable:  # the number says which variable, its first appearance also what it is
         if var in numbers:
             return numbers[var]
         numbers[var] = len(numbers)
@@ -78,7 +84,11 @@ def structure(
 
 def _kind(atom: Atom) -> Hashable:
     aval = atom.aval
-    known = getattr(aval, "shape", None), getattr(aval, "dtype", None), getattr(aval, "weak_type", False)
+    known = (
+        getattr(aval, "shape", None),
+        getattr(aval, "dtype", None),
+        getattr(aval, "weak_type", False),
+    )
     return str(aval) if None in known else known
 
 
@@ -144,9 +154,16 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     """A hashable stand-in for a parameter or constant of a jaxpr; custom derivatives count if `rules` do."""
     if isinstance(value, ClosedJaxpr):
         consts = tuple(comparable(c) for c in value.consts)
-        return ("jaxpr", structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars, rules=rules), consts)
+        return (
+            "jaxpr",
+            structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars, rules=rules),
+            consts,
+        )
     if isinstance(value, Jaxpr):
-        return ("jaxpr", structure(value.eqns, [*value.constvars, *value.invars], value.outvars, rules=rules))
+        return (
+            "jaxpr",
+            structure(value.eqns, [*value.constvars, *value.invars], value.outvars, rules=rules),
+        )
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), comparable(jax.random.key_data(value)))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -160,7 +177,9 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         return ("set", tuple(sorted((comparable(v, rules=rules) for v in value), key=repr)))
     if isinstance(value, float):
         return ("float", value.hex())
-    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(value):
+    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(
+        value
+    ):
         return (type(value).__name__, value)
     if _hashable(value) and type(value).__eq__ is not object.__eq__ and not callable(value):
         return value

@@ -67,7 +67,9 @@ def _pass_on(eqn: JaxprEqn, wanted: dict[Var, set[int]], layers: set[int]) -> No
         wanted[v] |= layers
 
 
-def parameters_behind(floating: Sequence[JaxprEqn], parameters: Collection[Var]) -> dict[Var, frozenset[Var]]:
+def parameters_behind(
+    floating: Sequence[JaxprEqn], parameters: Collection[Var]
+) -> dict[Var, frozenset[Var]]:
     """The parameters that each value is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:

@@ -17,7 +17,11 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace.keys import is_key, take
 
 STACKING = "stack_layers"
-SLICEWISE = ("convert_element_type", "copy", "stop_gradient")  # what is done to a stack is done to its slices
+SLICEWISE = (
+    "convert_element_type",
+    "copy",
+    "stop_gradient",
+)  # what is done to a stack is done to its slices
 
 
 @jax.jit
@@ -47,14 +51,18 @@ def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]
-        return [Stack(lambda i: np.asarray(i, dtype)[()], cache(lambda: _jax.bind(eqn, [])[0]), False)]
+        return [
+            Stack(lambda i: np.asarray(i, dtype)[()], cache(lambda: _jax.bind(eqn, [])[0]), False)
+        ]
     if name in SLICEWISE and isinstance(values[0], Stack):
         (source,) = values
 
         def of(value: Any) -> Any:
             return _jax.bind(eqn, [value])[0]
 
-        return [Stack(lambda i: of(source.part(i)), cache(lambda: of(source.whole())), source.layers)]
+        return [
+            Stack(lambda i: of(source.part(i)), cache(lambda: of(source.whole())), source.layers)
+        ]
     return None
 
 
@@ -80,7 +88,9 @@ def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
     return (name == "iota" and len(eqn.params["shape"]) == 1) or (name in SLICEWISE and of_late)
 
 
-def unrolled(eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]) -> list[Any] | None:
+def unrolled(
+    eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]
+) -> list[Any] | None:
     """The results of a scan over layers, whose iterations `run` does; None if the equation is anything else.
 
     Args:
@@ -110,4 +120,6 @@ def _part(x: Any, i: int) -> Any:
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    return Stack(parts.__getitem__, cache(lambda: jax.numpy.stack([whole(p) for p in parts])), False)
+    return Stack(
+        parts.__getitem__, cache(lambda: jax.numpy.stack([whole(p) for p in parts])), False
+    )

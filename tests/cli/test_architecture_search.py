@@ -50,9 +50,13 @@ def batches() -> Any:
         yield rng.normal(size=(8, 4)).astype(np.float32)
 
 
-def searched(stages: int, **options: Any) -> tuple[list[tuple[Architecture, float]], Any, ArchitectureSearch]:
+def searched(
+    stages: int, **options: Any
+) -> tuple[list[tuple[Architecture, float]], Any, ArchitectureSearch]:
     search = ArchitectureSearch(SUPERNET, seed=3, steps=3)
-    pipe = jvpipe.Pipeline(search.first.loss_fn, optax.adam(1e-2), stages, 2, planner="even", **options)
+    pipe = jvpipe.Pipeline(
+        search.first.loss_fn, optax.adam(1e-2), stages, 2, planner="even", **options
+    )
     state = pipe.init(search.first.params, next(batches()), quick_key(0))
     found = []
     for state, metrics, architecture in search.run(pipe, state, batches(), STEPS):  # noqa: B007, B020
@@ -63,7 +67,10 @@ def searched(stages: int, **options: Any) -> tuple[list[tuple[Architecture, floa
 def test_no_cut_changes_the_stream() -> None:
     found, params, search = searched(1)
     assert len(found) == STEPS
-    steps = [(architecture, len(list(group))) for architecture, group in groupby(found, lambda item: item[0])]
+    steps = [
+        (architecture, len(list(group)))
+        for architecture, group in groupby(found, lambda item: item[0])
+    ]
     assert [count for _, count in steps] == [3, 3, 3, 1]
     assert len({architecture for architecture, _ in steps}) == 4
     assert set(params) == {*steps[-1][0].names(), "head"}
@@ -91,7 +98,9 @@ def test_a_stream_seen_before_compiles_nothing() -> None:
 
 def test_a_search_that_is_left_keeps_its_state(tmp_path: Any) -> None:
     search = ArchitectureSearch(SUPERNET, seed=3, steps=2)
-    pipe = jvpipe.Pipeline(search.first.loss_fn, optax.adam(1e-2), 2, 2, "pipedream", planner="even")
+    pipe = jvpipe.Pipeline(
+        search.first.loss_fn, optax.adam(1e-2), 2, 2, "pipedream", planner="even"
+    )
     state = pipe.init(search.first.params, next(batches()), None)
     seen, given = [], batches()
     for state, _, architecture in search.run(pipe, state, given, 100):  # noqa: B007, B020
@@ -112,7 +121,9 @@ def test_an_architecture_that_does_not_fit_is_told_and_the_state_stays() -> None
     pipe = jvpipe.Pipeline(first.loss_fn, optax.adam(1e-2), 2, 2, planner="even")
     pipe.init(first.params, next(batches()), None)
     limit = max(peak.bytes for peak in pipe.session.compiled.peaks)
-    pipe = jvpipe.Pipeline(first.loss_fn, optax.adam(1e-2), 2, 2, planner="even", memory_limit=limit)
+    pipe = jvpipe.Pipeline(
+        first.loss_fn, optax.adam(1e-2), 2, 2, planner="even", memory_limit=limit
+    )
     state = pipe.init(first.params, next(batches()), None)
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="the limit"):
         for state, _, _ in search.run(pipe, state, batches(), 8):  # noqa: B007, B020

@@ -33,7 +33,13 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         tmp_path / "config.json",
         Options(model="t5", stages=3, set=("blocks=4",), run_dir="there", resume=True),
     )
-    recorded = {"model_config": {}, "parameters": {}, "data_digest": "a", "files": {}, "digest": "b"}
+    recorded = {
+        "model_config": {},
+        "parameters": {},
+        "data_digest": "a",
+        "files": {},
+        "digest": "b",
+    }
     file.write_text(json.dumps(kept_options(wanted) | recorded))
     options = given(["--config", str(file)])
     assert (options.model, options.stages, options.set) == ("t5", 3, ("blocks=4",))
@@ -55,7 +61,9 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("there/is/none.toml", "", "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_is_none_is_told_in_one_line(name: str, content: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_none_is_told_in_one_line(
+    name: str, content: str, told: str, tmp_path: Path
+) -> None:
     if content:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=told) as refused:
@@ -67,5 +75,15 @@ def test_a_file_that_is_none_is_told_in_one_line(name: str, content: str, told: 
 def test_a_resumed_run_takes_a_file_before_what_it_was(tmp_path: Path) -> None:
     RunDir(tmp_path).write_config({"stages": 3, "steps": 7, "seed": 1})
     (tmp_path / "more.toml").write_text("steps = 9\n")
-    options = parse(["--run-dir", str(tmp_path), "--resume", "--config", str(tmp_path / "more.toml"), "--seed", "2"])
+    options = parse(
+        [
+            "--run-dir",
+            str(tmp_path),
+            "--resume",
+            "--config",
+            str(tmp_path / "more.toml"),
+            "--seed",
+            "2",
+        ]
+    )
     assert (options.stages, options.steps, options.seed) == (3, 9, 2)

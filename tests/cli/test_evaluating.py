@@ -25,7 +25,9 @@ def after(*losses: float) -> Evaluations:
         ((0.0, -1.0), 2, 0),
     ],
 )
-def test_the_first_of_the_least_is_the_best(losses: tuple[float, ...], best_step: int, since: int) -> None:
+def test_the_first_of_the_least_is_the_best(
+    losses: tuple[float, ...], best_step: int, since: int
+) -> None:
     seen = after(*losses)
     assert (seen.best_step, seen.since) == (best_step, since)
     assert seen.best_loss == (losses[best_step - 1] if best_step else None)

@@ -13,7 +13,10 @@ from jvpipe.cli.export import check_writable, write_safetensors
 
 def test_keys_are_paths_and_values_survive(tmp_path: Path) -> None:
     kernel = np.arange(6, dtype=np.float32).reshape(2, 3)
-    params = {"layers": [{"kernel": kernel.T}, {"bias": jnp.ones(3, jnp.bfloat16)}], "scale": np.float32(2.5)}
+    params = {
+        "layers": [{"kernel": kernel.T}, {"bias": jnp.ones(3, jnp.bfloat16)}],
+        "scale": np.float32(2.5),
+    }
     write_safetensors(tmp_path / "model.safetensors", params)
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert sorted(file.keys()) == ["layers.0.kernel", "layers.1.bias", "scale"]
@@ -29,7 +32,10 @@ def test_a_file_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     for path, told in (
         (tmp_path, "is a folder: name a file in it"),
         (tmp_path / "no" / "file", "there is no folder"),
-        (tmp_path / "model.npz", "parameters are written as safetensors, name it model.safetensors"),
+        (
+            tmp_path / "model.npz",
+            "parameters are written as safetensors, name it model.safetensors",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             check_writable(path)

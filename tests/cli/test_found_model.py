@@ -22,11 +22,15 @@ def test_what_a_package_announces_is_found(tmp_path: Path, monkeypatch: pytest.M
     told = tmp_path / "theirs-1.0.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[jvpipe.models]\ntheirs = tests.own:full\nlost = tests.own:lost\n")
+    (told / "entry_points.txt").write_text(
+        "[jvpipe.models]\ntheirs = tests.own:full\nlost = tests.own:lost\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find_model("theirs", "deep")
     assert (found.title, found.settings) == ("theirs deep", {"blocks": 5, "dtype": "float32"})
-    with pytest.raises(ValueError, match=r"--model lost cannot be imported: AttributeError: .*lost"):
+    with pytest.raises(
+        ValueError, match=r"--model lost cannot be imported: AttributeError: .*lost"
+    ):
         find_model("lost")
     with pytest.raises(ValueError, match="unknown model 'their': did you mean 'theirs'"):
         find_model("their")
@@ -45,7 +49,10 @@ def test_the_models_of_jvpipe_follow_the_protocol() -> None:
         ("own.py", "say which object of the file it is, own.py:NAME"),
         ("nowhere.py:Model", "--model nowhere.py:Model cannot be imported: there is no such file"),
         (f"{OWN}:Plane", "unknown name 'Plane': did you mean 'Plain'"),
-        ("tests.nowhere:Model", "cannot be imported: ModuleNotFoundError: No module named 'tests.nowhere'"),
+        (
+            "tests.nowhere:Model",
+            "cannot be imported: ModuleNotFoundError: No module named 'tests.nowhere'",
+        ),
         ("tests.bits:Model", "there is no Model, nor any other model in tests.bits"),
     ],
 )
@@ -57,7 +64,9 @@ def test_what_is_not_there_is_said(name: str, told: str) -> None:
 
 def test_a_file_that_fails_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import jax\n\nllama = lama\n")
-    with pytest.raises(ValueError, match=r"NameError: name 'lama' is not defined.* \(line 3 of bad.py\)"):
+    with pytest.raises(
+        ValueError, match=r"NameError: name 'lama' is not defined.* \(line 3 of bad.py\)"
+    ):
         find_model(f"{tmp_path}/bad.py:llama")
     (tmp_path / "bad.py").write_text("llama = (\n")
     with pytest.raises(ValueError, match=r"SyntaxError: '\(' was never closed \(bad.py, line 1\)"):

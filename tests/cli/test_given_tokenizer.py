@@ -60,11 +60,21 @@ def test_that_of_a_folder_of_weights_is_taken(file: Path, tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"model": 3}))
     for name, options, told in (
-        ("bert", {"tokenizer": str(tmp_path / "none.json")}, r"none\.json' is not a tokenizer .*No such file"),
-        ("bert", {"tokenizer": str(tmp_path / "other.json")}, r"other\.json' is not a tokenizer .*: it should be a"),
+        (
+            "bert",
+            {"tokenizer": str(tmp_path / "none.json")},
+            r"none\.json' is not a tokenizer .*No such file",
+        ),
+        (
+            "bert",
+            {"tokenizer": str(tmp_path / "other.json")},
+            r"other\.json' is not a tokenizer .*: it should be a",
+        ),
         ("amoebanet", {}, "amoebanet reads no text by a tokenizer"),
         ("examples/llama.py:Llama", {}, "Llama reads no text by a tokenizer"),
         ("bert", {"resume": True}, "a run that is resumed has its tokenizer"),
     ):
         with pytest.raises(ValueError, match=told):
-            keep_tokenizer(replace(Options(tokenizer=str(file)), **options), find_model(name), tmp_path)
+            keep_tokenizer(
+                replace(Options(tokenizer=str(file)), **options), find_model(name), tmp_path
+            )

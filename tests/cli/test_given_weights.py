@@ -39,22 +39,34 @@ def test_the_model_is_as_the_folder_tells(name: str) -> None:
 
 def test_what_is_given_wins() -> None:
     _, workload = begun(options("gpt2", set=("dropout=0.25",), sequence_length=8))
-    assert (workload.config.dropout, workload.config.tokens, workload.config.positions) == (0.25, 8, 16)
+    assert (workload.config.dropout, workload.config.tokens, workload.config.positions) == (
+        0.25,
+        8,
+        16,
+    )
     _, workload = begun(Options(model="gpt2"))
     assert first_params(Options(model="gpt2"), workload) is workload.init
 
 
 def test_a_size_is_to_be_that_of_the_folder() -> None:
     known, workload = begun(options("bert", size="tiny"))
-    with pytest.raises(ValueError, match=r"word_embeddings.weight is \[300, 16\] there, \[300, 32\] here"):
+    with pytest.raises(
+        ValueError, match=r"word_embeddings.weight is \[300, 16\] there, \[300, 32\] here"
+    ):
         first_params(known, workload)
 
 
 def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for asked, told in (
-        (options("bert", init_from=str(WEIGHTS / "t5")), "is a folder of t5, and --model is bert: give --model t5"),
+        (
+            options("bert", init_from=str(WEIGHTS / "t5")),
+            "is a folder of t5, and --model is bert: give --model t5",
+        ),
         (options("bert", resume=True), "a run that is resumed has its parameters"),
-        (options("bert", model="amoebanet"), "weights are read for bert, gpt2, t5, not for amoebanet"),
+        (
+            options("bert", model="amoebanet"),
+            "weights are read for bert, gpt2, t5, not for amoebanet",
+        ),
         (options("bert", init_from=str(tmp_path)), "holds no weights"),
         (options("bert", sequence_length=64), "tokens=64 are more than the 16 positions"),
     ):
@@ -70,9 +82,29 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_begins_with_the_weights(tmp_path: Path) -> None:
     text, export = tmp_path / "text.txt", tmp_path / "params.safetensors"
-    text.write_text("\n\n".join(f"The {i}th sentence is much like the {i + 1}th one." for i in range(400)))
-    asked = ["--model", "gpt2", "--init-from", str(WEIGHTS / "gpt2"), "--steps", "1", "--batch-size", "4"]
-    quiet = ["--learning-rate", "1e-9", "--planner", "even", "--data", str(text), "--export", str(export)]
+    text.write_text(
+        "\n\n".join(f"The {i}th sentence is much like the {i + 1}th one." for i in range(400))
+    )
+    asked = [
+        "--model",
+        "gpt2",
+        "--init-from",
+        str(WEIGHTS / "gpt2"),
+        "--steps",
+        "1",
+        "--batch-size",
+        "4",
+    ]
+    quiet = [
+        "--learning-rate",
+        "1e-9",
+        "--planner",
+        "even",
+        "--data",
+        str(text),
+        "--export",
+        str(export),
+    ]
     done = finished(*asked, *quiet, "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert "reading the weights took" in done.stdout

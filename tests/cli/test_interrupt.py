@@ -26,6 +26,8 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
         "    signal.raise_signal(signal.SIGINT); print('noted', flush=True); signal.raise_signal(signal.SIGINT)\n"
         "    print('still here')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "noted\n"
     assert done.returncode == -signal.SIGINT

@@ -90,7 +90,9 @@ def test_who_is_not_concerned_hears_what_differs_too() -> None:
 
 
 @pytest.mark.parametrize("other", [b"another secret", b""])
-def test_another_secret_is_named_in_both_and_disturbs_nobody(other: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_secret_is_named_in_both_and_disturbs_nobody(
+    other: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     with room(2) as here:
         told = refusal(here.come(1, Given(VALUES, other)))
         assert "has another secret than process 1, or one of them has none" in told
@@ -123,7 +125,9 @@ def test_who_left_before_all_had_come_may_come_again() -> None:
         assert again.result(LIMIT_S) == last.result(LIMIT_S) == here.coordinator
 
 
-def test_who_is_missing_is_named_by_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_is_missing_is_named_by_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(meeting, "_SAY_S", 0.2)
     with room(4, timeout_s=1.5) as here:
         present = here.come(2)
@@ -193,7 +197,9 @@ UNSEEMLY = [
 
 
 @pytest.mark.parametrize("secret", [b"a secret", b""])
-def test_nonsense_is_dropped_and_slow_ones_hold_up_nobody(secret: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_is_dropped_and_slow_ones_hold_up_nobody(
+    secret: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     given = Given(VALUES, secret)
     with room(2, given) as here, ExitStack() as held:
         for words in NONSENSE:

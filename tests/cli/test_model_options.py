@@ -24,10 +24,22 @@ def test_fields_of_jvpipe_s_models_and_of_one_s_own_are_replaced() -> None:
     [
         ("bert", Options(set=("layer=3",)), "unknown option of bert 'layer'"),
         ("bert", Options(set=("block=3",)), "did you mean 'blocks'"),
-        ("bert", Options(set=("blocks=many",)), "blocks of bert is 2: give a whole number, not 'many'"),
-        ("bert", Options(set=("blocks",)), "--set blocks: give a field of the model and its value, NAME=VALUE"),
+        (
+            "bert",
+            Options(set=("blocks=many",)),
+            "blocks of bert is 2: give a whole number, not 'many'",
+        ),
+        (
+            "bert",
+            Options(set=("blocks",)),
+            "--set blocks: give a field of the model and its value, NAME=VALUE",
+        ),
         ("amoebanet", Options(sequence_length=8), "unknown option of amoebanet 'sequence_length'"),
-        (f"{OWN}:Plain", Options(set=("block=3",)), r"own\.py:Plain: unknown option of Plain 'block': did you mean"),
+        (
+            f"{OWN}:Plain",
+            Options(set=("block=3",)),
+            r"own\.py:Plain: unknown option of Plain 'block': did you mean",
+        ),
     ],
 )
 def test_what_cannot_be_replaced_is_named(model: str, options: Options, told: str) -> None:
@@ -42,11 +54,14 @@ def test_the_recipe_follows_the_options() -> None:
     rates = retrained(bert, options, steps).learning_rates(steps)
     assert rates.argmax() in (9, 10)
     assert rates.max() == pytest.approx(0.5)
-    twice = retrained(bert, options, 2 * steps).learning_rates(2 * steps)  # of a schedule with two updates per step
+    twice = retrained(bert, options, 2 * steps).learning_rates(
+        2 * steps
+    )  # of a schedule with two updates per step
     assert twice.argmax() in (19, 20)
     assert retrained(bert, Options(steps=steps), steps) is bert
     np.testing.assert_array_equal(
-        retrained(bert, Options(steps=steps, optimizer="lion"), steps).learning_rates(9), bert.learning_rates(9)
+        retrained(bert, Options(steps=steps, optimizer="lion"), steps).learning_rates(9),
+        bert.learning_rates(9),
     )
 
 

@@ -19,7 +19,13 @@ def test_help_tells_every_name(command: object, capsys: pytest.CaptureFixture[st
     with suppress(SystemExit):
         command(["--help"])
     told = capsys.readouterr().out
-    known = [*models.NAMES, *models.sizes("bert"), *SCHEDULES, *PRESETS, *(planner.name for planner in PLANNERS)]
+    known = [
+        *models.NAMES,
+        *models.sizes("bert"),
+        *SCHEDULES,
+        *PRESETS,
+        *(planner.name for planner in PLANNERS),
+    ]
     assert [name for name in known if name not in told] == []
     assert "file.py:NAME" in told
 
@@ -35,7 +41,9 @@ def test_version(command: object, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [plan.main, train.main])
 @pytest.mark.parametrize("given", [["--batch-size", "many"], ["--batch_size=many"]])
-def test_what_is_no_number_is_one_line(command: object, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_number_is_one_line(
+    command: object, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert callable(command)
     assert command(["--model", "bert", *given]) == 2
     flag = given[0].partition("=")[0]
@@ -46,4 +54,7 @@ def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert overview.main(["plan", "--model", "brt"]) == 2
     assert "unknown model 'brt'" in capsys.readouterr().err
     assert overview.main(["trian"]) == 2
-    assert capsys.readouterr().err == "error: unknown command 'trian': did you mean 'train'? There are train, plan\n"
+    assert (
+        capsys.readouterr().err
+        == "error: unknown command 'trian': did you mean 'train'? There are train, plan\n"
+    )

@@ -10,7 +10,10 @@ from jvpipe.cli.outputs import check_outputs, writing
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("kept")
-    check_outputs({"--json": str(old), "--timeline": str(new), "--figure": None}, {"--graph": str(tmp_path / "graph")})
+    check_outputs(
+        {"--json": str(old), "--timeline": str(new), "--figure": None},
+        {"--graph": str(tmp_path / "graph")},
+    )
     assert (old.read_text(), sorted(tmp_path.iterdir())) == ("kept", [old])
 
 

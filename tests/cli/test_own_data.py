@@ -55,7 +55,9 @@ def test_batches_go_on_where_they_were(model: Any) -> None:
 
 
 def test_a_place_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="keeps no place of its own, and the run was saved with one"):
+    with pytest.raises(
+        ValueError, match="keeps no place of its own, and the run was saved with one"
+    ):
         data(Plain()).train.set_state({"place": {"next_index": 1}})
     with pytest.raises(ValueError, match="keeps a place of its own, and the run was saved without"):
         data(Full()).train.set_state({"batches": 1})
@@ -64,7 +66,9 @@ def test_a_place_of_another_kind_is_refused() -> None:
 def test_batches_that_end_are_told_so() -> None:
     train = data(Ends()).train
     assert len([next(train), next(train)]) == 2
-    with pytest.raises(ValueError, match=r"batches\(seed=0, batch_size=4\) has come to its end: let it go on"):
+    with pytest.raises(
+        ValueError, match=r"batches\(seed=0, batch_size=4\) has come to its end: let it go on"
+    ):
         next(train)
 
 
@@ -77,7 +81,9 @@ def test_what_are_no_batches() -> None:
     with pytest.raises(ValueError, match="should give an iterator of batches, not int"):
         data(Wrong())
     found = [np.zeros((8, 2))]
-    with pytest.raises(ValueError, match=r"gives arrays whose first axis is \[8\]: it counts the examples, 4"):
+    with pytest.raises(
+        ValueError, match=r"gives arrays whose first axis is \[8\]: it counts the examples, 4"
+    ):
         data(Wrong())
     with pytest.raises(ValueError, match="first axis is"):
         shapes("own.py:mine", Wrong(), 4)

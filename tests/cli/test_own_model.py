@@ -37,26 +37,49 @@ def test_what_a_model_has_is_used() -> None:
 
 def without(name: str, **members: Any) -> Any:
     """A model that lacks a member, and has others."""
-    kept = {k: v for k, v in vars(Plain).items() if k in ("init", "loss_fn", "batches") and k != name}
+    kept = {
+        k: v for k, v in vars(Plain).items() if k in ("init", "loss_fn", "batches") and k != name
+    }
     return type("Mine", (), kept | members)
 
 
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        (without("loss_fn"), r"is no model \(Mine\): it has no loss_fn, which should be a function of \(params, batch"),
+        (
+            without("loss_fn"),
+            r"is no model \(Mine\): it has no loss_fn, which should be a function of \(params, batch",
+        ),
         (without("init"), "it has no init, which should be a function of a key"),
-        (without("batches"), r"it has no batches, which should be a function of \(seed, batch_size\)"),
+        (
+            without("batches"),
+            r"it has no batches, which should be a function of \(seed, batch_size\)",
+        ),
         (without("", init=3), "its init is 3, which should be"),
-        (without("", loss_fn=lambda self, params: 0.0), r"is called with \(params, batch, rng\), has_state=False: too"),
-        (without("", has_state=True, initial_state=len), r"called with \(params, model_state, batch, rng\)"),
+        (
+            without("", loss_fn=lambda self, params: 0.0),
+            r"is called with \(params, batch, rng\), has_state=False: too",
+        ),
+        (
+            without("", has_state=True, initial_state=len),
+            r"called with \(params, model_state, batch, rng\)",
+        ),
         (without("", has_state=True), r"has_state needs initial_state\(\)"),
-        (without("", batches=lambda self, seed: []), r"batches\(seed\) is called as batches\(seed, batch_size\): too"),
-        (without("", optimizer=lambda self: None), r"optimizer\(\) is called as optimizer\(steps\)"),
+        (
+            without("", batches=lambda self, seed: []),
+            r"batches\(seed\) is called as batches\(seed, batch_size\): too",
+        ),
+        (
+            without("", optimizer=lambda self: None),
+            r"optimizer\(\) is called as optimizer\(steps\)",
+        ),
         (without("", held_out=[]), r"held_out\(\) should be a function"),
         (without("", has_aux=1), "has_aux must be True or False, not 1"),
         (without("", steps=0), "steps must be a whole number of at least 1, not 0"),
-        (without("", __init__=lambda self, blocks: None), "the class Mine is not made without arguments"),
+        (
+            without("", __init__=lambda self, blocks: None),
+            "the class Mine is not made without arguments",
+        ),
         (lambda: None, r"is no model \(function\): it has no loss_fn"),
     ],
 )
@@ -74,5 +97,8 @@ def test_sizes_and_fields_that_there_are_not() -> None:
         completed("own.py:Full", "Full", Full, "deep")
     with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
-    with pytest.raises(ValueError, match="blocks=3 replaces the field of a dataclass, and Mine is none: make it one"):
+    with pytest.raises(
+        ValueError,
+        match="blocks=3 replaces the field of a dataclass, and Mine is none: make it one",
+    ):
         completed("own.py:mine", "mine", without(""), None, {"blocks": "3"})

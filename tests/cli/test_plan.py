@@ -17,7 +17,17 @@ node4 -- Linear(4, 4) -- forward_compute_time=2.0, backward_compute_time=4.0, ac
 \tnode2 -- node3
 \tnode3 -- node4
 """
-FIELDS = ["layers", "devices", "forward_s", "backward_s", "recompute_s", "swap_s", "comm_s", "peak_bytes", "in_flight"]
+FIELDS = [
+    "layers",
+    "devices",
+    "forward_s",
+    "backward_s",
+    "recompute_s",
+    "swap_s",
+    "comm_s",
+    "peak_bytes",
+    "in_flight",
+]
 
 
 @pytest.fixture
@@ -27,8 +37,12 @@ def graph(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_graph_file_is_planned(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, picture, trace = (str(tmp_path / name) for name in ("plan.json", "plan.png", "timeline.json"))
+def test_a_graph_file_is_planned(
+    graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture, trace = (
+        str(tmp_path / name) for name in ("plan.json", "plan.png", "timeline.json")
+    )
     wanted = ["--json", out, "--figure", picture, "--timeline", trace]
     assert main(["--graph", graph, "--stages", "2", "--schedule", "pipedream", *wanted]) == 0
     found = json.loads(Path(out).read_text())
@@ -48,16 +62,26 @@ def test_a_graph_file_is_planned(graph: str, tmp_path: Path, capsys: pytest.Capt
     assert "no plan is under" in shown
 
 
-def test_few_microbatches_of_a_graph_file_are_warned_of(graph: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["--graph", graph, "--stages", "3", "--microbatches", "2", "--planner", "even"]) == 0
+def test_few_microbatches_of_a_graph_file_are_warned_of(
+    graph: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        main(["--graph", graph, "--stages", "3", "--microbatches", "2", "--planner", "even"]) == 0
+    )
     assert "2 micro-batches leave 3 devices idle for about 50% of a step under 1f1b" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "mistake"),
     [
-        (("--schedule", "interleaved", "--stages", "3"), "interleaved needs 2 x 3 = 6 stages, the model has 4 layers"),
-        (("--schedule", "zb-v", "--stages", "3"), "a vee has two chunks per device: use fewer devices"),
+        (
+            ("--schedule", "interleaved", "--stages", "3"),
+            "interleaved needs 2 x 3 = 6 stages, the model has 4 layers",
+        ),
+        (
+            ("--schedule", "zb-v", "--stages", "3"),
+            "a vee has two chunks per device: use fewer devices",
+        ),
     ],
 )
 def test_more_chunks_than_layers_are_a_mistake_of_one_line(
@@ -73,7 +97,18 @@ def test_planners_are_compared_and_the_best_is_shown(
 ) -> None:
     out, trace, picture = (tmp_path / name for name in ("plans.json", "timeline.json", "plan.svg"))
     wanted = ["--json", str(out), "--timeline", str(trace), "--figure", str(picture)]
-    options = ["--graph", graph, "--stages", "3", "--microbatches", "2", "--compare", "all", "--memory-limit", "400"]
+    options = [
+        "--graph",
+        graph,
+        "--stages",
+        "3",
+        "--microbatches",
+        "2",
+        "--compare",
+        "all",
+        "--memory-limit",
+        "400",
+    ]
     assert main([*options, *wanted]) == 0
     shown = capsys.readouterr()
     answers = json.loads(out.read_text())
@@ -84,32 +119,69 @@ def test_planners_are_compared_and_the_best_is_shown(
     assert answers[: len(fit)] == sorted(fit, key=lambda found: found["step_s"])
     others = answers[len(fit) :]
     assert any(found["stages"] for found in others), "some planners look at no limit"
-    assert min(x["step_s"] for x in others if x["stages"]) <= fit[0]["step_s"], "and are as fast or faster for it"
+    assert min(x["step_s"] for x in others if x["stages"]) <= fit[0]["step_s"], (
+        "and are as fast or faster for it"
+    )
     assert f"1f1b, {fit[0]['planner']}" in picture.read_text()
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e6 * fit[0]["step_s"])
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(
+        1e6 * fit[0]["step_s"]
+    )
 
 
-def test_of_planners_that_all_fail_the_smallest_limit_is_named(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--graph", graph, "--stages", "2", "--compare", "all", "--memory-limit", "50B"]) == 1
+def test_of_planners_that_all_fail_the_smallest_limit_is_named(
+    graph: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["--graph", graph, "--stages", "2", "--compare", "all", "--memory-limit", "50B"]) == 1
+    )
     assert "smallest limit that would do is" in capsys.readouterr().err
 
 
-def test_a_plan_over_the_limit_is_no_plan(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_over_the_limit_is_no_plan(
+    graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
-    options = ["--graph", graph, "--stages", "2", "--planner", "even", "--memory-limit", "50B", "--json", str(out)]
+    options = [
+        "--graph",
+        graph,
+        "--stages",
+        "2",
+        "--planner",
+        "even",
+        "--memory-limit",
+        "50B",
+        "--json",
+        str(out),
+    ]
     assert main(options) == 1
     error = capsys.readouterr().err
     assert error.startswith("no plan: even looks at no limit: its plan takes ")
     assert error.count("\n") == 1
-    found = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    found = json.loads(
+        out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
     assert (found["feasible"], found["lower_bound_s"]) == (False, None)
 
 
 def test_a_model_is_planned_at_its_real_size_without_its_parameters(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    options = ["--model", "bert", "--size", "base", "--stages", "4", "--microbatches", "8", "--batch-size", "64"]
-    assert main([*options, "--hardware", "a100-40gb", "--memory-limit", "2GiB", "--json", str(out)]) == 0
+    options = [
+        "--model",
+        "bert",
+        "--size",
+        "base",
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--batch-size",
+        "64",
+    ]
+    assert (
+        main([*options, "--hardware", "a100-40gb", "--memory-limit", "2GiB", "--json", str(out)])
+        == 0
+    )
     found = json.loads(out.read_text())
     assert sum(len(stage["layers"]) for stage in found["stages"]) > 24
     assert all(stage["peak_bytes"] <= 2 * 2**30 for stage in found["stages"])
@@ -119,13 +191,29 @@ def test_a_limit_that_nothing_meets_is_an_answer(
     graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert main(["--graph", graph, "--stages", "2", "--memory-limit", "50B", "--json", str(out)]) == 1
+    assert (
+        main(["--graph", graph, "--stages", "2", "--memory-limit", "50B", "--json", str(out)]) == 1
+    )
     found = json.loads(out.read_text())
     assert not found["feasible"]
     assert found["stages"] == []
     smallest = found["smallest_limit_bytes"]
     assert f"smallest limit that would do is {smallest} bytes" in capsys.readouterr().err
-    assert main(["--graph", graph, "--stages", "2", "--memory-limit", f"{smallest}B", "--json", str(out)]) == 0
+    assert (
+        main(
+            [
+                "--graph",
+                graph,
+                "--stages",
+                "2",
+                "--memory-limit",
+                f"{smallest}B",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,24 +226,45 @@ def test_a_limit_that_nothing_meets_is_an_answer(
         (["--graph", "GRAPH", "--stages", "9"], "9 stages: there can be 1 to 4"),
         (["--graph", "GRAPH", "--stages", "0"], "--stages 0: there must be 1 to"),
         (["--graph", "GRAPH", "--microbatches", "-3"], "--microbatches -3: there must be 1 to"),
-        (["--graph", "GRAPH", "--microbatches", "1000000000"], "--microbatches 1000000000: there must be 1 to"),
+        (
+            ["--graph", "GRAPH", "--microbatches", "1000000000"],
+            "--microbatches 1000000000: there must be 1 to",
+        ),
         (["--graph", "GRAPH", "--batch-size", "8"], "--batch-size 8 is of a --model"),
         (["--graph", "GRAPH", "--size", "large"], "--size large is of a --model"),
         (["--graph", "GRAPH", "--dtype", "bfloat16"], "--dtype bfloat16 is of a --model"),
         (["--model", "bert", "--batch-size", "0"], "--batch-size 0: there must be 1 to"),
         (["--model", "bert", "--batch-size", "-8"], "--batch-size -8: there must be 1 to"),
-        (["--model", "bert", "--batch-size", "1000000000", "--microbatches", "7"], "the nearest that do are 5 and 8"),
-        (["--graph", "GRAPH", "--stages", "4", "--schedule", "2bw", "--microbatches", "3"], "needs at least 4 micro"),
-        (["--graph", "GRAPH", "--memory-limit", "1" + 400 * "0"], "more than 4503599627370496 bytes"),
-        (["--graph", "FOLDER"], "this cannot be read (Is a directory): give the path of a graph file"),
+        (
+            ["--model", "bert", "--batch-size", "1000000000", "--microbatches", "7"],
+            "the nearest that do are 5 and 8",
+        ),
+        (
+            ["--graph", "GRAPH", "--stages", "4", "--schedule", "2bw", "--microbatches", "3"],
+            "needs at least 4 micro",
+        ),
+        (
+            ["--graph", "GRAPH", "--memory-limit", "1" + 400 * "0"],
+            "more than 4503599627370496 bytes",
+        ),
+        (
+            ["--graph", "FOLDER"],
+            "this cannot be read (Is a directory): give the path of a graph file",
+        ),
         (["--graph", "\0"], "this cannot be read (embedded null byte)"),
         (["--graph", "GRAPH", "--planner", "vpip"], "unknown planner 'vpip': did you mean 'vpipe'"),
         (["--graph", "GRAPH", "--schedule", "2b"], "unknown schedule '2b': did you mean '2bw'"),
         (["--graph", "GRAPH", "--compare", "even,jvpip"], "unknown planner 'jvpip'"),
         (["--graph", "GRAPH", "--hardware", "a100"], "a100-40gb"),
         (["--graph", "GRAPH", "--memory-limit", "lots"], "is not a size"),
-        (["--model", "bert", "--hardware", "a100-40gb", "--stages", "9", "--batch-size", "8"], "a100-40gb has 8"),
-        (["--model", "bert", "--microbatches", "7", "--batch-size", "8"], "7 micro-batches do not divide the 8"),
+        (
+            ["--model", "bert", "--hardware", "a100-40gb", "--stages", "9", "--batch-size", "8"],
+            "a100-40gb has 8",
+        ),
+        (
+            ["--model", "bert", "--microbatches", "7", "--batch-size", "8"],
+            "7 micro-batches do not divide the 8",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
@@ -178,11 +287,17 @@ PLANNING = "jvpipe.cli.plan.of_graph"
     [
         (["--json", "FOLDER"], "this is a folder: give the path of a file"),
         (["--timeline", ""], "this is a folder: give the path of a file"),
-        (["--json", "FOLDER/nowhere/plan.json"], "there is no folder FOLDER/nowhere: make it, or give another path"),
+        (
+            ["--json", "FOLDER/nowhere/plan.json"],
+            "there is no folder FOLDER/nowhere: make it, or give another path",
+        ),
         (["--figure", "/proc/plan.png"], "this cannot be written (No such file or directory)"),
         (["--figure", "FOLDER/plan.json"], "no picture ends in '.json', use one of"),
         (["--figure", "FOLDER/plan"], "no picture ends in '', use one of"),
-        (["--json", "FOLDER/a.json", "--timeline", "FOLDER/a.json"], "this is the file of --json: give another path"),
+        (
+            ["--json", "FOLDER/a.json", "--timeline", "FOLDER/a.json"],
+            "this is the file of --json: give another path",
+        ),
         (["--json", "GRAPH"], "this is the file of --graph: give another path"),
         (["--compare", "even,jvpip"], "unknown planner 'jvpip'"),
         (["--schedule", "2bw", "--microbatches", "1", "--stages", "3"], "Use microbatches=3"),
@@ -210,19 +325,36 @@ def test_what_can_be_seen_at_once_is_said_before_any_work(
 
 
 @pytest.mark.parametrize("option", ["--json", "--timeline"])
-def test_a_full_disk_is_one_line(option: str, graph: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(
+    option: str, graph: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
     assert main(["--graph", graph, "--stages", "2", option, "/dev/full"]) == 2
-    assert capsys.readouterr().err == f"error: {option} /dev/full: this cannot be written (No space left on device)\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {option} /dev/full: this cannot be written (No space left on device)\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("activation_size=100.0", "activation_size=1e308", "graph.txt, line 2: activation_size=1e308 must be at most"),
-        ("forward_compute_time=1.0", "forward_compute_time=1e306", "forward_compute_time=1e306 must be at most"),
-        ("parameter_size=64.0", "parameter_size=4e15", "bytes with 2 micro-batches in flight, at most"),
+        (
+            "activation_size=100.0",
+            "activation_size=1e308",
+            "graph.txt, line 2: activation_size=1e308 must be at most",
+        ),
+        (
+            "forward_compute_time=1.0",
+            "forward_compute_time=1e306",
+            "forward_compute_time=1e306 must be at most",
+        ),
+        (
+            "parameter_size=64.0",
+            "parameter_size=4e15",
+            "bytes with 2 micro-batches in flight, at most",
+        ),
         (
             "forward_compute_time=1.0",
             "forward_compute_time=4e15",
@@ -240,7 +372,9 @@ def test_numbers_that_nothing_takes_are_refused(
     assert error.count("\n") == 1
 
 
-def test_links_that_never_end_are_refused(graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_that_never_end_are_refused(
+    graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     links = "\n".join(f"[{name}]\nbytes_per_s = 1e-320" for name in ("host", "peer"))
     (tmp_path / "slow.toml").write_text(f'devices_per_machine = 4\ndevice = "a100-40gb"\n{links}')
     assert main(["--graph", graph, "--stages", "2", "--hardware", str(tmp_path / "slow.toml")]) == 2
@@ -249,14 +383,33 @@ def test_links_that_never_end_are_refused(graph: str, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("name", ["resnet50", "vgg16", "gnmt"])
-def test_the_profiles_slowest_stage_is_the_exact_optimum(name: str, stages: int, tmp_path: Path) -> None:
+def test_the_profiles_slowest_stage_is_the_exact_optimum(
+    name: str, stages: int, tmp_path: Path
+) -> None:
     from jvpipe.cost.files.graph_file import read_graph
 
     path, out = profile(f"pipedream_{name}.graph.txt"), tmp_path / "plan.json"
-    assert main(["--graph", str(path), "--stages", str(stages), "--schedule", "pipedream", "--json", str(out)]) == 0
+    assert (
+        main(
+            [
+                "--graph",
+                str(path),
+                "--stages",
+                str(stages),
+                "--schedule",
+                "pipedream",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     seconds = [layer.forward_s + layer.backward_s for layer in read_graph(path).costs.layers]
     total = [sum(seconds[:i]) for i in range(len(seconds) + 1)]
     best = total
     for _ in range(stages - 1):  # best[j]: the least slowest stage of the first j layers
-        best = [min((max(best[i], total[j] - total[i]) for i in range(j)), default=0.0) for j in range(len(total))]
+        best = [
+            min((max(best[i], total[j] - total[i]) for i in range(j)), default=0.0)
+            for j in range(len(total))
+        ]
     assert json.loads(out.read_text())["bottleneck_s"] == pytest.approx(best[-1], rel=1e-9)

@@ -13,12 +13,18 @@ from jvpipe.planners import PLANNERS
     [
         ({}, "give one of --model and --graph"),
         ({"model": "bert", "graph": "x.txt"}, "give one of --model and --graph"),
-        ({"graph": "x.txt", "batch_size": 8}, "--batch-size 8 is of a --model, a --graph has its own: leave it out"),
+        (
+            {"graph": "x.txt", "batch_size": 8},
+            "--batch-size 8 is of a --model, a --graph has its own: leave it out",
+        ),
         ({"graph": "x.txt", "set": ("blocks=3",)}, "--set blocks=3 is of a --model"),
         ({"model": "bert", "sequence_length": 0}, "--sequence-length 0: there must be 1 to"),
         ({"model": "bert", "batch_size": 0}, "--batch-size 0: there must be 1 to"),
         ({"model": "bert", "stages": 10**6}, "--stages 1000000: there must be 1 to 100000"),
-        ({"model": "bert", "schedule": "2bw", "microbatches": 1}, "2bw on 4 stages needs at least 4 micro-batches"),
+        (
+            {"model": "bert", "schedule": "2bw", "microbatches": 1},
+            "2bw on 4 stages needs at least 4 micro-batches",
+        ),
         ({"model": "bert", "compare": "even,none"}, "none"),
         ({"model": "bert", "figure": "x.exe"}, "exe"),
     ],

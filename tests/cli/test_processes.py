@@ -28,7 +28,10 @@ def refusals(*each: Sequence[str]) -> list[str]:
     meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--host-timeout", str(LIMIT_S)]
     with ThreadPoolExecutor() as threads:
         ids = [["--process-id", str(i)] for i in range(len(each))]
-        come = [threads.submit(join, given([*meet, *i, *more])) for i, more in zip(ids, each, strict=True)]
+        come = [
+            threads.submit(join, given([*meet, *i, *more]))
+            for i, more in zip(ids, each, strict=True)
+        ]
         problems = [process.exception(LIMIT_S) for process in come]
     assert all(type(problem) is ValueError for problem in problems), problems
     return list(map(str, problems))
@@ -43,7 +46,9 @@ def test_a_number_of_processes_that_differs_is_named_by_both_at_once() -> None:
 def test_who_was_told_to_be_alone_refuses_the_others() -> None:
     meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--host-timeout", str(LIMIT_S)]
     assert join(given([*meet, "--process-id", "0", "--num-processes", "1"])) is ALONE
-    with pytest.raises(ValueError, match="--num-processes is '2' in process 1 and '1' in process 0"):
+    with pytest.raises(
+        ValueError, match="--num-processes is '2' in process 1 and '1' in process 0"
+    ):
         join(given([*meet, "--process-id", "1", "--num-processes", "2"]))
 
 
@@ -51,13 +56,22 @@ def test_a_model_file_that_differs_is_named_by_both(tmp_path: Path) -> None:
     for i in range(2):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "own.py").write_text(f"RATE = {i}\n")
-    told = refusals(*(("--num-processes", "2", "--model", f"{tmp_path}/{i}/own.py:Model") for i in range(2)))
+    told = refusals(
+        *(("--num-processes", "2", "--model", f"{tmp_path}/{i}/own.py:Model") for i in range(2))
+    )
     assert all("the digest of --model's file is " in line for line in told)
 
 
 @pytest.mark.parametrize("process", ["0", "1"])
 def test_who_waits_can_be_stopped(process: str, capsys: pytest.CaptureFixture[str]) -> None:
-    meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--process-id", process, "--num-processes", "2"]
+    meet = [
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--process-id",
+        process,
+        "--num-processes",
+        "2",
+    ]
     stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     stop.start()
     with pytest.raises(SystemExit) as end:
@@ -66,8 +80,17 @@ def test_who_waits_can_be_stopped(process: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "stopped before all processes had come\n"
 
 
-def test_a_network_without_a_secret_is_warned_of_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    everywhere = ["--coordinator", f"0.0.0.0:{free_port()}", "--process-id", "0", "--num-processes", "1"]
+def test_a_network_without_a_secret_is_warned_of_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    everywhere = [
+        "--coordinator",
+        f"0.0.0.0:{free_port()}",
+        "--process-id",
+        "0",
+        "--num-processes",
+        "1",
+    ]
     assert join(given(everywhere)) is ALONE
     told = "warning: whoever reaches 0.0.0.0 can join or end this run: give --secret-file\n"
     assert capsys.readouterr().err == told
@@ -77,11 +100,21 @@ def test_a_secret_where_nobody_asks_for_it_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret")
     secret.chmod(0o644)
-    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-id", "0", "--num-processes", "2")
+    meet = (
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--process-id",
+        "0",
+        "--num-processes",
+        "2",
+    )
     open_to_others = finished(*meet, "--secret-file", str(secret))
     assert (open_to_others.returncode, len(open_to_others.stderr.splitlines())) == (2, 1)
     assert f"chmod 600 {secret}" in open_to_others.stderr
     secret.chmod(0o600)
     of_cluster = finished("--distributed", "--secret-file", str(secret))
     assert (of_cluster.returncode, len(of_cluster.stderr.splitlines())) == (2, 1)
-    assert "with --distributed the processes meet through JAX, which knows no secret" in of_cluster.stderr
+    assert (
+        "with --distributed the processes meet through JAX, which knows no secret"
+        in of_cluster.stderr
+    )

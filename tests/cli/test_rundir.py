@@ -55,7 +55,10 @@ def test_as_many_as_asked_for_are_kept_and_the_best(tmp_path: Path) -> None:
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, *(f"{step:08d}" for step in (10, 20, 30)))
-    mine = [tmp_path / "checkpoints" / name for name in ("notes.txt", "best/arrays", "20240131/x", "00000010/why.txt")]
+    mine = [
+        tmp_path / "checkpoints" / name
+        for name in ("notes.txt", "best/arrays", "20240131/x", "00000010/why.txt")
+    ]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -79,7 +82,10 @@ def test_the_same_configuration_may_go_on(tmp_path: Path) -> None:
 def test_what_differs_is_named(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write_config(CONFIG)
-    other = CONFIG | {"size": "base", "parameters": {"embed.kernel": "float32[100, 16]", "head.bias": "float32[9]"}}
+    other = CONFIG | {
+        "size": "base",
+        "parameters": {"embed.kernel": "float32[100, 16]", "head.bias": "float32[9]"},
+    }
     with pytest.raises(ValueError) as caught:
         run.check(other)
     told = str(caught.value)
@@ -142,7 +148,10 @@ def test_files_of_a_run_are_known_by_their_digests(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").read_text() == "new"
     run.check_files(digests)
     (run.path / "tokenizer.json").write_text("nev")
-    with pytest.raises(DamageError, match=r"tokenizer\.json is not what the run began with: put it back, or delete it"):
+    with pytest.raises(
+        DamageError,
+        match=r"tokenizer\.json is not what the run began with: put it back, or delete it",
+    ):
         run.check_files(digests)
     (run.path / "tokenizer.json").unlink()
     run.check_files(digests)
@@ -150,7 +159,11 @@ def test_files_of_a_run_are_known_by_their_digests(tmp_path: Path) -> None:
 
 def test_two_runs_are_not_in_one_folder(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    with run.held(), pytest.raises(HeldError, match="another run is at work"), RunDir(tmp_path / "run").held():
+    with (
+        run.held(),
+        pytest.raises(HeldError, match="another run is at work"),
+        RunDir(tmp_path / "run").held(),
+    ):
         pass
     with run.held():
         pass
@@ -158,7 +171,9 @@ def test_two_runs_are_not_in_one_folder(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_leaves_its_folder_free(tmp_path: Path) -> None:
     holding = f"import fcntl, os; fcntl.flock(os.open({str(tmp_path)!r}, 0), fcntl.LOCK_EX); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(HeldError, match="another run is at work"), RunDir(tmp_path).held():
@@ -193,7 +208,10 @@ def test_the_older_checkpoint_that_is_whole_is_named(tmp_path: Path) -> None:
             load_checkpoint(run.checkpoints()[-1])
 
     restore()
-    told = [f"{run.checkpoint(2)} is whole: move {run.checkpoint(3)} out of the way", f"{run.checkpoint(1)} is whole"]
+    told = [
+        f"{run.checkpoint(2)} is whole: move {run.checkpoint(3)} out of the way",
+        f"{run.checkpoint(1)} is whole",
+    ]
     for step, what in zip((3, 2, 1), (*told, "no older checkpoint is whole"), strict=True):
         damaged = run.checkpoint(step) / "generation-000001" / "arrays.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")

@@ -70,7 +70,9 @@ def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> No
     assert kept_plan(path, saved, saved) == PLAN
 
 
-@pytest.mark.parametrize(("name", "value"), [("stages", 3), ("schedule", "2bw"), ("replicas", "2,1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("stages", 3), ("schedule", "2bw"), ("replicas", "2,1")]
+)
 def test_options_must_not_contradict_a_given_plan(name: str, value: Any, path: Path) -> None:
     given = asdict(Options(plan=str(path))) | {name: value}
     with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*: there it is"):

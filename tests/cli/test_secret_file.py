@@ -14,7 +14,9 @@ def written(path: Path, text: bytes, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_the_option_goes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_goes_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("JVPIPE_SECRET_FILE", raising=False)
     assert read_secret(None) == b""
     monkeypatch.setenv("JVPIPE_SECRET_FILE", written(tmp_path / "one", b"one\n"))

@@ -41,7 +41,9 @@ def test_in_a_pipe_lines_go_out_and_warnings_to_stderr(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("piped", [False, True])
-def test_on_a_terminal_the_log_is_above_the_display(monkeypatch: pytest.MonkeyPatch, piped: bool) -> None:
+def test_on_a_terminal_the_log_is_above_the_display(
+    monkeypatch: pytest.MonkeyPatch, piped: bool
+) -> None:
     out, screen = io.StringIO() if piped else Screen(), Screen()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", screen)
@@ -50,5 +52,12 @@ def test_on_a_terminal_the_log_is_above_the_display(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     work()
     shown = screen.getvalue()
-    assert 0 < shown.index("few micro-batches") < shown.index("planning took 0.") < shown.index("cpu:1")
-    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == (["planning", "step"] if piped else [])
+    assert (
+        0
+        < shown.index("few micro-batches")
+        < shown.index("planning took 0.")
+        < shown.index("cpu:1")
+    )
+    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == (
+        ["planning", "step"] if piped else []
+    )

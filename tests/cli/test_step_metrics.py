@@ -9,7 +9,9 @@ from jvpipe import models
 from jvpipe.cli.step_metrics import scalars_in, tokens_in
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("bert", 4 * 16), ("gpt2", 4 * 16), ("t5", 4 * 2 * 8)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("bert", 4 * 16), ("gpt2", 4 * 16), ("t5", 4 * 2 * 8)]
+)
 def test_the_tokens_that_models_read_are_counted(name: str, tokens: int) -> None:
     assert tokens_in(models.load(name, "tiny").abstract_batch(4)) == tokens
 

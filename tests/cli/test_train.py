@@ -12,7 +12,9 @@ def test_a_disk_that_is_full_is_told_with_the_cure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*arguments: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write that no path is known of
+        raise OSError(
+            errno.ENOSPC, os.strerror(errno.ENOSPC)
+        )  # as a write that no path is known of
 
     monkeypatch.setattr(train, "run", full)
     assert train.main([]) == 2

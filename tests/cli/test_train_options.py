@@ -27,9 +27,16 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
     options = parse(resume)
     assert (options.export, options.remeasure, options.data) == (None, False, "prose.txt")
-    assert {"config", "export", "init_from", "profile", "remeasure", "resume", "tokenizer", *OF_PROCESSES} == set(
-        NOT_KEPT
-    )
+    assert {
+        "config",
+        "export",
+        "init_from",
+        "profile",
+        "remeasure",
+        "resume",
+        "tokenizer",
+        *OF_PROCESSES,
+    } == set(NOT_KEPT)
     assert not set(FIXED) & set(NOT_KEPT)
 
 
@@ -53,7 +60,9 @@ def test_saved_data_are_said_where_they_are_taken_for_granted(
         (["--replicas", "auto", "--stages", "99"], 99, 99),
     ],
 )
-def test_how_many_stages_and_devices_there_are(options: list[str], stages: int | None, devices: int) -> None:
+def test_how_many_stages_and_devices_there_are(
+    options: list[str], stages: int | None, devices: int
+) -> None:
     found = parse(options)
     assert (found.stages_asked, found.devices_asked) == (stages, devices)
 
@@ -63,10 +72,19 @@ def test_how_many_stages_and_devices_there_are(options: list[str], stages: int |
     [
         (["--resume"], "--resume needs --run-dir"),
         (["--stages", "0"], "--stages must be at least 1, not 0"),
-        (["--steps", "99999999999999999999"], "--steps must be at most 2147483647, not 99999999999999999999"),
+        (
+            ["--steps", "99999999999999999999"],
+            "--steps must be at most 2147483647, not 99999999999999999999",
+        ),
         (["--devices", "2"], "--devices 2 is for --replicas auto"),
-        (["--replicas", "2;1"], "each of --replicas must be a whole number of at least 1, not '2;1'"),
-        (["--replicas", "2,1", "--stages", "3"], "--replicas 2,1 says so of 2 stages, --stages of 3"),
+        (
+            ["--replicas", "2;1"],
+            "each of --replicas must be a whole number of at least 1, not '2;1'",
+        ),
+        (
+            ["--replicas", "2,1", "--stages", "3"],
+            "--replicas 2,1 says so of 2 stages, --stages of 3",
+        ),
         (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
         (["--seed", "-1"], "--seed must be from 0 to 9223372036854775807, not -1"),
         (["--warmup", "-1"], "--warmup must be 0 steps or more, not -1"),
@@ -87,6 +105,8 @@ def test_options_that_cannot_be_are_refused(options: list[str], told: str) -> No
         ({"nas": True}, "--nas cannot be resumed"),
     ],
 )
-def test_a_configuration_that_no_run_wrote_is_refused(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_configuration_that_no_run_wrote_is_refused(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=told):
         parse(saved(tmp_path, **options))

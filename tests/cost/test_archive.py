@@ -23,7 +23,10 @@ from tests.zoo import CASES, transformer
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
     """A compilation cache in which nothing compiled is kept: tests would find each other's."""
-    names = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 1e9}
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 1e9,
+    }
     before = {name: jax.config.values[name] for name in names}
     for name, value in names.items():
         jax.config.update(name, value)
@@ -48,7 +51,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def planned(**options: Any) -> Costs:
     """What a fresh pipeline decides on."""
     m = CASES["mlp"]()
-    pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(0.1), 2, 4, planner="dapple", devices=jax.devices()[:2], **options)
+    pipe = jvpipe.Pipeline(
+        m.loss_fn, optax.sgd(0.1), 2, 4, planner="dapple", devices=jax.devices()[:2], **options
+    )
     pipe.init(m.params, batch_of(m, 4), None)
     assert pipe.session.planned is not None
     return pipe.session.planned.problem.costs
@@ -63,17 +68,23 @@ def test_two_pipelines_decide_on_the_same_seconds(cache: Path, clock: list[float
     assert len(clock) == 2 * count
 
 
-def test_layers_are_cut_as_another_process_found_best(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_cut_as_another_process_found_best(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     m, looked = transformer(2), list[CutCandidate]()
 
-    def better(splitter: Splitter, begin: CutCandidate, plan: Callable[[Traced], CutCandidate], *_: Any) -> Any:
+    def better(
+        splitter: Splitter, begin: CutCandidate, plan: Callable[[Traced], CutCandidate], *_: Any
+    ) -> Any:
         looked.append(begin)
         place = split_points(begin.traced, 1, lambda eqns, _: [1.0] * len(eqns))[0]
         return plan(split_layers(begin.traced, {1: place}))
 
     def plan(microbatches: int = 4, remeasure: bool = False) -> Plan:
         devices = jax.devices()[:2]
-        pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(0.1), 2, microbatches, devices=devices, remeasure=remeasure)
+        pipe = jvpipe.Pipeline(
+            m.loss_fn, optax.sgd(0.1), 2, microbatches, devices=devices, remeasure=remeasure
+        )
         pipe.init(m.params, batch_of(m, 4), m.rng)
         return pipe.plan
 
@@ -95,9 +106,16 @@ def test_without_a_cache_nothing_is_kept(tmp_path: Path, clock: list[float]) -> 
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda x: x[: len(x) // 2], lambda x: "", lambda x: x.replace("measured", "m"), lambda x: x.replace("[0.", "[1.")],
+    [
+        lambda x: x[: len(x) // 2],
+        lambda x: "",
+        lambda x: x.replace("measured", "m"),
+        lambda x: x.replace("[0.", "[1."),
+    ],
 )
-def test_what_is_damaged_is_measured_again(damage: Callable[[str], str], cache: Path, clock: list[float]) -> None:
+def test_what_is_damaged_is_measured_again(
+    damage: Callable[[str], str], cache: Path, clock: list[float]
+) -> None:
     planned()
     count = len(clock)
     for path in (cache / FOLDER).iterdir():

@@ -41,13 +41,20 @@ def test_blocks_alike_cost_the_same(bert_costs: Costs) -> None:
     attention, feed_forward = layers[1:-4:2], layers[2:-4:2]
     for alike in (attention, feed_forward):
         assert (
-            len({(layer.forward_s, layer.backward_s, layer.temporary_bytes, len(layer.options)) for layer in alike})
+            len(
+                {
+                    (layer.forward_s, layer.backward_s, layer.temporary_bytes, len(layer.options))
+                    for layer in alike
+                }
+            )
             == 1
         )
     assert len({name for layer in layers for name in layer.options[-1].fates}) > 3 * len(attention)
 
 
-def test_a_block_takes_what_its_products_take_and_its_backward_twice_that(bert: Traced, bert_costs: Costs) -> None:
+def test_a_block_takes_what_its_products_take_and_its_backward_twice_that(
+    bert: Traced, bert_costs: Costs
+) -> None:
     for layer, cost in list(zip(bert.graph.layers, bert_costs.layers, strict=True))[2:40]:
         products_s = layer.flops / A100.device.products_per_s("float32")
         assert products_s < cost.forward_s < 3 * products_s
@@ -71,7 +78,9 @@ def test_hardware_twice_as_fast_takes_half_as_long() -> None:
             ),
         )
 
-    once, twice = (estimate(traced("pre-norm"), scaled(by), optimizer("pre-norm")) for by in (1.0, 2.0))
+    once, twice = (
+        estimate(traced("pre-norm"), scaled(by), optimizer("pre-norm")) for by in (1.0, 2.0)
+    )
     for a, b in zip(once.layers, twice.layers, strict=True):
         assert a.forward_s == pytest.approx(2 * b.forward_s)
         assert a.backward_s == pytest.approx(2 * b.backward_s)
@@ -89,12 +98,18 @@ def test_without_fates_everything_is_kept() -> None:
 
 def test_halves_of_backwards_are_looked_at_if_somebody_asks() -> None:
     """In the model every layer but the first gives a cotangent; products run in one of the halves."""
-    whole, halved = (estimate(traced("pre-norm"), A100, fates=False, split=split) for split in (False, True))
+    whole, halved = (
+        estimate(traced("pre-norm"), A100, fates=False, split=split) for split in (False, True)
+    )
     assert {layer.split for layer in whole.layers} == {None}
     first, *others = halved.layers
     assert first.split is None
     for layer in others:
         assert layer.split is not None
         assert min(layer.split.input_s, layer.split.weight_s) > 0
-        assert layer.backward_s * 0.9 < layer.split.input_s + layer.split.weight_s < layer.backward_s * 1.7
+        assert (
+            layer.backward_s * 0.9
+            < layer.split.input_s + layer.split.weight_s
+            < layer.backward_s * 1.7
+        )
     assert [replace(layer, split=None) for layer in halved.layers] == list(whole.layers)

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Option
-from jvpipe.cost.frontier import Calibration, calibrated, layer_options, named, options_of, recomputes
+from jvpipe.cost.frontier import (
+    Calibration,
+    calibrated,
+    layer_options,
+    named,
+    options_of,
+    recomputes,
+)
 from jvpipe.cost.model import own_inputs
 from jvpipe.cost.presets import CORE
 from jvpipe.cost.recompute import Recompute
@@ -29,11 +36,20 @@ THREE = Recompute(
 
 def point(option: Option, input_bytes: int) -> tuple[float, ...]:
     swapped = input_bytes if option.swaps_input else 0
-    return option.kept_bytes + input_bytes - swapped, option.swapped_bytes + swapped, option.extra_s, option.extra_bytes
+    return (
+        option.kept_bytes + input_bytes - swapped,
+        option.swapped_bytes + swapped,
+        option.extra_s,
+        option.extra_bytes,
+    )
 
 
 def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_included() -> None:
-    found = {(o.kept_bytes, o.extra_s): dict(o.fates) for o in options_of(THREE, most=100) if not o.swapped_bytes}
+    found = {
+        (o.kept_bytes, o.extra_s): dict(o.fates)
+        for o in options_of(THREE, most=100)
+        if not o.swapped_bytes
+    }
     assert found == {
         (7, 0.0): {},
         (5, 2.0): {"b": "recompute"},
@@ -64,7 +80,12 @@ def test_options_begin_with_everything_end_with_nothing_and_do_not_beat_each_oth
     options = options_of(recompute, input_bytes, most)
     assert len(options) <= most
     first, last = options[0], options[-1]
-    assert (first.extra_s, first.swapped_bytes, dict(first.fates), first.swaps_input) == (0, 0, {}, False)
+    assert (first.extra_s, first.swapped_bytes, dict(first.fates), first.swaps_input) == (
+        0,
+        0,
+        {},
+        False,
+    )
     assert (last.kept_bytes, last.swapped_bytes, last.swaps_input) == (0, 0, False)
     assert all(option.swaps_input is False for option in options if not input_bytes)
     between = [point(option, input_bytes) for option in options[1:-1]]
@@ -76,7 +97,9 @@ def test_options_begin_with_everything_end_with_nothing_and_do_not_beat_each_oth
 @given(chances(most=6), st.floats(-3, 3), st.floats(-3, 3))
 def test_few_options_serve_most_prices(parts: tuple, byte: float, link: float) -> None:
     recompute = Recompute(*parts)
-    every, few = (np.array([point(o, 16) for o in options_of(recompute, 16, most)]) for most in (10**6, 24))
+    every, few = (
+        np.array([point(o, 16) for o in options_of(recompute, 16, most)]) for most in (10**6, 24)
+    )
     scale = np.where(every.max(0) > 0, every.max(0), 1)
     price = np.array([10**byte, 10**link, 1.0, 0.0]) / scale
     assert (few @ price).min() <= 1.1 * (every @ price).min() + 1e-9
@@ -100,7 +123,9 @@ def test_noise_does_not_make_more_recomputation_cheaper() -> None:
 
 
 def test_fates_bear_the_name_of_their_layer_and_inputs_their_own() -> None:
-    (option,) = named([Option(0, 4, fates={"dot_0": "swap"}, swaps_input=True)], "block", ["before:3"])
+    (option,) = named(
+        [Option(0, 4, fates={"dot_0": "swap"}, swaps_input=True)], "block", ["before:3"]
+    )
     assert option.fates == {"block/dot_0": "swap", "before:3": "swap"}
 
 
@@ -109,7 +134,9 @@ def test_no_two_tensors_of_a_model_share_a_name() -> None:
     signatures = [made.signature for made in programs("pre-norm")]
     found = recomputes(model, programs("pre-norm", "nothing"), CORE)
     options = layer_options(model, own_inputs(model.graph, signatures), found)
-    names = [name for layer in options for name, fate in layer[-1].fates.items() if fate == "recompute"]
+    names = [
+        name for layer in options for name, fate in layer[-1].fates.items() if fate == "recompute"
+    ]
     assert len(names) == len(set(names)) == sum(len(recompute.choices) for recompute in found)
     assert found[1] is found[3]  # blocks alike
     assert [o.extra_s for o in options[1]] == [o.extra_s for o in options[3]]

@@ -12,7 +12,8 @@ DEVICE = Accelerator("d", 10**9, 1e9, {"float32": 4e9, "bfloat16": 8e9})
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate"), [("float32", 4e9), ("bfloat16", 8e9), ("float16", 8e9), ("float64", 2e9), ("int8", 4e9)]
+    ("dtype", "rate"),
+    [("float32", 4e9), ("bfloat16", 8e9), ("float16", 8e9), ("float64", 2e9), ("int8", 4e9)],
 )
 def test_rates_by_dtype(dtype: str, rate: float) -> None:
     assert DEVICE.products_per_s(dtype) == rate
@@ -54,7 +55,9 @@ def test_an_all_reduce_by_hand(devices: Sequence[int], networks: int, seconds: f
 
 
 def test_each_round_of_a_ring_takes_the_latency() -> None:
-    assert Cluster("c", DEVICE, 4, peer=Link(4e9, 1e-3)).reduce_s(range(4), 4e9) == pytest.approx(6 * (0.25 + 1e-3))
+    assert Cluster("c", DEVICE, 4, peer=Link(4e9, 1e-3)).reduce_s(range(4), 4e9) == pytest.approx(
+        6 * (0.25 + 1e-3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,18 +73,28 @@ def test_each_round_of_a_ring_takes_the_latency() -> None:
         ((0, 4, 8), (12,), 1, 12 / 1),
     ],
 )
-def test_slices_by_hand(senders: Sequence[int], readers: Sequence[int], networks: int, seconds: float) -> None:
+def test_slices_by_hand(
+    senders: Sequence[int], readers: Sequence[int], networks: int, seconds: float
+) -> None:
     cluster = Cluster("c", DEVICE, 4, 4, peer=Link(4e9), network=Link(1e9), networks=networks)
     assert cluster.transfer_s(senders, readers, 12e9) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("networks", [1, 2])
 @pytest.mark.parametrize(("peer", "network"), [(100.0, 10.0), (10.0, 100.0)])
-def test_no_placement_reduces_faster_than_the_least(networks: int, peer: float, network: float) -> None:
-    cluster = Cluster("lab", DEVICE, 3, 2, peer=Link(peer, 0.01), network=Link(network, 0.02), networks=networks)
+def test_no_placement_reduces_faster_than_the_least(
+    networks: int, peer: float, network: float
+) -> None:
+    cluster = Cluster(
+        "lab", DEVICE, 3, 2, peer=Link(peer, 0.01), network=Link(network, 0.02), networks=networks
+    )
     for count in range(1, 7):
         least_s = min(cluster.reduce_s(devices, 60.0) for devices in combinations(range(6), count))
         if networks == 1:
             assert cluster.least_reduce_s(count, 60.0) == pytest.approx(least_s)
-        more_s = (cluster.reduce_s(each, 60.0) for n in range(count, 7) for each in combinations(range(6), n))
+        more_s = (
+            cluster.reduce_s(each, 60.0)
+            for n in range(count, 7)
+            for each in combinations(range(6), n)
+        )
         assert cluster.least_reduce_s(count, 60.0) <= min(more_s) * (1 + 1e-12)

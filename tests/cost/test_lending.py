@@ -11,9 +11,12 @@ from jvpipe.programs.store import Program, ProgramStore
 
 
 @pytest.mark.parametrize(
-    ("together_s", "devices", "share"), [(1.0, 2, 0.0), (0.9, 2, 0.0), (1.5, 2, 0.5), (3.0, 2, 1.0), (2.5, 4, 0.5)]
+    ("together_s", "devices", "share"),
+    [(1.0, 2, 0.0), (0.9, 2, 0.0), (1.5, 2, 0.5), (3.0, 2, 1.0), (2.5, 4, 0.5)],
 )
-def test_the_share_is_by_how_much_longer_all_take_than_one(together_s: float, devices: int, share: float) -> None:
+def test_the_share_is_by_how_much_longer_all_take_than_one(
+    together_s: float, devices: int, share: float
+) -> None:
     assert lent_share(1.0, together_s, devices) == share
 
 

@@ -6,7 +6,13 @@ import pytest
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.measure import measure_programs, measured_costs
 from jvpipe.cost.presets import PRESETS
-from jvpipe.programs.model import Share, backward_program, forward_program, kept_names, layer_programs
+from jvpipe.programs.model import (
+    Share,
+    backward_program,
+    forward_program,
+    kept_names,
+    layer_programs,
+)
 from jvpipe.programs.store import ProgramStore, shared_store
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 from tests.zoo import B, D
@@ -22,7 +28,9 @@ def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
         return compile_all(self, wanted)
 
     monkeypatch.setattr(ProgramStore, "compile", counted)
-    runs = measure_programs(shared_store(), [program for pair in pairs for program in pair], jax.devices()[0])
+    runs = measure_programs(
+        shared_store(), [program for pair in pairs for program in pair], jax.devices()[0]
+    )
     assert len(compiled) == len(set(compiled)) == len(runs) < 2 * len(pairs)
     assert all(run.seconds > 0 and run.temporary_bytes >= 0 for run in runs.values())
 
@@ -47,7 +55,9 @@ def test_measured_costs_are_estimates_with_other_seconds() -> None:
         assert all(0 <= o.extra_s <= a.options[-1].extra_s for o in a.options)
 
 
-def test_what_there_is_no_room_for_is_estimated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_room_for_is_estimated_and_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, store, device = traced("mlp"), shared_store(), jax.devices()[0]
     known = {}
     measured = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known=known)
@@ -55,10 +65,14 @@ def test_what_there_is_no_room_for_is_estimated_and_not_run(monkeypatch: pytest.
     forwards = [forward_program(made).key for made in layer_programs(store, model, "all")]
     left = {key: run for key, run in known.items() if key != forwards[0]}
     monkeypatch.setattr("jvpipe.cost.measure._seconds", lambda *_: pytest.fail("this was run"))
-    costs = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known=left, room_bytes=0)
+    costs = measured_costs(
+        model, device, store, optimizer("mlp"), MICROBATCHES, known=left, room_bytes=0
+    )
     assert forwards[0] not in left, "a later look may find room"
     assert costs.layers[1].backward_s == measured.layers[1].backward_s
-    alone = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known={}, room_bytes=0)
+    alone = measured_costs(
+        model, device, store, optimizer("mlp"), MICROBATCHES, known={}, room_bytes=0
+    )
     for a, b in zip(alone.layers, guessed.layers, strict=True):
         assert a.forward_s == pytest.approx(b.forward_s)
 

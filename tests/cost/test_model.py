@@ -55,7 +55,9 @@ def even_plan(layers: int, stages: int) -> Plan:
     return Plan.from_cuts([each + (s < more) for s in range(stages)])
 
 
-def shares(problem: Problem, decision: Decision, devices: Sequence[Peak]) -> tuple[list[float], float]:
+def shares(
+    problem: Problem, decision: Decision, devices: Sequence[Peak]
+) -> tuple[list[float], float]:
     """What planners count for each stage, and for the plan's fullest device, in units of what the table holds."""
     counted = [stage.peak_bytes for stage in evaluate(problem, decision).stages]
     by_stage = [count / peak.bytes for count, peak in zip(counted, devices, strict=True)]
@@ -64,9 +66,16 @@ def shares(problem: Problem, decision: Decision, devices: Sequence[Peak]) -> tup
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    grid(product(NAMES, ("gpipe", "1f1b")), *product(NAMES, ("1f1b",)), ("pre-norm", "gpipe"), ("unet", "gpipe")),
+    grid(
+        product(NAMES, ("gpipe", "1f1b")),
+        *product(NAMES, ("1f1b",)),
+        ("pre-norm", "gpipe"),
+        ("unet", "gpipe"),
+    ),
 )
-def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(name: str, schedule: str) -> None:
+def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(
+    name: str, schedule: str
+) -> None:
     model, found = traced(name), costs(name)
     layers = len(model.graph.layers)
     rng = np.random.default_rng(0)
@@ -80,7 +89,9 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(nam
                 MicrobatchLayout.of(model.graph, plan, [made.signature for made in programs(name)])
             ] * MICROBATCHES
             step = lower_step(model.graph, layouts, lists, optimizer(name))
-            by_stage, share = shares(problem, Decision.keeping_all(bounds), peaks(step, stages)[:stages])
+            by_stage, share = shares(
+                problem, Decision.keeping_all(bounds), peaks(step, stages)[:stages]
+            )
             assert min(by_stage) >= 1, (bounds, by_stage)
             # gradients are counted from the start, but a layer's begin with its own backward
             assert share <= (1.11 if schedule == "gpipe" or stages == 1 else 1.16), (bounds, share)
@@ -93,7 +104,9 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
     layers = len(model.graph.layers)
     guessed = estimate(model, PRESETS["cpu"], optimizer(name), MICROBATCHES)
     # buffer tables know nothing of what a program needs for itself, nor of what it computes again
-    options = [[replace(option, extra_bytes=0) for option in layer.options] for layer in guessed.layers]
+    options = [
+        [replace(option, extra_bytes=0) for option in layer.options] for layer in guessed.layers
+    ]
     works, signatures = [Work(1.0, 2.0)] * layers, [made.signature for made in programs(name)]
     found = costs_of(model.graph, signatures, works, options, optimizer(name), MICROBATCHES)
     for stages, schedule in product(range(1, min(4, layers) + 1), ("gpipe", "1f1b")):
@@ -103,7 +116,9 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
         problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
         made = layer_programs(shared_store(), model, Fates.of(model.graph, plan))
         lists = problem.schedule.lists(stages, MICROBATCHES)
-        layouts = [MicrobatchLayout.of(model.graph, plan, [p.signature for p in made])] * MICROBATCHES
+        layouts = [
+            MicrobatchLayout.of(model.graph, plan, [p.signature for p in made])
+        ] * MICROBATCHES
         step = lower_step(model.graph, layouts, lists, optimizer(name))
         *devices, host = peaks(step, stages)
         by_stage, share = shares(problem, decision, devices)
@@ -115,10 +130,14 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "pre-norm"])
 def test_with_the_temporaries_of_programs_too(name: str) -> None:
     model, devices = traced(name), tuple(jax.devices()[:2])
-    found = measured_costs(model, devices[0], shared_store(), optimizer(name), MICROBATCHES, fates=False)
+    found = measured_costs(
+        model, devices[0], shared_store(), optimizer(name), MICROBATCHES, fates=False
+    )
     layers = len(model.graph.layers)
     order = find_schedule("1f1b")
-    compiled = CompiledPlan(model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store())
+    compiled = CompiledPlan(
+        model, even_plan(layers, 2), order, optimizer(name), MICROBATCHES, devices, shared_store()
+    )
     problem = Problem(found, 2, order, MICROBATCHES)
     bounds = [0, *accumulate(compiled.plan.cuts)]
     for s, peak in enumerate(compiled.peaks[:2]):
@@ -147,12 +166,16 @@ def test_a_tensor_that_two_backwards_read_is_held_once() -> None:
     graph, found = traced("three-readers").graph, costs("three-readers")
     inputs = own_inputs(graph, [made.signature for made in programs("three-readers")])
     alone = {t for tensors in inputs for t in tensors}
-    together = [shared for shared in found.shared if not shared.per_version and len(shared.layers) > 1]
+    together = [
+        shared for shared in found.shared if not shared.per_version and len(shared.layers) > 1
+    ]
     assert alone
     assert together
     for t, tensor in enumerate(graph.tensors):
         holders = [
-            s for s in together if set(s.layers) <= {tensor.producer, *tensor.readers} and s.bytes == tensor.array.bytes
+            s
+            for s in together
+            if set(s.layers) <= {tensor.producer, *tensor.readers} and s.bytes == tensor.array.bytes
         ]
         assert not (t in alone and len(tensor.readers) > 1 and holders)
     for layer, tensors in zip(found.layers, inputs, strict=True):

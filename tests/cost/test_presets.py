@@ -8,7 +8,18 @@ from jvpipe.cost.presets import A100_40GB, A100_80GB, CORE, H200, PRESETS, accel
 
 
 def test_every_machine_is_there() -> None:
-    wanted = ["2080ti", "v100-a", "v100-b", "v100-c", "a100-40gb", "p40", "a100-80gb", "h100", "h200", "cpu"]
+    wanted = [
+        "2080ti",
+        "v100-a",
+        "v100-b",
+        "v100-c",
+        "a100-40gb",
+        "p40",
+        "a100-80gb",
+        "h100",
+        "h200",
+        "cpu",
+    ]
     assert sorted(PRESETS) == sorted(wanted)
     assert all(find_cluster(name).name == name for name in wanted)
 
@@ -35,7 +46,9 @@ def test_figures_are_sustained_and_grow_with_the_generations() -> None:
     bandwidths = [PRESETS[name].device.memory_bytes_per_s for name in order]
     assert bandwidths == sorted(bandwidths)
     assert PRESETS["a100-40gb"].device.products_per_s("bfloat16") < 312e12
-    assert PRESETS["p40"].device.products_per_s("float32") < PRESETS["v100-a"].device.products_per_s("float32")
+    assert PRESETS["p40"].device.products_per_s("float32") < PRESETS[
+        "v100-a"
+    ].device.products_per_s("float32")
 
 
 @pytest.mark.parametrize(
@@ -48,5 +61,7 @@ def test_figures_are_sustained_and_grow_with_the_generations() -> None:
         ("cpu", "cpu", CORE),
     ],
 )
-def test_a_device_at_hand_is_like_one_that_is_known(kind: str, platform: str, known: Accelerator) -> None:
+def test_a_device_at_hand_is_like_one_that_is_known(
+    kind: str, platform: str, known: Accelerator
+) -> None:
     assert accelerator_like(kind, platform) is known

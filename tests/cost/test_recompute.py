@@ -20,7 +20,11 @@ from tests.cost.traces import programs, traced
 
 def later(name: str, layer: int) -> list[int]:
     graph = traced(name).graph
-    return [t for t in graph.layers[layer].reading(ValueKind.TENSOR) if graph.tensors[t].readers[-1] != layer]
+    return [
+        t
+        for t in graph.layers[layer].reading(ValueKind.TENSOR)
+        if graph.tensors[t].readers[-1] != layer
+    ]
 
 
 def heavy(closed: ClosedJaxpr) -> Counter[str]:
@@ -33,7 +37,8 @@ def _costly(eqn: JaxprEqn) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("pre-norm", 1), ("pre-norm", 4), ("threefry", 1), ("experts", 1), ("resnet", 5)]
+    ("name", "layer"),
+    [("pre-norm", 1), ("pre-norm", 4), ("threefry", 1), ("experts", 1), ("resnet", 5)],
 )
 def test_bytes_and_repeated_work_are_those_of_the_programs(name: str, layer: int) -> None:
     body = traced(name).bodies[layer]
@@ -52,7 +57,9 @@ def test_bytes_and_repeated_work_are_those_of_the_programs(name: str, layer: int
     assert found[()][1] == max(extra_s for _, extra_s in found.values())
 
 
-@pytest.mark.parametrize("name", ["post-norm", "threefry", "resnet", "cond", "recurrent", "loops", "experts", "linen"])
+@pytest.mark.parametrize(
+    "name", ["post-norm", "threefry", "resnet", "cond", "recurrent", "loops", "experts", "linen"]
+)
 def test_keeping_everything_keeps_the_residuals_of_the_run(name: str) -> None:
     found = recomputes(traced(name), programs(name, "nothing"), CORE)
     for recompute, made in zip(found, programs(name), strict=True):
@@ -65,7 +72,10 @@ def chances(draw: st.DrawFn, most: int = 7) -> tuple:
     """Candidates in order; each is made of some before it and of equations, some of them shared."""
     n = draw(st.integers(1, most))
     columns = draw(st.integers(1, 8))
-    parents = [frozenset(draw(st.sets(st.integers(0, c - 1), max_size=3))) if c else frozenset() for c in range(n)]
+    parents = [
+        frozenset(draw(st.sets(st.integers(0, c - 1), max_size=3))) if c else frozenset()
+        for c in range(n)
+    ]
     needed = frozenset(draw(st.sets(st.integers(0, n - 1), min_size=1)))
     behind = np.array([[draw(st.booleans()) for _ in range(columns)] for _ in range(n)])
     seconds = np.array([float(draw(st.integers(0, 20))) for _ in range(columns)])
@@ -83,7 +93,11 @@ def cost(recompute: Recompute, kept: frozenset[int], price: float) -> float:
 @given(chances(), st.sampled_from([0.01, 0.3, 1.0, 2.5]))
 def test_a_minimum_cut_is_the_best_choice_at_its_price(parts: tuple, price: float) -> None:
     recompute = Recompute(*parts)
-    every = [frozenset(kept) for n in range(len(recompute.names) + 1) for kept in combinations(recompute.choices, n)]
+    every = [
+        frozenset(kept)
+        for n in range(len(recompute.names) + 1)
+        for kept in combinations(recompute.choices, n)
+    ]
     best = min(cost(recompute, kept, price) for kept in every)
     assert cost(recompute, recompute.cut(price), price) == pytest.approx(best, rel=1e-5, abs=1e-5)
 
@@ -92,11 +106,19 @@ def test_a_minimum_cut_is_the_best_choice_at_its_price(parts: tuple, price: floa
 @given(chances())
 def test_subsets_are_all_pareto_points(parts: tuple) -> None:
     recompute = Recompute(*parts)
-    every = [frozenset(kept) for n in range(len(recompute.names) + 1) for kept in combinations(recompute.choices, n)]
-    points = {(recompute.kept_bytes(u), recompute.extra_s(a)) for u, a in map(recompute.dropping, every)}
+    every = [
+        frozenset(kept)
+        for n in range(len(recompute.names) + 1)
+        for kept in combinations(recompute.choices, n)
+    ]
+    points = {
+        (recompute.kept_bytes(u), recompute.extra_s(a)) for u, a in map(recompute.dropping, every)
+    }
     best = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
     found = recompute.subsets()
-    assert sorted((recompute.kept_bytes(k), recompute.extra_s(recompute.dropping(k)[1])) for k in found) == sorted(best)
+    assert sorted(
+        (recompute.kept_bytes(k), recompute.extra_s(recompute.dropping(k)[1])) for k in found
+    ) == sorted(best)
 
 
 @settings(max_examples=20, deadline=None)

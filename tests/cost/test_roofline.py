@@ -65,7 +65,9 @@ def test_a_product_reads_what_is_made_for_it() -> None:
 
 
 def test_other_names_of_a_value_cost_nothing() -> None:
-    renamed = program(lambda x, y: jax.lax.optimization_barrier(x.reshape(-1)).reshape(N, N).T @ y, 2)
+    renamed = program(
+        lambda x, y: jax.lax.optimization_barrier(x.reshape(-1)).reshape(N, N).T @ y, 2
+    )
     assert kernels(renamed) == 1
 
 
@@ -88,7 +90,9 @@ def test_a_scan_takes_its_body_as_often_as_it_runs() -> None:
 
 
 def test_of_branches_the_longest_counts() -> None:
-    branch = program(lambda x: jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ x @ x, lambda x: x @ x, x))
+    branch = program(
+        lambda x: jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+    )
     assert seconds(branch, device(products=1.0)) == 2 * 2 * N**3
 
 

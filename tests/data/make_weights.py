@@ -38,7 +38,9 @@ def bert() -> tuple[Any, dict[str, Any]]:
 
 
 def gpt2() -> tuple[Any, dict[str, Any]]:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16
+    )
     return transformers.GPT2LMHeadModel(config), {"tokens": ids(2)}
 
 
@@ -77,7 +79,10 @@ def main(folder: Path) -> None:
         model, batch = make()
         shaken(model)
         model.eval()
-        given = {"decoder_input_ids": batch["tokens"], "input_ids": batch.get("inputs", batch["tokens"])}
+        given = {
+            "decoder_input_ids": batch["tokens"],
+            "input_ids": batch.get("inputs", batch["tokens"]),
+        }
         if make not in (t5, t5_untied):
             del given["decoder_input_ids"]
         with torch.no_grad():
@@ -88,7 +93,9 @@ def main(folder: Path) -> None:
         (into / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
         (into / "generation_config.json").unlink(missing_ok=True)
         told = {name: value.numpy().astype(np.int32) for name, value in batch.items()}
-        save_file(told | {"logits": logits[:, :, ::7].contiguous().numpy()}, into / "logits.safetensors")
+        save_file(
+            told | {"logits": logits[:, :, ::7].contiguous().numpy()}, into / "logits.safetensors"
+        )
 
 
 if __name__ == "__main__":

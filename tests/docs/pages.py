@@ -59,7 +59,9 @@ def blocks(page: str) -> list[Block]:
 
 def code(page: str) -> str:
     """What a page has of Python, but for files, as one program; every block is a statement of its own line."""
-    parts = [b.text for b in blocks(page) if b.language == "python" and not b.file and b.why is None]
+    parts = [
+        b.text for b in blocks(page) if b.language == "python" and not b.file and b.why is None
+    ]
     return "\n".join([README, *parts] if parts and page == "README.md" else parts)
 
 
@@ -74,7 +76,9 @@ def words(command: str) -> list[str]:
     """The words of a command after `python -m`, small; those of make are what its recipe says."""
     if command.startswith("make "):
         target = shlex.split(command, comments=True)[1]
-        command = re.search(rf"^{target}:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]  # type: ignore
+        command = re.search(
+            rf"^{target}:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+        )[1]  # type: ignore
         command = command.replace("$(BIN)/", "").replace("$(ARGS)", "")
     given = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z]+=", word)]
     assert given[:2] == ["python", "-m"], f"there is no way to run {command!r}"
@@ -82,8 +86,15 @@ def words(command: str) -> list[str]:
 
 
 def _small(module: str, given: Sequence[str]) -> list[str]:
-    named = {word: given[i + 1] if i + 1 < len(given) else "" for i, word in enumerate(given) if word.startswith("--")}
-    options = {name: None if not value or value.startswith("--") else value for name, value in named.items()}
+    named = {
+        word: given[i + 1] if i + 1 < len(given) else ""
+        for i, word in enumerate(given)
+        if word.startswith("--")
+    }
+    options = {
+        name: None if not value or value.startswith("--") else value
+        for name, value in named.items()
+    }
     if options.get("--model") in NAMES:
         options["--size"] = "tiny"
     elif "--model" in options:
@@ -91,10 +102,14 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
     if int(options.get("--stages") or 0) > 4:
         options["--stages"] = "4"  # small models have few layers
     if module == "jvpipe.train":
-        options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(EVERY & options.keys(), "1")
+        options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(
+            EVERY & options.keys(), "1"
+        )
         options |= {"--nas-steps": "1", "--steps": "1"} if "--nas" in options else {}
         options |= {"--data": PROSE} if options.get("--model") in NAMES else {}
-        options |= {"--planner": "even"} if "--planner" not in options and "--plan" not in options else {}
+        options |= (
+            {"--planner": "even"} if "--planner" not in options and "--plan" not in options else {}
+        )
     if "--resume" in options:  # the model stays as it is
         options["--steps"] = "4"
         del options["--batch-size"]

@@ -12,7 +12,13 @@ from jvpipe.models import NAMES, sizes
 from tests.commands import here
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
 
-NOT_RUN = {"a GPU", "several hosts", "installs packages", "the whole suite", "the file is a profile of yours"}
+NOT_RUN = {
+    "a GPU",
+    "several hosts",
+    "installs packages",
+    "the whole suite",
+    "the file is a profile of yours",
+}
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
@@ -30,12 +36,27 @@ def test_what_is_not_run_says_why() -> None:
 def test_commands_are_made_small() -> None:
     command = "NPROC=1 python -m jvpipe.train --model gpt2 --size 124m --stages 8 --adapt --steps 500  # long"
     small = ["--size", "tiny", "--stages", "4", "--adapt", "--steps", "2", "--batch-size", "8"]
-    assert words(command) == ["jvpipe.train", "--model", "gpt2", *small, "--data", "page.txt", "--planner", "even"]
+    assert words(command) == [
+        "jvpipe.train",
+        "--model",
+        "gpt2",
+        *small,
+        "--data",
+        "page.txt",
+        "--planner",
+        "even",
+    ]
     assert words("make bert ARGS=") == words("python -m jvpipe.train --model bert")
 
 
 def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
-    found = [line for page in PAGES for block in blocks(page) for line in block.lines if block.language == "sh"]
+    found = [
+        line
+        for page in PAGES
+        for block in blocks(page)
+        for line in block.lines
+        if block.language == "sh"
+    ]
     parsed = 0
     for module, rest in re.findall(r"python -m jvpipe\.(train|plan) (.*)", "\n".join(found)):
         given = shlex.split(rest, comments=True)

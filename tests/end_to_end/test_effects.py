@@ -33,7 +33,9 @@ class Heard:
 
         x = jnp.tanh(batch @ params[0])
         self.tell(0, x)
-        x = jax.lax.cond(jnp.sum(x) < 1e9, lambda x, w: (self.tell(1, x), x @ w)[1], lambda x, w: x, x, params[1])
+        x = jax.lax.cond(
+            jnp.sum(x) < 1e9, lambda x, w: (self.tell(1, x), x @ w)[1], lambda x, w: x, x, params[1]
+        )
         x = jax.lax.fori_loop(0, 2, twice, jnp.tanh(x) @ params[2])
         return jnp.mean(x**2)
 
@@ -46,7 +48,12 @@ class Heard:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fates": {"*": "recompute"}}, {"checkpoint": "always"}, {"planner": "jvpipe", "memory_limit": "1GB"}],
+    [
+        {},
+        {"fates": {"*": "recompute"}},
+        {"checkpoint": "always"},
+        {"planner": "jvpipe", "memory_limit": "1GB"},
+    ],
     ids=["kept", "computed again in the backward", "computed again by stages", "timed"],
 )
 def test_a_callback_runs_once_per_micro_batch(options: Any) -> None:
@@ -67,7 +74,12 @@ def hears(told: Counter[str], when: str, x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fates": {"*": "recompute"}}, {"schedule": "zb-h1"}, {"planner": "jvpipe", "memory_limit": "1GB"}],
+    [
+        {},
+        {"fates": {"*": "recompute"}},
+        {"schedule": "zb-h1"},
+        {"planner": "jvpipe", "memory_limit": "1GB"},
+    ],
     ids=["kept", "computed again", "in halves", "timed"],
 )
 def test_what_a_derivative_rule_prints_is_printed_once_per_micro_batch(options: Any) -> None:
@@ -77,7 +89,9 @@ def test_what_a_derivative_rule_prints_is_printed_once_per_micro_batch(options: 
     def spy(x: jax.Array) -> jax.Array:
         return x
 
-    spy.defvjp(lambda x: (hears(told, "forward", x), None), lambda _, g: (hears(told, "backward", g),))
+    spy.defvjp(
+        lambda x: (hears(told, "forward", x), None), lambda _, g: (hears(told, "backward", g),)
+    )
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
         return jnp.mean(jnp.tanh(spy(jnp.tanh(batch @ params[0])) @ params[1]) ** 2)
@@ -110,7 +124,9 @@ def test_each_replica_calls_back_with_its_own_examples() -> None:
 
 def test_callbacks_change_no_bit_whatever_is_kept() -> None:
     def run(**options: Any) -> list[np.ndarray]:
-        pipe = jvpipe.Pipeline(Heard().loss_fn, optax.sgd(0.1), planner="even", microbatches=MICRO, **options)
+        pipe = jvpipe.Pipeline(
+            Heard().loss_fn, optax.sgd(0.1), planner="even", microbatches=MICRO, **options
+        )
         state, _ = pipe.step(pipe.init(PARAMS, BATCH, None), BATCH)
         return pipe.params(state)
 
@@ -132,5 +148,8 @@ def test_effects_that_have_no_place_are_refused_when_tracing(call: Any, named: s
         return jnp.mean(x @ params[1])
 
     pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), microbatches=MICRO)
-    with pytest.raises(ValueError, match=f"the loss calls {named}, .*: use jax.debug.callback .*or return the values"):
+    with pytest.raises(
+        ValueError,
+        match=f"the loss calls {named}, .*: use jax.debug.callback .*or return the values",
+    ):
         pipe.init(PARAMS[:2], BATCH, None)

@@ -33,7 +33,11 @@ def plain_gradient(m: Case) -> Any:
     def parts(params: Any, state: Any, part: Any, rng: Any) -> tuple[Any, tuple[Any, Any]]:
         out = m.loss_fn(params, state, part, rng) if m.has_state else m.loss_fn(params, part, rng)
         loss, new = (out[0] if m.has_state or m.has_aux else out), (out[1] if m.has_state else None)
-        return (loss.total, (loss.weight, new)) if isinstance(loss, jvpipe.Weighted) else (loss, (np.float32(1), new))
+        return (
+            (loss.total, (loss.weight, new))
+            if isinstance(loss, jvpipe.Weighted)
+            else (loss, (np.float32(1), new))
+        )
 
     return jax.jit(jax.value_and_grad(parts, has_aux=True))
 
@@ -42,12 +46,18 @@ def plain_gradients(m: Case, grad: Any, micro: int) -> tuple[Any, Any, Any]:
     """Loss, gradients and model state of a batch on one device, without jvpipe; micro-batches are seen in order."""
     state, sums, total, weight = m.state, None, 0.0, 0.0
     for i in range(micro):
-        part = jax.tree.map(lambda x, i=i: x[i * MICRO_BATCH : (i + 1) * MICRO_BATCH], batch_of(m, micro))
+        part = jax.tree.map(
+            lambda x, i=i: x[i * MICRO_BATCH : (i + 1) * MICRO_BATCH], batch_of(m, micro)
+        )
         rng = jax.random.fold_in(jax.random.fold_in(key_of(m), 0), i)
         (loss, (w, state)), g = grad(m.params, state, part, rng)
         total, weight = total + float(loss), weight + float(w)
         sums = g if sums is None else jax.tree.map(jnp.add, sums, g)
-    return total / weight, jax.tree.map(lambda g: np.asarray(g) / np.asarray(weight, g.dtype), sums), state
+    return (
+        total / weight,
+        jax.tree.map(lambda g: np.asarray(g) / np.asarray(weight, g.dtype), sums),
+        state,
+    )
 
 
 def start(
@@ -81,11 +91,15 @@ def test_gradients_equal_plain_jax(name: str) -> None:
     after, plain = jax.tree.leaves(pipe.params(state)), jax.tree.leaves(gradients)
     for old, new, gradient in zip(before, after, plain, strict=True):
         np.testing.assert_allclose(old - new, gradient, atol=1e-5 * scale + 1e-6)
-    for ours, theirs in zip(jax.tree.leaves(pipe.model_state(state)), jax.tree.leaves(new_state), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(pipe.model_state(state)), jax.tree.leaves(new_state), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def trained(m: Case, stages: int, schedule: str, *, together: bool = False) -> tuple[list[Any], list[float], int]:
+def trained(
+    m: Case, stages: int, schedule: str, *, together: bool = False
+) -> tuple[list[Any], list[float], int]:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     pipe, state = start(m, stages, 4, schedule, optimizer, together=together)
     losses = []
@@ -96,7 +110,9 @@ def trained(m: Case, stages: int, schedule: str, *, together: bool = False) -> t
     return arrays, losses, len(pipe.session.graph.layers)
 
 
-def assert_same_bits(ours: tuple[list[Any], list[float], int], theirs: tuple[list[Any], list[float], int]) -> None:
+def assert_same_bits(
+    ours: tuple[list[Any], list[float], int], theirs: tuple[list[Any], list[float], int]
+) -> None:
     assert ours[1] == theirs[1]
     for a, b in zip(ours[0], theirs[0], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -129,7 +145,13 @@ def test_bit_identical_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", grid(["mlp", "three-readers", "integers", "resnet", "chained-keys"], "mlp", "three-readers", "resnet")
+    "name",
+    grid(
+        ["mlp", "three-readers", "integers", "resnet", "chained-keys"],
+        "mlp",
+        "three-readers",
+        "resnet",
+    ),
 )
 def test_bit_identical_for_every_cut_and_schedule(name: str) -> None:
     m = CASES[name]()

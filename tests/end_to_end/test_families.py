@@ -23,7 +23,9 @@ from tests.zoo import CASES, Case, dropped, in_bfloat16, quick_key
 MICRO = 5  # no multiple of the devices
 
 
-def pipeline(m: Case, stages: Any, schedule: str | Schedule, micro: int = MICRO, **options: Any) -> jvpipe.Pipeline:
+def pipeline(
+    m: Case, stages: Any, schedule: str | Schedule, micro: int = MICRO, **options: Any
+) -> jvpipe.Pipeline:
     return jvpipe.Pipeline(
         m.loss_fn,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
@@ -38,18 +40,25 @@ def pipeline(m: Case, stages: Any, schedule: str | Schedule, micro: int = MICRO,
     )
 
 
-def started(m: Case, stages: Any, schedule: str | Schedule, micro: int = MICRO) -> tuple[jvpipe.Pipeline, jvpipe.State]:
+def started(
+    m: Case, stages: Any, schedule: str | Schedule, micro: int = MICRO
+) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe = pipeline(m, stages, schedule, micro)
     return pipe, pipe.init(m.params, batch_of(m, micro), key_of(m), m.state)
 
 
-def trained(m: Case, pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int = 2) -> tuple[list[float], list[Any]]:
+def trained(
+    m: Case, pipe: jvpipe.Pipeline, state: jvpipe.State, steps: int = 2
+) -> tuple[list[float], list[Any]]:
     losses = []
     for _ in range(steps):
         state, metrics = pipe.step(state, batch_of(m, pipe.session.settings.microbatches))
         losses.append(float(metrics["loss"]))
         jax.block_until_ready(state)
-        assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (sum(x.nbytes for x in state.arrays), 0)
+        assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (
+            sum(x.nbytes for x in state.arrays),
+            0,
+        )
     return losses, jax.tree.leaves((pipe.params(state), pipe.model_state(state)))
 
 
@@ -59,7 +68,9 @@ def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random
     stages = rule.stages_on(2)
     bounds = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
     plan = drawn(graph, tuple(b - a for a, b in pairwise(bounds)), draw.randrange(100))
-    placed = (replace(stage, devices=(rule.device_of(s, 2),)) for s, stage in enumerate(plan.stages))
+    placed = (
+        replace(stage, devices=(rule.device_of(s, 2),)) for s, stage in enumerate(plan.stages)
+    )
     return replace(plan, stages=tuple(placed))
 
 
@@ -97,7 +108,9 @@ def test_every_family_has_the_bits_of_1f1b_with_any_fates_and_holds_what_was_tol
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-def test_what_one_family_saved_another_goes_on_with_and_layers_move_inside_a_step(schedule: str, tmp_path: Any) -> None:
+def test_what_one_family_saved_another_goes_on_with_and_layers_move_inside_a_step(
+    schedule: str, tmp_path: Any
+) -> None:
     m, draw = CASES["chained-keys"](), random.Random(schedule)
     pipe, state = started(m, 1, "1f1b")
     expected = trained(m, pipe, state, steps=4)
@@ -125,7 +138,9 @@ def test_an_order_that_was_found_is_part_of_the_plan_and_keeps_a_limit(tmp_path:
     assert len(pipe.plan.tasks) == 2
     assert "no order is under" in pipe.explain()
     pipe.plan.save(tmp_path / "plan.json")
-    again = jvpipe.Pipeline(m.loss_fn, optimizer, jvpipe.Plan.load(tmp_path / "plan.json"), **options)
+    again = jvpipe.Pipeline(
+        m.loss_fn, optimizer, jvpipe.Plan.load(tmp_path / "plan.json"), **options
+    )
     assert_same(trained(m, again, again.init(m.params, batch_of(m, MICRO), key_of(m))), expected)
     assert again.session.compiled.lists == pipe.session.compiled.lists
     small = jvpipe.Pipeline(m.loss_fn, optimizer, 2, memory_limit=1, **options)
@@ -136,5 +151,7 @@ def test_an_order_that_was_found_is_part_of_the_plan_and_keeps_a_limit(tmp_path:
     small = jvpipe.Pipeline(m.loss_fn, optimizer, 2, memory_limit=limit, **options)
     assert_same(trained(m, small, small.init(m.params, batch_of(m, MICRO), key_of(m))), expected)
     assert max(small.ledger.peak) <= limit
-    with pytest.raises(ValueError, match="schedule 'auto' is chosen by planner 'jvpipe', not by 'even'"):
+    with pytest.raises(
+        ValueError, match="schedule 'auto' is chosen by planner 'jvpipe', not by 'even'"
+    ):
         jvpipe.Pipeline(m.loss_fn, optimizer, 2, planner="even", **options)

@@ -34,12 +34,16 @@ def drawn(graph: LayerGraph, cuts: tuple[int, ...], seed: int) -> jvpipe.Plan:
         for tensor in graph.tensors:
             if inside & {tensor.producer, *tensor.readers}:
                 made_here = tensor.producer in inside
-                fates[tensor.array.name] = draw.choice(["keep", "swap", "recompute"] if made_here else ["keep", "swap"])
+                fates[tensor.array.name] = draw.choice(
+                    ["keep", "swap", "recompute"] if made_here else ["keep", "swap"]
+                )
         stages.append(replace(stage, fates=fates))
     return replace(plan, stages=tuple(stages))
 
 
-def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any], list[float], jvpipe.Pipeline]:
+def trained(
+    m: Case, plan: Any, schedule: str, **options: Any
+) -> tuple[list[Any], list[float], jvpipe.Pipeline]:
     stages = plan if isinstance(plan, int) else len(plan.stages)
     pipe = jvpipe.Pipeline(
         m.loss_fn,
@@ -60,7 +64,9 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
         losses.append(float(metrics["loss"]))
         jax.block_until_ready(state)
         held = sum(x.nbytes for x in jax.tree.leaves(state.arrays))
-        assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (held, 0), "something leaked"
+        assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (held, 0), (
+            "something leaked"
+        )
     assert pipe.ledger.peak == [peak.bytes for peak in pipe.session.compiled.peaks]
     return jax.tree.leaves(pipe.params(state)), losses, pipe
 
@@ -69,7 +75,15 @@ def trained(m: Case, plan: Any, schedule: str, **options: Any) -> tuple[list[Any
 @pytest.mark.parametrize(
     "name",
     grid(
-        ["pre-norm", "chained-keys", "resnet", "three-readers", "unet", "spectral", "resnet in bfloat16"],
+        [
+            "pre-norm",
+            "chained-keys",
+            "resnet",
+            "three-readers",
+            "unet",
+            "spectral",
+            "resnet in bfloat16",
+        ],
         "resnet",
         "three-readers",
     ),
@@ -138,24 +152,37 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     assert found.hidden_s + found.exposed_s >= found.copy_s - 1e-9
     assert found.recomputed_s > 0
     shown = {"F", "R", "B", "U", "OUT", "IN"}
-    assert sorted(s.kind for s in found.spans) == sorted(row.kind for row in step.rows if row.kind in shown)
-    assert {s.device for s in found.spans if s.kind == "OUT"} <= {f"{d} host" for d in pipe.session.settings.devices}
+    assert sorted(s.kind for s in found.spans) == sorted(
+        row.kind for row in step.rows if row.kind in shown
+    )
+    assert {s.device for s in found.spans if s.kind == "OUT"} <= {
+        f"{d} host" for d in pipe.session.settings.devices
+    }
 
 
 def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
     """At sizes at which compilers like to fuse: a product may be kept, what it is made of is always made again."""
     workload, draw = load("bert", "mini", blocks=1), np.random.default_rng(0)
     batch = {
-        name: draw.integers(0, 60, leaf.shape).astype(leaf.dtype) for name, leaf in workload.abstract_batch(64).items()
+        name: draw.integers(0, 60, leaf.shape).astype(leaf.dtype)
+        for name, leaf in workload.abstract_batch(64).items()
     }
     params = jax.tree.map(
-        lambda leaf: draw.normal(0, 0.1, leaf.shape).astype(leaf.dtype), jax.eval_shape(workload.init, quick_key(0))
+        lambda leaf: draw.normal(0, 0.1, leaf.shape).astype(leaf.dtype),
+        jax.eval_shape(workload.init, quick_key(0)),
     )
     found = []
     choices: list[dict[str, str]] = [{}, {"*dot_general_0": "recompute"}]
     for fates in choices:
         pipe = jvpipe.Pipeline(
-            workload.loss_fn, optax.sgd(1.0), 1, 1, "gpipe", planner="even", fates=fates, devices=jax.devices()[:1]
+            workload.loss_fn,
+            optax.sgd(1.0),
+            1,
+            1,
+            "gpipe",
+            planner="even",
+            fates=fates,
+            devices=jax.devices()[:1],
         )
         state = pipe.init(params, batch, quick_key(0))
         state, _ = pipe.step(state, batch)

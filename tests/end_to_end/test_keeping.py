@@ -58,14 +58,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluations_are_logged_and_the_best_checkpoint_is_kept(whole: Path) -> None:
-    found = {line["step"]: line["held_out_loss"] for line in lines(whole) if "held_out_loss" in line}
+    found = {
+        line["step"]: line["held_out_loss"] for line in lines(whole) if "held_out_loss" in line
+    }
     assert list(found) == [3, 6, 9, 12]
     best = json.loads((whole / "best.json").read_text())
     assert best["held_out_loss"] == min(found.values()) == found[best["step"]]
-    assert jvpipe.checkpoint_extra(whole / best["checkpoint"])["evaluations"]["best_step"] == best["step"]
+    assert (
+        jvpipe.checkpoint_extra(whole / best["checkpoint"])["evaluations"]["best_step"]
+        == best["step"]
+    )
     assert checkpoints(whole) == sorted({best["step"], 12})
     spans = json.loads((whole / "timeline.json").read_text())["traceEvents"]
-    assert any("B" in event["name"] for event in spans if event["ph"] == "X"), "of a step, not of an evaluation"
+    assert any("B" in event["name"] for event in spans if event["ph"] == "X"), (
+        "of a step, not of an evaluation"
+    )
 
 
 def test_evaluations_change_no_bit(whole: Path, tmp_path: Path) -> None:
@@ -103,15 +110,22 @@ def test_a_killed_run_goes_on_to_the_bit_with_its_evaluations(whole: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert told(run) == told(whole)
     assert export.read_bytes() == (whole.parent / "whole.safetensors").read_bytes()
-    assert json.loads((run / "best.json").read_text()) == json.loads((whole / "best.json").read_text())
+    assert json.loads((run / "best.json").read_text()) == json.loads(
+        (whole / "best.json").read_text()
+    )
     assert checkpoints(run) == checkpoints(whole)
 
 
 def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = finished(*arguments(run, "--eval-every", "2", "--early-stop", "2", "--keep", "1", model="Worsens"))
+    done = finished(
+        *arguments(run, "--eval-every", "2", "--early-stop", "2", "--keep", "1", model="Worsens")
+    )
     assert done.returncode == 0, done.stderr
-    assert "after step 2, which best.json names; stopped early, as 2 evaluations since were no better" in done.stdout
+    assert (
+        "after step 2, which best.json names; stopped early, as 2 evaluations since were no better"
+        in done.stdout
+    )
     assert len(lines(run)) == 6
     assert checkpoints(run) == [2, 6]
     again = resume(run)
@@ -123,7 +137,9 @@ def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> Non
     assert len(lines(run)) == 8
 
 
-def test_steps_do_not_wait_for_the_disk(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_do_not_wait_for_the_disk(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first checkpoint is not written before two more steps are logged."""
     run = tmp_path / "run"
     write, log = array_file.write, run / "metrics.jsonl"
@@ -141,7 +157,9 @@ def test_steps_do_not_wait_for_the_disk(whole: Path, tmp_path: Path, monkeypatch
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(file: Path, packed: Any, checkpoint: Path) -> None:
         raise OSError(f"cannot write the checkpoint {checkpoint}: No space left on device")
 
@@ -159,12 +177,18 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("model", "more", "wrong"),
     [
-        ("Plain", ("--eval-every", "3"), "--eval-every 3: Plain has no held_out() to be evaluated on"),
+        (
+            "Plain",
+            ("--eval-every", "3"),
+            "--eval-every 3: Plain has no held_out() to be evaluated on",
+        ),
         ("full", ("--early-stop", "3"), "--early-stop 3 needs --eval-every"),
         ("full", ("--keep", "0"), "--keep must be at least 1, not 0"),
     ],
 )
-def test_mistakes_are_one_line(model: str, more: tuple[str, ...], wrong: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(
+    model: str, more: tuple[str, ...], wrong: str, tmp_path: Path
+) -> None:
     done = finished(*arguments(tmp_path / "run", *more, model=model))
     assert done.returncode == 2
     assert wrong in done.stderr

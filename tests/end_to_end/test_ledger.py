@@ -55,7 +55,9 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
     compiled.step = Bound(compiled.lowered, tuple(map(watching, compiled.step.instructions)))
     state, metrics = pipe.step(state, batch)
     del metrics
-    assert {"F", "B", "R", "OUT", "FREE", "IN", "SEND", "ZERO", "LOSS", "U"} <= {row.kind for row, *_ in found}
+    assert {"F", "B", "R", "OUT", "FREE", "IN", "SEND", "ZERO", "LOSS", "U"} <= {
+        row.kind for row, *_ in found
+    }
     for row, counted, real in found:
         assert counted == real, f"before {row}"
 
@@ -63,7 +65,10 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
 def random_case(seed: int) -> Case:
     """A loss of random layers: products, dropout, gates, additions and concatenations of earlier results."""
     draw, weights = random.Random(seed), draws(seed)
-    kinds = [draw.choice(["dense", "dropout", "gate", "skip", "concat"]) for _ in range(draw.randint(3, 6))]
+    kinds = [
+        draw.choice(["dense", "dropout", "gate", "skip", "concat"])
+        for _ in range(draw.randint(3, 6))
+    ]
     earlier = [draw.randint(0, i) for i in range(len(kinds))]
     params = [{"w": weights(D * (1 + (kind == "concat")), D), "b": weights(D)} for kind in kinds]
 
@@ -87,15 +92,28 @@ def random_case(seed: int) -> Case:
 
 
 @pytest.mark.usefixtures("copies_never_late")
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["gpipe", "1f1b"]), stages=st.integers(1, 3))
-def test_random_fates_of_random_graphs_are_exact_and_leak_nothing(seed: int, schedule: str, stages: int) -> None:
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    seed=st.integers(0, 10**6),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    stages=st.integers(1, 3),
+)
+def test_random_fates_of_random_graphs_are_exact_and_leak_nothing(
+    seed: int, schedule: str, stages: int
+) -> None:
     m = random_case(seed)
     params, losses, plain = trained(m, 1, "gpipe")
     layers = len(plain.session.graph.layers)
     stages = min(stages, layers)
     cuts = tuple(layers // stages + (s < layers % stages) for s in range(stages))
-    ours = trained(m, drawn(plain.session.graph, cuts, seed), schedule)  # it looks at the ledger after every step
+    ours = trained(
+        m, drawn(plain.session.graph, cuts, seed), schedule
+    )  # it looks at the ledger after every step
     assert ours[1] == losses
     for a, b in zip(ours[0], params, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -108,7 +126,9 @@ def test_model_state_that_is_written_and_never_read_does_not_pile_up(schedule: s
         return jnp.mean(x**2), jnp.mean(x)
 
     params, batch = [0.5 * np.eye(D, dtype=np.float32)] * 2, np.ones((MICRO, D), np.float32)
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, MICRO, schedule, planner="even", has_state=True)
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), 2, MICRO, schedule, planner="even", has_state=True
+    )
     state = pipe.init(params, batch, None, np.float32(0))
     for _ in range(2):
         state, _ = pipe.step(state, batch)

@@ -61,7 +61,9 @@ def equinox_partition() -> Case:
     """Beside arrays there are activations, and the rate of a dropout, a number of Python."""
     hidden = [eqx.nn.Linear(D, D, key=k) for k in jax.random.split(KEY, 3)]
     rest = [[eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(0.3)] for _ in hidden]
-    model = eqx.nn.Sequential([part for linear, others in zip(hidden, rest, strict=True) for part in (linear, *others)])
+    model = eqx.nn.Sequential(
+        [part for linear, others in zip(hidden, rest, strict=True) for part in (linear, *others)]
+    )
     params, static = eqx.partition(model, eqx.is_array)
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
@@ -112,7 +114,10 @@ def plain_step(case: Case, batch: Tree, rate: float) -> tuple[float, list[Any]]:
         part = jax.tree.map(lambda x, m=m: x[m * (B // M) : (m + 1) * (B // M)], batch)
         key = jax.random.fold_in(jax.random.fold_in(KEY, 0), m)
         value, grads = plain(case.params, part, key)
-        gradient, loss = jax.tree.map(lambda a, b: a + b / M, gradient, grads), loss + float(value) / M
+        gradient, loss = (
+            jax.tree.map(lambda a, b: a + b / M, gradient, grads),
+            loss + float(value) / M,
+        )
     return loss, jax.tree.leaves(jax.tree.map(lambda p, g: p - rate * g, case.params, gradient))
 
 
@@ -126,7 +131,9 @@ def test_a_model_of_another_library_trains_as_in_plain_jax(case_of: Callable[[],
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     trained = pipe.params(state)
     assert jax.tree.structure(trained) == jax.tree.structure(case.params)
-    for ours, theirs, before in zip(jax.tree.leaves(trained), params, jax.tree.leaves(case.params), strict=True):
+    for ours, theirs, before in zip(
+        jax.tree.leaves(trained), params, jax.tree.leaves(case.params), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
         assert not np.array_equal(ours, before)
     assert len(pipe.session.graph.layers) >= 3
@@ -135,8 +142,12 @@ def test_a_model_of_another_library_trains_as_in_plain_jax(case_of: Callable[[],
 @permissive
 def test_a_module_with_more_than_arrays_is_told_what_to_do() -> None:
     model = eqx.nn.MLP(D, D, D, 2, key=KEY)
-    pipe = jvpipe.Pipeline(lambda model, batch, rng: jnp.mean(jax.vmap(model)(batch["x"])), optax.sgd(0.1))
-    cure = r"parameter 'activation' is of type \w+, no array: .*eqx\.partition\(model, eqx\.is_array\)"
+    pipe = jvpipe.Pipeline(
+        lambda model, batch, rng: jnp.mean(jax.vmap(model)(batch["x"])), optax.sgd(0.1)
+    )
+    cure = (
+        r"parameter 'activation' is of type \w+, no array: .*eqx\.partition\(model, eqx\.is_array\)"
+    )
     with pytest.raises(ValueError, match=cure) as refused:
         pipe.init(model, regression_batch(B, D), None)
     assert "\n" not in str(refused.value)

@@ -22,7 +22,8 @@ CASE = dropped("chain", quick_key(7), depth=4)
 def timed(layer: LayerCost) -> LayerCost:
     """The layer with seconds of 1 and 2, and as much more as it computes again."""
     options = tuple(
-        replace(option, extra_s=0.1 * list(option.fates.values()).count("recompute")) for option in layer.options
+        replace(option, extra_s=0.1 * list(option.fates.values()).count("recompute"))
+        for option in layer.options
     )
     return replace(layer, forward_s=1.0, backward_s=2.0, options=options)
 
@@ -37,7 +38,11 @@ def _measured_once() -> Any:
     def measure(request: planning.Request, *given: Any) -> Problem:
         if not known:
             found = planning.measure(replace(request, limits=(1, 1)), *given)
-            known.append(replace(found, costs=replace(found.costs, layers=tuple(map(timed, found.costs.layers)))))
+            known.append(
+                replace(
+                    found, costs=replace(found.costs, layers=tuple(map(timed, found.costs.layers)))
+                )
+            )
         return replace(known[0], memory_limit_bytes=max(request.limits, default=None))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +66,9 @@ def start(limit: int | None, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.St
 
 def refused(limit: int) -> int:
     """The smallest limit that would do, as the error says."""
-    with pytest.raises(jvpipe.MemoryLimitExceeded, match="bytes would do; so may more stages") as raised:
+    with pytest.raises(
+        jvpipe.MemoryLimitExceeded, match="bytes would do; so may more stages"
+    ) as raised:
         start(limit)
     return raised.value.smallest_limit_bytes
 
@@ -87,7 +94,9 @@ def test_five_limits_from_the_defaults_peak_down_to_the_smallest_hold() -> None:
         pipe, ours = trained(limit)
         assert ours == losses  # to the bit
         assert max(pipe.ledger.peak[:HOST]) <= limit
-        assert pipe.ledger.peak == [found.bytes for found in pipe.session.compiled.peaks]  # as simulated
+        assert pipe.ledger.peak == [
+            found.bytes for found in pipe.session.compiled.peaks
+        ]  # as simulated
         assert any(stage.fates for stage in pipe.plan.stages) == (limit < peak)
     assert refused(smallest - 1) == smallest
 

@@ -59,7 +59,9 @@ def test_the_model_and_its_recipe_are_what_was_asked_for(run: Path) -> None:
 def test_the_file_that_it_wrote_begins_the_same_run_again(run: Path, tmp_path: Path) -> None:
     done = begun(run / "config.json", tmp_path / "again")
     assert done.returncode == 0, done.stderr
-    assert [line["loss"] for line in lines(tmp_path / "again")] == [line["loss"] for line in lines(run)]
+    assert [line["loss"] for line in lines(tmp_path / "again")] == [
+        line["loss"] for line in lines(run)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,9 @@ def test_the_file_that_it_wrote_begins_the_same_run_again(run: Path, tmp_path: P
         (("--set", "witdh=32"), "unknown option of bert 'witdh': did you mean 'width'"),
     ],
 )
-def test_a_resumed_run_has_the_model_and_the_optimizer_that_it_had(more: tuple[str, ...], told: str, run: Path) -> None:
+def test_a_resumed_run_has_the_model_and_the_optimizer_that_it_had(
+    more: tuple[str, ...], told: str, run: Path
+) -> None:
     refused = finished("--run-dir", str(run), "--resume", "--steps", "4", *more)
     assert refused.returncode == 2
     assert told in refused.stderr

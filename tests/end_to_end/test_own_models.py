@@ -49,19 +49,38 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_
         np.testing.assert_array_equal(values, load_file(two)[key])
 
 
-def test_stages_share_devices_as_is_decided_and_a_resumed_run_takes_other_counts(tmp_path: Path) -> None:
+def test_stages_share_devices_as_is_decided_and_a_resumed_run_takes_other_counts(
+    tmp_path: Path,
+) -> None:
     run, model = tmp_path / "run", ("--model", f"{OWN}:Plain", "--planner", "jvpipe")
-    begun = train(run, *model, "--steps", "2", "--replicas", "auto", "--devices", "2", "--stages", "1")
+    begun = train(
+        run, *model, "--steps", "2", "--replicas", "auto", "--devices", "2", "--stages", "1"
+    )
     assert begun.returncode == 0, begun.stderr
     assert "devices" in (run / "plan.txt").read_text()
-    resumed = train(run, "--resume", "--planner", "jvpipe", "--replicas", "1,2", "--stages", "2", "--steps", "3")
+    resumed = train(
+        run, "--resume", "--planner", "jvpipe", "--replicas", "1,2", "--stages", "2", "--steps", "3"
+    )
     assert resumed.returncode == 0, resumed.stderr
-    assert [len(stage["devices"]) for stage in json.loads((run / "plan.json").read_text())["stages"]] == [1, 2]
+    assert [
+        len(stage["devices"]) for stage in json.loads((run / "plan.json").read_text())["stages"]
+    ] == [1, 2]
     assert len(losses(run)) == 3
 
 
 def test_processes_train_evaluate_and_save_a_module_s_model_together(tmp_path: Path) -> None:
-    model = ("--model", "tests.own:full", "--steps", "4", "--stages", "2", "--eval-every", "2", "--keep", "1")
+    model = (
+        "--model",
+        "tests.own:full",
+        "--steps",
+        "4",
+        "--stages",
+        "2",
+        "--eval-every",
+        "2",
+        "--keep",
+        "1",
+    )
     alone = train(tmp_path / "alone", *model)
     assert alone.returncode == 0, alone.stderr
     with processes(2, [*COMMON, *model, "--run-dir", str(tmp_path / "two")]) as commands:
@@ -83,7 +102,17 @@ def test_processes_must_have_one_model(tmp_path: Path) -> None:
     for folder, blocks in zip(folders, (3, 4), strict=True):
         folder.mkdir()
         (folder / "mine.py").write_text(f"from tests.own import Plain\nmine = Plain({blocks})\n")
-    given = [*COMMON, "--model", "mine.py:mine", "--stages", "2", "--steps", "2", "--run-dir", str(tmp_path / "run")]
+    given = [
+        *COMMON,
+        "--model",
+        "mine.py:mine",
+        "--stages",
+        "2",
+        "--steps",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     with processes(2, given, stands=folders) as commands:
         ends = last_lines(commands)
     assert [code for code, _ in ends] == [2, 2]
@@ -94,11 +123,19 @@ def test_processes_must_have_one_model(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (("--model", f"{OWN}:Plane"), "unknown name 'Plane': did you mean 'Plain'"),
-        (("--model", f"{OWN}:Ends", "--steps", "3", "--stages", "1"), "has come to its end: let it go on"),
-        (("--model", f"{OWN}:full", "--microbatches", "3", "--batch-size", "9"), "3 micro-batches do not divide the 8"),
+        (
+            ("--model", f"{OWN}:Ends", "--steps", "3", "--stages", "1"),
+            "has come to its end: let it go on",
+        ),
+        (
+            ("--model", f"{OWN}:full", "--microbatches", "3", "--batch-size", "9"),
+            "3 micro-batches do not divide the 8",
+        ),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(options: tuple[str, ...], told: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_exit_2(
+    options: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
     done = train(tmp_path / "run", *options)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

@@ -15,7 +15,9 @@ def test_a_deep_bert_compiles_its_distinct_layers_only() -> None:
     shapes = workload.abstract_batch(4)
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     devices = jax.devices()[:2] * 2
-    pipe = jvpipe.Pipeline(workload.loss_fn, optax.sgd(1e-3), 4, microbatches=2, planner="even", devices=devices)
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn, optax.sgd(1e-3), 4, microbatches=2, planner="even", devices=devices
+    )
     state = pipe.init(workload.init, batch, jax.random.key(0, impl="unsafe_rbg"))
     state, metrics = pipe.step(state, batch)
     assert np.isfinite(float(metrics["loss"]))

@@ -71,7 +71,9 @@ def made(values: list[Any], how: str | None) -> Any:
             return values[-1]
 
 
-def begun(loss: Callable[..., Any], widths: tuple[int, ...] | None = None, **options: Any) -> jvpipe.Pipeline:
+def begun(
+    loss: Callable[..., Any], widths: tuple[int, ...] | None = None, **options: Any
+) -> jvpipe.Pipeline:
     options = {"planner": "even", "microbatches": MICRO, "replicas": widths} | options
     return jvpipe.Pipeline(loss, optax.sgd(0.5), len(widths or (1, 1)), **options)
 
@@ -84,7 +86,12 @@ def test_aux_is_reduced_as_the_user_says(widths: tuple[int, ...] | None) -> None
         value, aux = with_aux(params, batch, rng)
         return value, {name: leaf for name, leaf in aux.items() if name in kept}
 
-    pipe = begun(loss, widths, has_aux=True, aux_reduce={k: v for k, v in REDUCE.items() if k in kept or "*" in k})
+    pipe = begun(
+        loss,
+        widths,
+        has_aux=True,
+        aux_reduce={k: v for k, v in REDUCE.items() if k in kept or "*" in k},
+    )
     state = pipe.init(PARAMS, ROWS, None)
     wanted = [jax.jit(with_aux)(PARAMS, part, None)[1] for part in np.split(ROWS, MICRO)]
     how = REDUCE | {"above": "sum", "mean": "mean", "each": None}
@@ -101,11 +108,15 @@ def test_aux_is_reduced_as_the_user_says(widths: tuple[int, ...] | None) -> None
 def test_aux_that_slices_do_not_make_is_refused_with_the_option() -> None:
     for name in ("largest", "row", "any", "rounded", "last"):
 
-        def loss(params: Tree, batch: jax.Array, rng: Any, name: str = name) -> tuple[jax.Array, Tree]:
+        def loss(
+            params: Tree, batch: jax.Array, rng: Any, name: str = name
+        ) -> tuple[jax.Array, Tree]:
             value, aux = with_aux(params, batch, rng)
             return value, {name: aux[name]}
 
-        with pytest.raises(ValueError, match=rf"leaf \['{name}'\] of aux .* aux_reduce={{'{name}': 'max'}}"):
+        with pytest.raises(
+            ValueError, match=rf"leaf \['{name}'\] of aux .* aux_reduce={{'{name}': 'max'}}"
+        ):
             begun(loss, (2, 1), has_aux=True).init(PARAMS, ROWS, None)
 
 
@@ -114,7 +125,14 @@ def test_aux_is_the_same_for_every_cut_and_schedule() -> None:
 
     def run(stages: int, schedule: str) -> Mapping[str, Any]:
         pipe = jvpipe.Pipeline(
-            with_aux, optax.sgd(0.5), stages, 4, schedule, planner="even", has_aux=True, aux_reduce=reduce
+            with_aux,
+            optax.sgd(0.5),
+            stages,
+            4,
+            schedule,
+            planner="even",
+            has_aux=True,
+            aux_reduce=reduce,
         )
         return pipe.step(pipe.init(PARAMS, ROWS, None), ROWS)[1]["aux"]
 
@@ -126,13 +144,22 @@ def test_aux_is_the_same_for_every_cut_and_schedule() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aux_reduce": {"largest": "min"}}, "aux_reduce says 'min' of 'largest': write one of 'mean', 'sum', 'max'"),
+        (
+            {"aux_reduce": {"largest": "min"}},
+            "aux_reduce says 'min' of 'largest': write one of 'mean', 'sum', 'max'",
+        ),
         ({"aux_reduce": "max"}, "aux_reduce must map paths to reductions, such as .* not 'max'"),
         ({"aux_reduce": {"largest": "max"}, "has_aux": False}, "say has_aux=True"),
         ({"model_state_reduce": {"a": "max"}}, "one of 'mean', 'sum', 'same'"),
         ({"model_state_reduce": {"a": "sum"}}, "say has_state=True"),
-        ({"aux_reduce": {"smallest": "max"}}, "aux_reduce pattern 'smallest' matches no leaf: there are 'above', "),
-        ({"aux_reduce": {"above": "mean"}}, "'above' of aux, which is of type int32: cast it to float32"),
+        (
+            {"aux_reduce": {"smallest": "max"}},
+            "aux_reduce pattern 'smallest' matches no leaf: there are 'above', ",
+        ),
+        (
+            {"aux_reduce": {"above": "mean"}},
+            "'above' of aux, which is of type int32: cast it to float32",
+        ),
         ({"aux_reduce": {"any": "sum"}}, "'any' of aux, which is of type bool: cast it to int32"),
     ],
 )
@@ -183,12 +210,16 @@ def codebook(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Arr
     """Moving averages of how often each code is the nearest and of what is near it, as VQ-VAE has them."""
     y = hidden(params, batch)
     codes = s["sum"] / s["count"][:, None]
-    near = jax.nn.one_hot(jnp.argmin(jnp.sum((y[:, None] - codes[None]) ** 2, -1), -1), 4, dtype=jnp.float32)
+    near = jax.nn.one_hot(
+        jnp.argmin(jnp.sum((y[:, None] - codes[None]) ** 2, -1), -1), 4, dtype=jnp.float32
+    )
     new = {
         "count": 0.7 * s["count"] + 0.3 * jnp.sum(near, 0),
         "sum": 0.7 * s["sum"] + 0.3 * jax.lax.stop_gradient(jnp.einsum("nc,nd->cd", near, y)),
     }
-    return rest(params, y + jax.lax.stop_gradient(near @ codes - y)) + jnp.mean((y - near @ codes) ** 2), new
+    return rest(params, y + jax.lax.stop_gradient(near @ codes - y)) + jnp.mean(
+        (y - near @ codes) ** 2
+    ), new
 
 
 def capped(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
@@ -240,7 +271,9 @@ def plainly(loss: Callable[..., Any], model_state: Tree) -> tuple[Tree, Tree, li
     return params, model_state, losses
 
 
-def stepped(loss: Callable[..., Any], model_state: Tree, widths: Any, **options: Any) -> tuple[Tree, Tree, list[float]]:
+def stepped(
+    loss: Callable[..., Any], model_state: Tree, widths: Any, **options: Any
+) -> tuple[Tree, Tree, list[float]]:
     pipe = begun(loss, widths, has_state=True, **options)
     state, losses = pipe.init(PARAMS, ROWS, None, model_state), []
     for _ in range(STEPS):
@@ -257,7 +290,11 @@ def words(tree: Tree) -> Tree:
 
 
 def close(found: Tree, wanted: Tree) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), words(found), words(wanted))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
+        words(found),
+        words(wanted),
+    )
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -284,18 +321,26 @@ def test_state_that_the_trace_cannot_say_is_refused_with_the_option() -> None:
     for left in ("limited", "spread", "moving"):
         others = dict(zip(("limited", "spread", "moving"), said.values(), strict=True))
         del others[left]
-        with pytest.raises(ValueError, match=rf"model state '{left}' .* model_state_reduce={{'{left}': 'mean'}}"):
+        with pytest.raises(
+            ValueError, match=rf"model state '{left}' .* model_state_reduce={{'{left}': 'mean'}}"
+        ):
             stepped(loss, model_state, (2, 1), model_state_reduce=others)
 
 
 def test_what_the_user_says_of_state_must_fit_it() -> None:
     def loss(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
         y = hidden(params, batch)
-        return rest(params, y), {"n": jnp.maximum(s["n"], jnp.sum(y > 0)), "any": s["any"] | (y > 0.9).any()}
+        return rest(params, y), {
+            "n": jnp.maximum(s["n"], jnp.sum(y > 0)),
+            "any": s["any"] | (y > 0.9).any(),
+        }
 
     model_state = {"n": np.int32(0), "any": np.bool_(False)}
     for said, message in (
-        ({"n": "mean", "any": "same"}, "says 'mean' of 'n', which is of type int32: say 'sum', 'same'"),
+        (
+            {"n": "mean", "any": "same"},
+            "says 'mean' of 'n', which is of type int32: say 'sum', 'same'",
+        ),
         ({"n": "sum", "any": "sum"}, "says 'sum' of 'any', which is of type bool: say 'same'"),
         ({"m": "sum"}, "model_state_reduce pattern 'm' matches no leaf: there are 'any', 'n'"),
     ):
@@ -320,18 +365,27 @@ def test_a_statistic_of_the_batch_that_the_loss_uses_is_refused() -> None:
         return rest(params, y) - jnp.mean((y - y.mean(0)[None]) ** 2), 0.5 * s + 0.5 * y.mean(0)
 
     for loss in (centred, new_mean, spread_out):
-        with pytest.raises(ValueError, match=r"cannot be replicated|cannot be made of those of slices"):
+        with pytest.raises(
+            ValueError, match=r"cannot be replicated|cannot be made of those of slices"
+        ):
             stepped(loss, np.zeros(D, np.float32), (2, 1))
 
 
 def test_state_of_replicas_is_evaluated_recomputed_moved_and_saved(tmp_path: Path) -> None:
     loss, model_state, _ = STATES["codebook"]
     wanted = stepped(loss, model_state, (2, 2))
-    jax.tree.map(np.testing.assert_array_equal, stepped(loss, model_state, (2, 2), checkpoint="always"), wanted)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        stepped(loss, model_state, (2, 2), checkpoint="always"),
+        wanted,
+    )
     pipe = begun(loss, (2, 2), has_state=True)
     state = pipe.init(PARAMS, ROWS, None, model_state)
     state, _ = pipe.step(state, ROWS)
-    parts = [jax.jit(loss)(pipe.params(state), pipe.model_state(state), x, None)[0] for x in np.split(ROWS, MICRO)]
+    parts = [
+        jax.jit(loss)(pipe.params(state), pipe.model_state(state), x, None)[0]
+        for x in np.split(ROWS, MICRO)
+    ]
     np.testing.assert_allclose(pipe.evaluate(state, ROWS)["loss"], np.mean(parts), rtol=1e-4)
     pipe.save(tmp_path / "there", state)
     layers = len(pipe.session.graph.layers)

@@ -43,8 +43,16 @@ def tied() -> Case:
         each = -jnp.take_along_axis(logits, batch["targets"][:, None], -1)[:, 0]
         total, weight = jnp.sum(each * batch["weights"]), jnp.sum(batch["weights"])
         right = jnp.argmax(logits, -1) == batch["targets"]
-        aux = {"each": each, "mean": jnp.mean(each), "right": jnp.sum(right), "seen": jvpipe.Weighted(total, weight)}
-        return jvpipe.Weighted(total, weight), aux | {"features": jnp.mean(x, 0), "constant": jnp.arange(3)}
+        aux = {
+            "each": each,
+            "mean": jnp.mean(each),
+            "right": jnp.sum(right),
+            "seen": jvpipe.Weighted(total, weight),
+        }
+        return jvpipe.Weighted(total, weight), aux | {
+            "features": jnp.mean(x, 0),
+            "constant": jnp.arange(3),
+        }
 
     return Case(loss_fn, params, batch, jax.random.key(1), has_aux=True)
 
@@ -98,9 +106,15 @@ def expected(name: str) -> tuple[Tree, list[Tree]]:
         params, state, (loss, auxs, gradients) = stepped(params, state, jnp.int32(step))
         metrics.append({"loss": loss, "grad_norm": optax.tree.norm(gradients)})
         if case.has_aux:
-            stacked = {k: jnp.stack([a[k] for a in auxs]) for k in ("each", "right", "features", "constant")}
+            stacked = {
+                k: jnp.stack([a[k] for a in auxs])
+                for k in ("each", "right", "features", "constant")
+            }
             seen = sum(a["seen"].total for a in auxs) / sum(a["seen"].weight for a in auxs)
-            metrics[-1]["aux"] = stacked | {"mean": sum(a["mean"] for a in auxs) / MICRO, "seen": seen}
+            metrics[-1]["aux"] = stacked | {
+                "mean": sum(a["mean"] for a in auxs) / MICRO,
+                "seen": seen,
+            }
     return params, metrics
 
 
@@ -118,13 +132,24 @@ def names_of(name: str) -> tuple[int, tuple[tuple[str, ...], ...]]:
     pipe = jvpipe.Pipeline(case.loss_fn, OPTIMIZER, 1, MICRO, planner="even", has_aux=case.has_aux)
     pipe.init(case.params, case.batch, case.rng)
     graph = pipe.session.graph
-    return len(graph.layers), tuple(tuple(f"{graph.label(x)}/{c.name}" for c in x.candidates) for x in graph.layers)
+    return len(graph.layers), tuple(
+        tuple(f"{graph.label(x)}/{c.name}" for c in x.candidates) for x in graph.layers
+    )
 
 
-def trained(name: str, plan: Any, schedule: str = "1f1b", **options: Any) -> tuple[Tree, list[Tree], jvpipe.Pipeline]:
+def trained(
+    name: str, plan: Any, schedule: str = "1f1b", **options: Any
+) -> tuple[Tree, list[Tree], jvpipe.Pipeline]:
     case = CASES[name]()
     pipe = jvpipe.Pipeline(
-        case.loss_fn, OPTIMIZER, plan, MICRO, schedule, has_aux=case.has_aux, grad_norm=True, **options
+        case.loss_fn,
+        OPTIMIZER,
+        plan,
+        MICRO,
+        schedule,
+        has_aux=case.has_aux,
+        grad_norm=True,
+        **options,
     )
     state, metrics = pipe.init(case.params, case.batch, case.rng), []
     for _ in range(STEPS):
@@ -149,7 +174,11 @@ WIDTHS = [(2, 1), (1, 2), (3, 2), (2, 3, 1), (2, 2)]
         (
             (name, widths, schedule)
             for schedule in ("1f1b", "gpipe")
-            for name, widths in (*(("tied", w) for w in WIDTHS), ("plain", (2, 3)), ("plain", (3, 1)))
+            for name, widths in (
+                *(("tied", w) for w in WIDTHS),
+                ("plain", (2, 3)),
+                ("plain", (3, 1)),
+            )
         ),
         *(("tied", widths, "1f1b") for widths in WIDTHS[:-1]),
         ("plain", (3, 1), "gpipe"),
@@ -178,7 +207,9 @@ def test_split_backwards_and_fates_change_no_bit() -> None:
     fated = []
     for stage in plan.stages:
         own = [name for layer in stage.layers for name in names[layer]]
-        fated.append(replace(stage, fates={name: ("swap", "recompute")[i % 2] for i, name in enumerate(own)}))
+        fated.append(
+            replace(stage, fates={name: ("swap", "recompute")[i % 2] for i, name in enumerate(own)})
+        )
     found, told, pipe = trained("tied", replace(plan, stages=tuple(fated)), "gpipe")
     assert_same((found, told), kept)
     assert pipe.ledger.host_peak_bytes > 0
@@ -207,7 +238,9 @@ def test_without_a_flush_micro_batches_take_turns(tmp_path: Path) -> None:
     own = [name for layer in plan.stages[0].layers for name in names[layer]]
     fates = {name: ("swap", "recompute")[i % 2] for i, name in enumerate(own)}
     plan = replace(plan, stages=(replace(plan.stages[0], fates=fates), plan.stages[1]))
-    pipe = jvpipe.Pipeline(case.loss_fn, optax.adam(3e-2), plan, micro, PipeDream(update_every=2), has_aux=True)
+    pipe = jvpipe.Pipeline(
+        case.loss_fn, optax.adam(3e-2), plan, micro, PipeDream(update_every=2), has_aux=True
+    )
     state = pipe.init(case.params, case.batch, case.rng)
     for found in pipe.run(state, [case.batch] * 3):
         state = found[0]
@@ -215,7 +248,9 @@ def test_without_a_flush_micro_batches_take_turns(tmp_path: Path) -> None:
             pipe.save(tmp_path / "there", state)
     expected = pipe.params(state)
     assert list(pipe.ledger.peak) == [peak.bytes for peak in pipe.session.compiled.peaks]
-    assert_same(jvpipe.replay(pipe.ledger, pipe, case.params, [case.batch] * 3, case.rng)[0], expected)
+    assert_same(
+        jvpipe.replay(pipe.ledger, pipe, case.params, [case.batch] * 3, case.rng)[0], expected
+    )
     state = pipe.restore(tmp_path / "there")
     for found in pipe.run(state, [case.batch] * 2):
         state = found[0]

@@ -50,7 +50,9 @@ def expected() -> tuple[Tree, float]:
 
 
 def begun(loss: Any = loss_fn, optimizer: Any = OPTIMIZER, **options: Any) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss, optimizer, **{"stages": 2, "microbatches": MICRO, "planner": "even", **options})
+    return jvpipe.Pipeline(
+        loss, optimizer, **{"stages": 2, "microbatches": MICRO, "planner": "even", **options}
+    )
 
 
 def same(a: Tree, b: Tree) -> None:
@@ -76,7 +78,9 @@ def held(state: Any) -> dict[Device, int]:
     ],
     ids=["tensor parallel", "fully sharded, recomputed", "swapped", "replicated"],
 )
-def test_meshes_compute_what_one_device_does(sizes: tuple[int, ...], rules: Any, options: Any) -> None:
+def test_meshes_compute_what_one_device_does(
+    sizes: tuple[int, ...], rules: Any, options: Any
+) -> None:
     pipe = begun(devices=meshes(*sizes), sharding=rules, **options)
     state = pipe.init(parameters(), ROWS, KEY)
     *_, (state, metrics) = pipe.run(state, [ROWS] * STEPS)
@@ -95,7 +99,9 @@ def test_a_place_holds_a_part_of_each_parameter_and_its_optimizer_state() -> Non
     assert live == [4 * (2 * (32 + 8 + 32) // 4 + 1)] * 8
     assert {x.sharding.shard_shape(x.shape) for x in state.arrays} == {(2, 4), (2,), (4, 2), ()}
     hidden = [t.array for t in pipe.session.compiled.graph.tensors if t.array.shape == (4, HIDDEN)]
-    assert {(array.spec, array.bytes) for array in hidden} == {((None, "model"), 4 * 4 * HIDDEN // 2)}
+    assert {(array.spec, array.bytes) for array in hidden} == {
+        ((None, "model"), 4 * 4 * HIDDEN // 2)
+    }
 
 
 def test_layers_move_between_meshes_inside_a_step() -> None:
@@ -116,7 +122,10 @@ def test_checkpoints_know_of_no_mesh(tmp_path: Path) -> None:
     pipe.save(tmp_path, state)
     others = begun(stages=3), begun(devices=meshes(2, 2), sharding=FULLY)
     states = [other.restore(tmp_path) for other in others]
-    losses = [float(p.evaluate(s, ROWS)["loss"]) for p, s in [(pipe, state), *zip(others, states, strict=True)]]
+    losses = [
+        float(p.evaluate(s, ROWS)["loss"])
+        for p, s in [(pipe, state), *zip(others, states, strict=True)]
+    ]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
     for other, at in [(pipe, state), *zip(others, states, strict=True)]:
         at, metrics = other.step(at, ROWS)
@@ -126,7 +135,13 @@ def test_checkpoints_know_of_no_mesh(tmp_path: Path) -> None:
 
 def test_examples_cut_along_an_axis_are_coupled_as_on_one_device() -> None:
     """Replicas would have statistics of their own, and refuse the loss."""
-    pipe = begun(optimizer=optax.sgd(0.3), loss=coupled_loss, devices=meshes(), batch_axis="model", has_state=True)
+    pipe = begun(
+        optimizer=optax.sgd(0.3),
+        loss=coupled_loss,
+        devices=meshes(),
+        batch_axis="model",
+        has_state=True,
+    )
     params, means = parameters(), [np.zeros(HIDDEN, np.float32)] * LAYERS
     state, metrics = pipe.step(pipe.init(params, ROWS, None, means), ROWS)
     total, grads, plain = 0.0, [], jax.jit(jax.value_and_grad(coupled_loss, has_aux=True))

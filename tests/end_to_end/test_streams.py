@@ -36,7 +36,9 @@ ADAMW = optax.adamw(1e-2)
 MOMENTUM = optax.sgd(0.05, momentum=0.9)
 
 
-def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = ADAMW, **options: Any) -> jvpipe.Pipeline:
+def pipeline(
+    m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = ADAMW, **options: Any
+) -> jvpipe.Pipeline:
     count = stages if isinstance(stages, int) else len(stages.stages)
     return jvpipe.Pipeline(
         m.loss_fn,
@@ -53,7 +55,9 @@ def pipeline(m: Case, schedule: Schedule | str, stages: Any, optimizer: Any = AD
 
 
 def graph_of(m: Case) -> LayerGraph:
-    found = trace_model(m.loss_fn, m.params, m.batch, m.rng, m.state, None, has_aux=m.has_aux, has_state=m.has_state)
+    found = trace_model(
+        m.loss_fn, m.params, m.batch, m.rng, m.state, None, has_aux=m.has_aux, has_state=m.has_state
+    )
     return found.traced.graph
 
 
@@ -78,7 +82,11 @@ def assert_same(ours: Any, theirs: Any) -> None:
 @pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize(
     ("case", "name"),
-    grid(product(("one-hot", "resnet"), SCHEDULES), ("resnet", "pipedream"), *product(("one-hot",), SCHEDULES)),
+    grid(
+        product(("one-hot", "resnet"), SCHEDULES),
+        ("resnet", "pipedream"),
+        *product(("one-hot",), SCHEDULES),
+    ),
 )
 def test_the_replay_gives_the_same_bits_with_any_fates(case: str, name: str) -> None:
     m, schedule = CASES[case](), SCHEDULES[name]
@@ -86,7 +94,9 @@ def test_the_replay_gives_the_same_bits_with_any_fates(case: str, name: str) -> 
     graph = trace_model(
         m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state
     ).traced.graph
-    cuts = tuple(len(graph.layers) // stages + (s < len(graph.layers) % stages) for s in range(stages))
+    cuts = tuple(
+        len(graph.layers) // stages + (s < len(graph.layers) % stages) for s in range(stages)
+    )
     pipe = pipeline(m, schedule, drawn(graph, cuts, seed=stages), optimizer)
     batches = batches_of(m, 5)
     state = pipe.init(m.params, batches[0], key_of(m), m.state)
@@ -96,7 +106,10 @@ def test_the_replay_gives_the_same_bits_with_any_fates(case: str, name: str) -> 
     assert_same(pipe.params(state), again)  # what is in flight has not been applied in either
     assert len(each) == 5 * MICRO
     state = pipe.drain(state)
-    assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)[0])
+    assert_same(
+        pipe.params(state),
+        jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m), m.state)[0],
+    )
     held = sum(x.nbytes for x in state.arrays)
     assert (sum(pipe.ledger.live[:HOST]), pipe.ledger.live[HOST]) == (held, 0), "something leaked"
     assert pipe.ledger.peak == [peak.bytes for peak in pipe.session.compiled.peaks]
@@ -113,7 +126,12 @@ def tied(base: Case) -> Case:
 
 
 OPTIMIZERS = {"adamw": ADAMW, "momentum": MOMENTUM}
-SOME = [("pipedream", 4, "adamw"), ("vertical", 2, "momentum"), ("2bw", 3, "adamw"), ("pipemare", 4, "momentum")]
+SOME = [
+    ("pipedream", 4, "adamw"),
+    ("vertical", 2, "momentum"),
+    ("2bw", 3, "adamw"),
+    ("pipemare", 4, "momentum"),
+]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +146,14 @@ SOME = [("pipedream", 4, "adamw"), ("vertical", 2, "momentum"), ("2bw", 3, "adam
         ("xpipe", 1, "adamw"),
     ),
 )
-def test_every_schedule_replays_at_every_number_of_stages(name: str, stages: int, optimizer: str) -> None:
+def test_every_schedule_replays_at_every_number_of_stages(
+    name: str, stages: int, optimizer: str
+) -> None:
     m = tied(CASES["mlp"]())
     graph = graph_of(m)
-    cuts = tuple(len(graph.layers) // stages + (s < len(graph.layers) % stages) for s in range(stages))
+    cuts = tuple(
+        len(graph.layers) // stages + (s < len(graph.layers) % stages) for s in range(stages)
+    )
     pipe = pipeline(m, SCHEDULES[name], drawn(graph, cuts, seed=3), OPTIMIZERS[optimizer])
     batches = batches_of(m, 2)
     state = ran(pipe, pipe.init(m.params, batches[0], None), batches)
@@ -139,7 +161,9 @@ def test_every_schedule_replays_at_every_number_of_stages(name: str, stages: int
     assert_same(pipe.params(state), params)
     assert len(losses) == 2 * MICRO
     kinds = {row.kind for step in pipe.session.compiled.stream.steps for row in step.lowered.rows}
-    shown = {"R"} if stages == 1 else {"R", "OUT", "IN"}  # a backward that follows at once leaves nothing to swap
+    shown = (
+        {"R"} if stages == 1 else {"R", "OUT", "IN"}
+    )  # a backward that follows at once leaves nothing to swap
     assert shown <= kinds, "the case shows nothing"
 
 
@@ -150,7 +174,9 @@ def test_four_stages_with_dropout_replay(name: str) -> None:
     batches = batches_of(m, 4)
     state = pipe.init(m.params, batches[0], key_of(m))
     state = ran(pipe, state, batches)
-    assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m))[0])
+    assert_same(
+        pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, key_of(m))[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipemare", "xpipe"])
@@ -169,11 +195,15 @@ def test_one_stage_of_2bw_is_training_with_updates_one_late() -> None:
     state = pipe.init(m.params, batches[0], key_of(m))
     state = ran(pipe, state, batches)
     plain = plain_training(m, batches, delay=1, every=MICRO, optimizer=MOMENTUM)
-    for ours, theirs in zip(jax.tree.leaves(pipe.params(state)), jax.tree.leaves(plain), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(pipe.params(state)), jax.tree.leaves(plain), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def plain_training(m: Case, batches: list[Any], delay: int, every: int, optimizer: Any = ADAMW) -> Any:
+def plain_training(
+    m: Case, batches: list[Any], delay: int, every: int, optimizer: Any = ADAMW
+) -> Any:
     """Without a pipeline's stream: synchronous steps of `every` micro-batches, or plain JAX if gradients are late."""
     if not delay:
         pipe = pipeline(m, "1f1b", 1, optimizer, microbatches=1)
@@ -181,7 +211,9 @@ def plain_training(m: Case, batches: list[Any], delay: int, every: int, optimize
         state = pipe.init(m.params, part, key_of(m))
         for batch in batches:
             for i in range(MICRO):
-                part = jax.tree.map(lambda x, i=i: x[i * len(x) // MICRO : (i + 1) * len(x) // MICRO], batch)
+                part = jax.tree.map(
+                    lambda x, i=i: x[i * len(x) // MICRO : (i + 1) * len(x) // MICRO], batch
+                )
                 state, _ = pipe.step(state, part)
         return pipe.params(state)
     params, before, moments = m.params, m.params, optimizer.init(m.params)
@@ -193,7 +225,9 @@ def plain_training(m: Case, batches: list[Any], delay: int, every: int, optimize
     return params
 
 
-@pytest.mark.parametrize("name", grid(["pipedream", "2bw", "pipemare", "xpipe"], "pipedream", "pipemare"))
+@pytest.mark.parametrize(
+    "name", grid(["pipedream", "2bw", "pipemare", "xpipe"], "pipedream", "pipemare")
+)
 def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     m, schedule = CASES["resnet"](), SCHEDULES[name]
     graph = trace_model(
@@ -215,8 +249,12 @@ def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> 
     assert_same(later.model_state(resumed), whole.model_state(state))
     table, known = whole.ledger.versions.table(), later.ledger.versions.table()
     assert known == {at: reads for at, reads in table.items() if at in known}
-    assert {at for at in table if at[1] >= 3 * MICRO} < known.keys()  # and those that were in flight
-    assert later.ledger.versions.staleness(len(graph.layers)) == whole.ledger.versions.staleness(len(graph.layers))
+    assert {
+        at for at in table if at[1] >= 3 * MICRO
+    } < known.keys()  # and those that were in flight
+    assert later.ledger.versions.staleness(len(graph.layers)) == whole.ledger.versions.staleness(
+        len(graph.layers)
+    )
     assert later.ledger.live == whole.ledger.live
 
 
@@ -245,10 +283,14 @@ def key_in_state() -> Case:
 def test_keys_are_saved_as_keys(make: Callable[[], Case], drained: bool, tmp_path: Path) -> None:
     m = make()
     graph = graph_of(m)
-    plan = jvpipe.Plan.from_cuts([len(graph.layers) - 1, 1])  # the chain's keys are read within its first stage
+    plan = jvpipe.Plan.from_cuts(
+        [len(graph.layers) - 1, 1]
+    )  # the chain's keys are read within its first stage
     first = plan.stages[0]
     layers = [graph.layers[i] for i in first.layers]
-    bits = {f"{graph.label(layer)}/{c.name}": "recompute" for layer in layers for c in layer.candidates}
+    bits = {
+        f"{graph.label(layer)}/{c.name}": "recompute" for layer in layers for c in layer.candidates
+    }
     plan = replace(plan, stages=(replace(first, fates=bits), plan.stages[1]))
     pipe, later = (pipeline(m, PipeDream(), plan) for _ in range(2))
     batches = batches_of(m, 4)
@@ -280,7 +322,9 @@ def test_a_state_in_flight_belongs_to_its_schedule_and_cuts(tmp_path: Path) -> N
 def test_an_optimizer_that_looks_at_all_layers_is_refused() -> None:
     m = CASES["mlp"]()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"clip_by_global_norm needs a value of all layers.*Use a synchronous"):
+    with pytest.raises(
+        ValueError, match=r"clip_by_global_norm needs a value of all layers.*Use a synchronous"
+    ):
         pipeline(m, PipeDream(), 2, optimizer).init(m.params, batch_of(m, MICRO), None)
 
 
@@ -290,7 +334,9 @@ def test_a_loss_that_is_no_number_stops_the_run() -> None:
     batches[2] = jax.tree.map(np.copy, batches[2])
     batches[2]["x"][-1] = np.nan  # in the last of its micro-batches, number 11
     state = pipe.init(m.params, batches[0], None)
-    with pytest.raises(ValueError, match=r"loss of micro-batch 11 \(step 2\) is nan at stage 1, read with versions"):
+    with pytest.raises(
+        ValueError, match=r"loss of micro-batch 11 \(step 2\) is nan at stage 1, read with versions"
+    ):
         ran(pipe, state, batches)
     assert len(pipe.ledger.versions.table()) == 4 * MICRO * len(
         pipe.session.graph.layers

@@ -19,7 +19,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ("--model", f"{OWN}:full", "--planner", "even", "--steps", "4", "--eval-every", "2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
-        done = finished(*model, "--track", "tensorboard", "--track", "wandb", "--run-dir", str(folder))
+        done = finished(
+            *model, "--track", "tensorboard", "--track", "wandb", "--run-dir", str(folder)
+        )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -39,7 +41,14 @@ def logged(run: Path) -> Logged:
 def test_every_metric_is_there(run: Path) -> None:
     wanted, tensorboard, wandb = logged(run), of_tensorboard(run), of_wandb(run)
     names = {name for name, _ in wanted}
-    assert {"loss", "elapsed_s", "held_out_loss", "aux/largest", "peak_bytes/cpu:1", "grad_norm"} <= names
+    assert {
+        "loss",
+        "elapsed_s",
+        "held_out_loss",
+        "aux/largest",
+        "peak_bytes/cpu:1",
+        "grad_norm",
+    } <= names
     for (name, step), value in wanted.items():
         assert tensorboard[name.replace(":", "_"), step] == pytest.approx(value, rel=1e-6), name
         assert wandb[name, step] == pytest.approx(value), name

@@ -41,7 +41,9 @@ def arguments(text: Path, run: Path, *more: str) -> list[str]:
 
 def fresh(*command: str) -> subprocess.CompletedProcess[str]:
     """A command that imports everything itself."""
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
 
 
 def train(text: Path, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -71,8 +73,12 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_a_terminal_a_run_says_what_it_does(whole: Path) -> None:
     first, *said = (whole.parent / "whole.out").read_text().splitlines()
     assert first == f"jvpipe {jvpipe.__version__}: bert"
-    begun = next(i for i, line in enumerate(said) if line.startswith("bert tiny: steps 1 to 6, run in "))
-    phases = dict.fromkeys(m[1] for line in said[:begun] if (m := re.fullmatch(r"(.+) took \d+\.\d\d s", line)))
+    begun = next(
+        i for i, line in enumerate(said) if line.startswith("bert tiny: steps 1 to 6, run in ")
+    )
+    phases = dict.fromkeys(
+        m[1] for line in said[:begun] if (m := re.fullmatch(r"(.+) took \d+\.\d\d s", line))
+    )
     assert list(phases) == [
         "opening the data",
         "tracing and cutting the loss",
@@ -106,7 +112,9 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
     assert set(line["peak_bytes"]) == {"cpu:0", "cpu:1"}
     assert line["tokens_per_s"] == pytest.approx(16 * line["examples_per_s"])
     assert line["elapsed_s"] >= line["seconds"]
-    assert {"mfu", "aux", "held_out_loss"}.isdisjoint(line), "a CPU's peak is not known, and there is no more to tell"
+    assert {"mfu", "aux", "held_out_loss"}.isdisjoint(line), (
+        "a CPU's peak is not known, and there is no more to tell"
+    )
     rows = [
         e["args"]["name"]
         for e in json.loads((whole / "timeline.json").read_text())["traceEvents"]
@@ -115,28 +123,48 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
     assert {"cpu:0", "cpu:1"} <= set(rows)
 
 
-def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(text: Path, tmp_path: Path) -> None:
+def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(
+    text: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    done = train(text, run, "--steps", "5", "--stages", "2", "--microbatches", "4", "--profile", "2")
+    done = train(
+        text, run, "--steps", "5", "--stages", "2", "--microbatches", "4", "--profile", "2"
+    )
     assert done.returncode == 0, done.stderr
     stages = json.loads((run / "plan.json").read_text())["stages"]
     layers = [(s, layer) for s, stage in enumerate(stages) for layer in stage["layers"]]
-    tasks = {f"{s}{kind}{m}[layer {layer}]" for s, layer in layers for kind in "FB" for m in range(4)}
+    tasks = {
+        f"{s}{kind}{m}[layer {layer}]" for s, layer in layers for kind in "FB" for m in range(4)
+    }
     (written,) = (run / "profile").rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(written))
-    seen = Counter(event.name for plane in data.planes for line in plane.lines for event in line.events)
+    seen = Counter(
+        event.name for plane in data.planes for line in plane.lines for event in line.events
+    )
     assert {name: seen[name] for name in tasks} == dict.fromkeys(tasks, 2)  # steps
     assert {name: seen[f"dispatch {name}"] for name in tasks} == dict.fromkeys(tasks, 2)
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
-    shown = Counter((e["name"], e["args"]["layer"]) for e in events if e["ph"] == "X" and e["cat"] in "FB")
+    shown = Counter(
+        (e["name"], e["args"]["layer"]) for e in events if e["ph"] == "X" and e["cat"] in "FB"
+    )
     assert shown == {
-        (task.split("[")[0], layer): 2 for s, layer in layers for task in tasks if f"layer {layer}]" in task
+        (task.split("[")[0], layer): 2
+        for s, layer in layers
+        for task in tasks
+        if f"layer {layer}]" in task
     }
-    labels = {e["args"]["layer"]: e["args"]["layer_name"] for e in events if e["ph"] == "X" and e["cat"] == "F"}
+    labels = {
+        e["args"]["layer"]: e["args"]["layer_name"]
+        for e in events
+        if e["ph"] == "X" and e["cat"] == "F"
+    }
     told = (run / "plan.txt").read_text()
     assert all(re.search(rf"layer +{layer} {labels[layer]} ", told) for _, layer in layers)
     assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) >= 2 * 2 * 4
-    most = {p: max(e["args"]["bytes"] for e in events if e["name"] == f"{p} bytes") for p in ("cpu:0", "cpu:1")}
+    most = {
+        p: max(e["args"]["bytes"] for e in events if e["name"] == f"{p} bytes")
+        for p in ("cpu:0", "cpu:1")
+    }
     assert most == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["peak_bytes"]
 
 
@@ -146,11 +174,15 @@ def test_the_export_is_readable_without_jvpipe(whole: Path) -> None:
     assert {k: f"{v.dtype}{list(v.shape)}" for k, v in arrays.items()} == config["parameters"]
 
 
-def test_a_stopped_run_resumes_under_another_cut_to_the_bit(text: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_under_another_cut_to_the_bit(
+    text: Path, whole: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     options = ("--steps", "6", "--stages", "2")
     with running(*arguments(text, run, *options)) as command:
-        command.wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
+        command.wait_for(
+            lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text()
+        )
         command.send(signal.SIGTERM)
         stopped = command.ended()
     if stopped.returncode != 0:  # it may have been too fast to be stopped
@@ -161,11 +193,15 @@ def test_a_stopped_run_resumes_under_another_cut_to_the_bit(text: Path, whole: P
     assert losses(run) == losses(whole)
 
 
-def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_keeps_its_last_checkpoint_whole(
+    text: Path, whole: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "tokenizer.json").write_text("of a run that failed here before its first step")
-    with running(*arguments(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1")) as command:
+    with running(
+        *arguments(text, run, "--steps", "400", "--stages", "1", "--checkpoint-every", "1")
+    ) as command:
         command.wait_for((run / "checkpoints" / "00000003").exists)
         time.sleep(0.1)
         command.kill()
@@ -175,7 +211,9 @@ def test_a_killed_run_keeps_its_last_checkpoint_whole(text: Path, whole: Path, t
     assert len(losses(run)) == last + 1
 
 
-def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, text: Path, tmp_path: Path) -> None:
+def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(
+    whole: Path, text: Path, tmp_path: Path
+) -> None:
     run, export = tmp_path / "elsewhere", tmp_path / "params.safetensors"
     shutil.copytree(whole, run)
     assert parse(["--run-dir", str(run), "--resume"]).export is None  # though the run had one
@@ -183,7 +221,10 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(whole: Path, 
     done = ended(*again, largest_file_bytes=20_000)  # as on a disk that is nearly full
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write {export}: ")
-    assert f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train" in done.stderr
+    assert (
+        f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train"
+        in done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1
     done = finished(*again)
     assert done.returncode == 0, done.stderr
@@ -200,7 +241,10 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, run)
     shutil.copytree(run / "checkpoints" / "00000006", run / "checkpoints" / "00000003")
     for name, told in (
-        ("checkpoints/00000006/generation-000001/arrays.safetensors", "00000003 is whole: move .*00000006 out of the"),
+        (
+            "checkpoints/00000006/generation-000001/arrays.safetensors",
+            "00000003 is whole: move .*00000006 out of the",
+        ),
         ("tokenizer.json", "put it back, or delete it and it is made again of the data"),
         ("plan.json", "plan.json is not what the run wrote"),
     ):
@@ -249,7 +293,9 @@ def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> 
     assert "was saved in flight under pipedream" in other.stderr
 
 
-def test_a_stream_under_a_given_plan_is_resumed_under_it(text: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_stream_under_a_given_plan_is_resumed_under_it(
+    text: Path, whole: Path, tmp_path: Path
+) -> None:
     """Although the planner would plan otherwise: that another plan is refused is what the stream above shows."""
     given, run = tmp_path / "given.json", tmp_path / "run"
     first, last = jvpipe.Plan.load(whole / "plan.json").cuts
@@ -273,11 +319,16 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(
         return jnp.where(n < 3, -1e-3, jnp.nan)
 
     def loaded(*args: Any, **options: Any) -> models.Workload:
-        return replace(load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates))
+        return replace(
+            load(*args, **options), optimizer=lambda updates, local: optax.scale_by_schedule(rates)
+        )
 
     monkeypatch.setattr(models, "load", loaded)
     for more, told in (
-        (("--checkpoint-every", "1"), r"error: after step 4 parameter '.*' is NaN: the state is not saved"),
+        (
+            ("--checkpoint-every", "1"),
+            r"error: after step 4 parameter '.*' is NaN: the state is not saved",
+        ),
         (
             ("--checkpoint-every", "9", "--resume"),
             r"error: the loss of step 5 is nan at stage 0, and parameter '.*' is",
@@ -293,7 +344,9 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoints(
     assert finite[5:] in ([], [False])  # another step may have begun before the loss was there
 
 
-def test_a_signal_in_the_last_step_is_heard(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_the_last_step_is_heard(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes before the step is saved."""
     run, save = tmp_path / "run", Keeper.save
 
@@ -327,7 +380,11 @@ def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_pa
     assert saved == {"embeddings", "last", "head", *lines[-1]["architecture"]}
     for folder, more, mistake in (
         (run, ("--resume",), "--nas cannot be resumed"),
-        (tmp_path / "other", ("--model", "bert", "--nas"), "--nas needs a model whose architecture can be searched"),
+        (
+            tmp_path / "other",
+            ("--model", "bert", "--nas"),
+            "--nas needs a model whose architecture can be searched",
+        ),
     ):
         refused = train(text, folder, *more)
         assert refused.returncode == 2

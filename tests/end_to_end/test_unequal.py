@@ -12,7 +12,10 @@ import jvpipe
 from tests.grid import grid
 
 LAYERS, WIDTH, STEPS = 8, 16, 2
-PARAMS = [np.random.default_rng(i).normal(0, WIDTH**-0.5, (WIDTH, WIDTH)).astype(np.float32) for i in range(LAYERS)]
+PARAMS = [
+    np.random.default_rng(i).normal(0, WIDTH**-0.5, (WIDTH, WIDTH)).astype(np.float32)
+    for i in range(LAYERS)
+]
 BATCH = np.random.default_rng(99).normal(size=(64, WIDTH)).astype(np.float32)
 
 
@@ -60,7 +63,9 @@ def test_the_faster_device_gets_more_layers() -> None:
     assert "layers take 0.33 times as long" in pipe.explain()
 
 
-def test_a_limit_that_cannot_be_kept_names_the_device_and_limits_that_would_do(plain: tuple[int, list[float]]) -> None:
+def test_a_limit_that_cannot_be_kept_names_the_device_and_limits_that_would_do(
+    plain: tuple[int, list[float]],
+) -> None:
     with pytest.raises(
         jvpipe.MemoryLimitExceeded, match=r"device \d \(.*\), which may hold [\d,]+ bytes, would"
     ) as refused:
@@ -68,7 +73,9 @@ def test_a_limit_that_cannot_be_kept_names_the_device_and_limits_that_would_do(p
     trained(memory_limit=refused.value.smallest_limit_bytes)
     plan = jvpipe.Plan.from_cuts([4, 4])
     pipe = jvpipe.Pipeline(loss_fn, optax.adamw(1e-2), plan, 8, memory_limit=[plain[0], 1000])
-    with pytest.raises(jvpipe.MemoryLimitExceeded, match=f"{jax.devices()[1]} would hold .* the limit is 1,000"):
+    with pytest.raises(
+        jvpipe.MemoryLimitExceeded, match=f"{jax.devices()[1]} would hold .* the limit is 1,000"
+    ):
         pipe.init(PARAMS, BATCH, None)
 
 
@@ -86,7 +93,10 @@ def test_a_plan_whose_stages_go_another_way_round(plain: tuple[int, list[float]]
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"memory_limit": ["1GiB"]}, r"1 memory limits \(1.00 GiB\) for 2 devices: give one for each device"),
+        (
+            {"memory_limit": ["1GiB"]},
+            r"1 memory limits \(1.00 GiB\) for 2 devices: give one for each device",
+        ),
         ({"memory_limit": "1GiB,2GiB,3GiB"}, "3 memory limits .* for 2 devices"),
         ({"memory_limit": [None, 5]}, "give one size for all devices, or one for each"),
         ({"speeds": [1.0, 0.0]}, "each must be a number above 0"),

@@ -38,18 +38,29 @@ def case(name: str) -> Case:
 
     batch = jax.tree_util.tree_map_with_path(filled, workload.abstract_batch(5))
     params = jax.tree.map(np.asarray, jax.jit(workload.init)(quick_key(1)))
-    params = jax.tree.map(lambda p: p + 0.1 * draw.normal(size=p.shape).astype(p.dtype) * (p.ndim == 1), params)
+    params = jax.tree.map(
+        lambda p: p + 0.1 * draw.normal(size=p.shape).astype(p.dtype) * (p.ndim == 1), params
+    )
     flags = {"has_aux": workload.has_aux, "has_state": workload.has_state}
     return Case(workload.loss_fn, params, batch, quick_key(7), workload.initial_state(), **flags)
 
 
-def stepped(m: Case, plan: int | jvpipe.Plan, schedule: str) -> tuple[list[Any], float, jvpipe.Pipeline]:
+def stepped(
+    m: Case, plan: int | jvpipe.Plan, schedule: str
+) -> tuple[list[Any], float, jvpipe.Pipeline]:
     """Parameters, model state and loss after a step of plain descent; but for plans all stages are on one device."""
     devices = jax.devices()[:1] * plan if isinstance(plan, int) else jax.devices()[:2]
     planner = "jvpipe" if schedule == "auto" else "even"
-    options: dict[str, Any] = {"schedule": schedule, "planner": planner, "devices": devices, **m.options}
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "planner": planner,
+        "devices": devices,
+        **m.options,
+    }
     pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(1.0), plan, MICRO, **options)
-    state, metrics = pipe.step(pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO))
+    state, metrics = pipe.step(
+        pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO)
+    )
     return (
         [*jax.tree.leaves(pipe.params(state)), *jax.tree.leaves(pipe.model_state(state))],
         float(metrics["loss"]),
@@ -83,7 +94,9 @@ def test_gradients_equal_plain_jax(name: str) -> None:
         ("unet", "zb-v"),
     ),
 )
-def test_every_schedule_gives_the_bits_of_one_stage(name: str, schedule: str, thorough: bool) -> None:
+def test_every_schedule_gives_the_bits_of_one_stage(
+    name: str, schedule: str, thorough: bool
+) -> None:
     """At 2 stages or 3 in turns; if it is to be thorough, at both."""
     turn = MODELS.index(name) + SYNCHRONOUS.index(schedule)
     for stages in (2, 3) if thorough else (2 + turn % 2,):

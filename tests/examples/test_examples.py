@@ -39,9 +39,20 @@ def test_examples_are_all_tried_and_short() -> None:
 
 def trained(file: str, stages: int, run: Path) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of two steps of an example, and its parameters then."""
-    model = ("--model", f"{EXAMPLES / file}:{NAMES[file]}", "--batch-size", "8", "--microbatches", "2", "--steps", "2")
+    model = (
+        "--model",
+        f"{EXAMPLES / file}:{NAMES[file]}",
+        "--batch-size",
+        "8",
+        "--microbatches",
+        "2",
+        "--steps",
+        "2",
+    )
     weights = ("--export", str(run.with_suffix(".safetensors")))
-    done = finished(*model, "--stages", str(stages), "--planner", "even", "--run-dir", str(run), *weights)
+    done = finished(
+        *model, "--stages", str(stages), "--planner", "even", "--run-dir", str(run), *weights
+    )
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return losses, load_file(weights[1])

@@ -8,7 +8,11 @@ from jvpipe.schedules import find_schedule
 
 
 def test_choosing_what_to_recompute_is_faster_than_all_or_nothing() -> None:
-    options = (Option(8), Option(4, extra_s=0.2, extra_bytes=4), Option(0, extra_s=1.0, extra_bytes=8))
+    options = (
+        Option(8),
+        Option(4, extra_s=0.2, extra_bytes=4),
+        Option(0, extra_s=1.0, extra_bytes=8),
+    )
     seconds = (1.0,) * 8 + (2.0,)
     layers = tuple(LayerCost("layer", s, 2 * s, options, input_bytes=1) for s in seconds)
     problem = Problem(Costs(layers), 3, find_schedule("1f1b"), 6, memory_limit_bytes=60)

@@ -14,10 +14,22 @@ from jvpipe.schedules import find_schedule
 def problem() -> Problem:
     """Twelve layers, the first one slower and the last one reading it, on four devices that cannot keep all."""
     options = (Option(10), Option(0, swapped_bytes=10), Option(0, extra_s=0.5, extra_bytes=10))
-    layers = tuple(LayerCost(f"layer{i}", s, 2 * s, options, input_bytes=1) for i, s in enumerate((2.0, *[1.0] * 11)))
+    layers = tuple(
+        LayerCost(f"layer{i}", s, 2 * s, options, input_bytes=1)
+        for i, s in enumerate((2.0, *[1.0] * 11))
+    )
     edges = (*(Edge(i, (i + 1,), 1) for i in range(11)), Edge(0, (11,), 1))
     host, peer = Link(10.0), Link(100.0)
-    return Problem(Costs(layers, edges), 4, find_schedule("1f1b"), 8, 70, host=host, peer=peer, peer_uses_host=False)
+    return Problem(
+        Costs(layers, edges),
+        4,
+        find_schedule("1f1b"),
+        8,
+        70,
+        host=host,
+        peer=peer,
+        peer_uses_host=False,
+    )
 
 
 def test_a_column_has_what_is_left_without_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,10 @@ def counting() -> Data:
 
 @pytest.mark.thorough
 def test_every_way_learns_and_a_move_changes_no_bit_of_a_synchronous_one() -> None:
-    workload, names = load("gpt2", "tiny", tokens=8), ("1f1b", "1f1b, a layer moves", "pipedream, a layer moves")
+    workload, names = (
+        load("gpt2", "tiny", tokens=8),
+        ("1f1b", "1f1b, a layer moves", "pipedream, a layer moves"),
+    )
     plain, moved, stream = curves = [train(WAYS[name], workload, counting(), 8) for name in names]
     assert plain.losses == moved.losses
     assert [curve.updates for curve in curves] == [8, 8, 32]

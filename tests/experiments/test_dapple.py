@@ -28,15 +28,22 @@ def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> No
 
 def test_a_row_for_each_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        speed, "costs_of", lambda _: LocalCosts((1,), (Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),)),))
+        speed,
+        "costs_of",
+        lambda _: LocalCosts((1,), (Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),)),)),
     )
     told = list(speed.rows([16, 24], [("one", 1)]))[2:]
-    assert [line.split(" | ")[1:3] for line in told] == [["one (16)", "DP on 16"], ["one (24)", "DP on 24"]]
+    assert [line.split(" | ")[1:3] for line in told] == [
+        ["one (16)", "DP on 16"],
+        ["one (24)", "DP on 24"],
+    ]
 
 
 def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
     rows = [line.strip("| ").split(" | ") for line in list(beside_gpipe(size="tiny"))[2:]]
-    assert [row[:2] for row in rows] == [[order, count] for order in ("gpipe", "1f1b") for count in ("2", "8", "16")]
+    assert [row[:2] for row in rows] == [
+        [order, count] for order in ("gpipe", "1f1b") for count in ("2", "8", "16")
+    ]
     shares = [float(row[-1]) for row in rows]
     assert 1 == shares[0] < shares[1] < shares[2]
     assert shares[0] >= shares[3] == shares[4] == shares[5]
@@ -66,7 +73,9 @@ def chain(blocks: int) -> Costs:
     """Embeddings, blocks of two layers, a head that has the embeddings' table too."""
     sizes = (7, *[5, 9] * blocks, 3)
     last = len(sizes) - 1
-    layers = tuple(LayerCost("layer", 1.0, 2.0, (Option(size),), parameter_bytes=size) for size in sizes)
+    layers = tuple(
+        LayerCost("layer", 1.0, 2.0, (Option(size),), parameter_bytes=size) for size in sizes
+    )
     edges = tuple(Edge(i, (i + 1,), sizes[i]) for i in range(last))
     tied = tuple(Shared((1 + 2 * b, 2 + 2 * b), 4, per_version=True) for b in range(blocks))
     return Costs(layers, edges, (*tied, Shared((0, last), 7, per_version=True)))

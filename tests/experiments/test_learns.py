@@ -23,5 +23,9 @@ def test_what_is_told_without_looking() -> None:
     masks[0, 0, 0] = masks[1, 1, 1] = 1
     images = open_images(None, 0, 4, side=8, classes=3)
     data = replace(images, held_out=[{"masks": masks}], baseline_loss=float(np.log(8)))
-    assert judged(data, [{"loss": 0.0, "aux": {"dice": 0.5}}]) == {"dice": (pytest.approx(0.4), 0.5)}
-    assert judged(data, [{"loss": 0.0}, {"loss": np.log(4)}]) == {"perplexity": (pytest.approx(8), pytest.approx(2))}
+    assert judged(data, [{"loss": 0.0, "aux": {"dice": 0.5}}]) == {
+        "dice": (pytest.approx(0.4), 0.5)
+    }
+    assert judged(data, [{"loss": 0.0}, {"loss": np.log(4)}]) == {
+        "perplexity": (pytest.approx(8), pytest.approx(2))
+    }

@@ -24,7 +24,9 @@ from jvpipe.trace.model import trace_model
 def traced(size: int, **options: int) -> Traced:
     workload = load("bert", "large", **options)
     params = jax.eval_shape(workload.init, jax.random.key(0))
-    return trace_model(workload.loss_fn, params, workload.abstract_batch(size), jax.random.key(0)).traced
+    return trace_model(
+        workload.loss_fn, params, workload.abstract_batch(size), jax.random.key(0)
+    ).traced
 
 
 def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
@@ -32,7 +34,9 @@ def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
     s, b, h, a = 32, 3, 64, 4
     model = traced(b, tokens=s, width=h, heads=a, blocks=3)
     costs = estimate(saving_operands(model), CLUSTER, store=ProgramStore())
-    attention, feed_forward = (costs.layers[i].options[0].kept_bytes + costs.layers[i].input_bytes for i in (3, 4))
+    attention, feed_forward = (
+        costs.layers[i].options[0].kept_bytes + costs.layers[i].input_bytes for i in (3, 4)
+    )
     values, masks = 32 * s * b * h + 4 * a * s * s * b, 2 * s * b * h + a * s * s * b
     assert attention + feed_forward == 2 * values + masks
     plain = estimate(model, CLUSTER, store=ProgramStore())
@@ -40,7 +44,10 @@ def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
 
 
 def test_costs_lie_on_the_line_between_two_sizes() -> None:
-    at = {size: estimate(traced(size, tokens=32, width=64, heads=4, blocks=2), CLUSTER) for size in (4, 6, 16)}
+    at = {
+        size: estimate(traced(size, tokens=32, width=64, heads=4, blocks=2), CLUSTER)
+        for size in (4, 6, 16)
+    }
     found = between(at[4], at[16], (6 - 4) / (16 - 4))
     for mine, true in zip(found.layers, at[6].layers, strict=True):
         known = {tuple(option.fates.items()): option for option in true.options}
@@ -51,7 +58,9 @@ def test_costs_lie_on_the_line_between_two_sizes() -> None:
         assert mine.parameter_bytes == true.parameter_bytes
         assert mine.input_bytes == true.input_bytes
     assert [edge.bytes for edge in found.edges] == [edge.bytes for edge in at[6].edges]
-    assert [(x.layers, x.bytes) for x in found.shared] == [(x.layers, x.bytes) for x in at[6].shared]
+    assert [(x.layers, x.bytes) for x in found.shared] == [
+        (x.layers, x.bytes) for x in at[6].shared
+    ]
 
 
 def small() -> Problem:
@@ -77,7 +86,8 @@ def test_what_the_papers_believe() -> None:
     """On stage 0 of 2, with two versions and two micro-batches in flight."""
     problem, plan = small(), Decision.keeping_all((0, 2, 6))
     truth, vpipe, dawnpiper = (
-        evaluate(believed(problem, planner), plan).stages[0].peak_bytes for planner in ("jvpipe", "vpipe", "dawnpiper")
+        evaluate(believed(problem, planner), plan).stages[0].peak_bytes
+        for planner in ("jvpipe", "vpipe", "dawnpiper")
     )
     assert truth == evaluate(problem, plan).stages[0].peak_bytes
     assert vpipe == truth - 8  # the most that one of its layers needs while it runs

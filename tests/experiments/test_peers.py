@@ -42,17 +42,22 @@ def test_a_wrong_gradient_or_loss_is_seen(reference: Path) -> None:
     made = work.Ready(lambda: None, float(right.pop("loss")), right)
     assert told(made, reference) == 0
     wrong = right | {"lnf": right["lnf"] * np.float32(1.01)}
-    assert told(dataclasses.replace(made, gradients=wrong), reference) == pytest.approx(0.01, rel=1e-3)
+    assert told(dataclasses.replace(made, gradients=wrong), reference) == pytest.approx(
+        0.01, rel=1e-3
+    )
     assert told(dataclasses.replace(made, loss=made.loss * 0.9), reference) == pytest.approx(0.1)
     with pytest.raises(AssertionError, match="pos"):
         told(dataclasses.replace(made, gradients=right | {"pos": right["pos"] * np.nan}), reference)
 
 
 def test_the_table_is_of_medians_over_the_best_peer() -> None:
-    ways = [way for way in run.WAYS if way.name in ("jvpipe, one stage", "JaxPP, 1F1B", "torch, 1F1B")]
+    ways = [
+        way for way in run.WAYS if way.name in ("jvpipe, one stage", "JaxPP, 1F1B", "torch, 1F1B")
+    ]
     assert len(ways) == 3
     found = {
-        way: [{"step_s": (i + 1) * x, "error": 1e-7, "cuts": [3]} for x in (1, 9, 2)] for i, way in enumerate(ways)
+        way: [{"step_s": (i + 1) * x, "error": 1e-7, "cuts": [3]} for x in (1, 9, 2)]
+        for i, way in enumerate(ways)
     }
     assert run.rows(found)[2:] == [
         "| jvpipe, one stage | 2.000 | 1.000, 9.000 | 0.50 | 1e-07 | [3] |",

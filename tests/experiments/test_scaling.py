@@ -14,4 +14,6 @@ def test_a_row_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_of_what_was_measured() -> None:
-    assert measured.row("one", [10.0, 19.0, 30.0]) == "| one | 10.0 (100%) | 19.0 (95%) | 30.0 (75%) |"
+    assert (
+        measured.row("one", [10.0, 19.0, 30.0]) == "| one | 10.0 (100%) | 19.0 (95%) | 30.0 (75%) |"
+    )

@@ -19,7 +19,11 @@ def rows() -> list[run.Row]:
 
 def test_rows_of_drawn_models_are_there_once() -> None:
     cases = list(drawn_cases())
-    assert len(cases) == len({(case.group, case.name, case.share) for case in cases}) == 3 * 3 * 2 * 3 * 2 * 3
+    assert (
+        len(cases)
+        == len({(case.group, case.name, case.share) for case in cases})
+        == 3 * 3 * 2 * 3 * 2 * 3
+    )
 
 
 def test_a_send_takes_its_share_of_a_devices_forward() -> None:
@@ -46,9 +50,13 @@ def test_tables_have_a_line_per_family_and_limit(rows: list[run.Row]) -> None:
 def test_a_slower_auto_is_a_mistake(rows: list[run.Row]) -> None:
     tight = rows[1]
     usual = tight.planned["1f1b"]
-    slow = replace(tight, planned={"1f1b": usual, run.AUTO: replace(usual, step_s=1.01 * usual.step_s)})
+    slow = replace(
+        tight, planned={"1f1b": usual, run.AUTO: replace(usual, step_s=1.01 * usual.step_s)}
+    )
     wrong = run.mistakes([slow])
     assert len(wrong) == 2
     assert wrong[0].startswith("auto takes 1.0100 of the best")
-    fast = replace(tight, planned={"1f1b": usual, run.AUTO: replace(usual, step_s=0.85 * usual.step_s)})
+    fast = replace(
+        tight, planned={"1f1b": usual, run.AUTO: replace(usual, step_s=0.85 * usual.step_s)}
+    )
     assert not run.mistakes([fast])

@@ -14,18 +14,30 @@ def costs(size: int) -> Costs:
     """Each layer keeps 10 bytes of an example, and takes no less than 8 examples do."""
     seconds = max(size, 8) / 8
     options = (Option(10 * size), Option(0, extra_s=0.2 * seconds, extra_bytes=10 * size))
-    layers = tuple(LayerCost(f"layer{i}", seconds, 2 * seconds, options, input_bytes=size) for i in range(6))
+    layers = tuple(
+        LayerCost(f"layer{i}", seconds, 2 * seconds, options, input_bytes=size) for i in range(6)
+    )
     return Costs(layers, tuple(Edge(i, (i + 1,), size) for i in range(5)))
 
 
-def test_fates_spare_recomputation_and_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fates_spare_recomputation_and_make_room_for_larger_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run, "MOST", 8)
     monkeypatch.setattr(run, "MICRO_BATCHES", 4)
     fast = Link(1e12)
-    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=400), host=fast, peer=fast, network=fast)
+    small = replace(
+        CLUSTER,
+        device=replace(CLUSTER.device, memory_bytes=400),
+        host=fast,
+        peer=fast,
+        network=fast,
+    )
     (pipedream, more), (gpipe, faster) = (compared(system, costs, 2, small) for system in SYSTEMS)
     assert (pipedream.size, more.size) == (4, 8)
-    assert pipedream.per_s == pytest.approx(4 / 9, rel=1e-3)  # the slower stage takes 9 seconds a micro-batch
+    assert pipedream.per_s == pytest.approx(
+        4 / 9, rel=1e-3
+    )  # the slower stage takes 9 seconds a micro-batch
     assert more.per_s > 1.5 * pipedream.per_s
     assert faster.per_s > 1.1 * gpipe.per_s > 0
     assert str(NONE) == "does not fit"

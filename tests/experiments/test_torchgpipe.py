@@ -6,7 +6,10 @@ from experiments.torchgpipe.run import Benchmark, as_jvpipe, as_torchgpipe, memo
 
 
 def test_rows_of_a_small_unet(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [Benchmark("one", "unet", "tiny", 1, 1, 8, 2.0, whole=True), Benchmark("two", "unet", "tiny", 2, 4, 8, 3.0)]
+    rows = [
+        Benchmark("one", "unet", "tiny", 1, 1, 8, 2.0, whole=True),
+        Benchmark("two", "unet", "tiny", 2, 4, 8, 3.0),
+    ]
     problem = rows[1].problem("gpipe")
     theirs, ours = as_torchgpipe(problem), as_jvpipe(problem)
     assert ours is not None

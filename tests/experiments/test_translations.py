@@ -10,7 +10,9 @@ from jvpipe.models import load
 from tests.zoo import quick_key
 
 
-def test_a_model_that_has_learned_nothing_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_has_learned_nothing_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     workload = load("gnmt", "tiny", tokens=24, vocabulary=400)
     params = jax.jit(workload.init)(quick_key(0))

@@ -48,7 +48,9 @@ class Deadly(Transport):
 
 def dies_in_a_save(process: int) -> None:
     """Has this process die at an operation on files that it comes to in its next save."""
-    fatal, name = ("os.rename", ".draft") if process == 0 else ("open", f"part-{process:04d}.safetensors")
+    fatal, name = (
+        ("os.rename", ".draft") if process == 0 else ("open", f"part-{process:04d}.safetensors")
+    )
 
     def hook(event: str, args: Any) -> None:
         if event == fatal and str(args[0]).endswith(name):
@@ -87,8 +89,13 @@ def main(arguments: Sequence[str]) -> None:
                     dies_in_a_save(process)
                 pipe.save(options[0], state)
             if step == 3 and doing == "moving":
-                away, dies = jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]), process == count - 1
-                transport.fatal = range(dies and not options and 1 << 40)  # between two steps nothing else is offered
+                away, dies = (
+                    jvpipe.Plan.from_cuts([2, 2, 1], devices=[2, 0, 1]),
+                    process == count - 1,
+                )
+                transport.fatal = range(
+                    dies and not options and 1 << 40
+                )  # between two steps nothing else is offered
                 state = pipe.migrate(state, away, (state.step, 2) if options else None)
                 transport.fatal = leaving(pipe) if dies and options else ()
     except jvpipe.HostLost as lost:

@@ -87,7 +87,11 @@ def main(arguments: Sequence[str]) -> None:
         raise AssertionError("a batch twice as large keeps the smallest limit of this one")
     state, metrics = pipe.step(state, fed)
     losses.append(float(metrics["loss"]).hex())
-    held = {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)}
+    held = {
+        str(i): peak
+        for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items())
+        if own(device)
+    }
     explained = re.findall(r"; (peak .*)", pipe.explain())
     told = {
         "limit": limit,

@@ -28,20 +28,45 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(page: Path, run: Path, *more: str) -> list[str]:
-    base = ["--size", "tiny", "--planner", "even", "--data", str(page), "--stages", "3", "--steps", str(STEPS)]
-    return [*base, "--batch-size", "8", "--checkpoint-every", str(SAVED_EVERY), "--run-dir", str(run), *more]
+    base = [
+        "--size",
+        "tiny",
+        "--planner",
+        "even",
+        "--data",
+        str(page),
+        "--stages",
+        "3",
+        "--steps",
+        str(STEPS),
+    ]
+    return [
+        *base,
+        "--batch-size",
+        "8",
+        "--checkpoint-every",
+        str(SAVED_EVERY),
+        "--run-dir",
+        str(run),
+        *more,
+    ]
 
 
 @contextmanager
 def processes(
-    count: int, given: Sequence[str], timeout_s: int = 60, stands: Sequence[Path | None] = (None,) * 9
+    count: int,
+    given: Sequence[str],
+    timeout_s: int = 60,
+    stands: Sequence[Path | None] = (None,) * 9,
 ) -> Iterator[list[Fork]]:
     """The same command in several processes, each in a folder; none outlives the block."""
     coordinator = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         places = [("--process-id", str(i), "--num-processes", str(count)) for i in range(count)]
         meet = ("--coordinator", coordinator, "--host-timeout", str(timeout_s))
-        started = [running(*given, *place, *meet, stands=stands[i]) for i, place in enumerate(places)]
+        started = [
+            running(*given, *place, *meet, stands=stands[i]) for i, place in enumerate(places)
+        ]
         yield [stack.enter_context(each) for each in started]
 
 
@@ -83,7 +108,9 @@ def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
         commands[0].wait_for(lambda: has_trained(run, 1))
         commands[2].send(signal.SIGTERM)
         ends = [command.ended() for command in commands]
-    assert [end.returncode for end in ends] == [128 + signal.SIGTERM] * 3, [end.stderr[-500:] for end in ends]
+    assert [end.returncode for end in ends] == [128 + signal.SIGTERM] * 3, [
+        end.stderr[-500:] for end in ends
+    ]
     assert "to go on: python -m jvpipe.train" in ends[0].stderr
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
     assert len(losses(run)) == saved
@@ -94,8 +121,13 @@ def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(line["peak_bytes"]) <= set(names.values())
-    held = {name: [e["args"]["bytes"] for e in events if e["name"] == f"{name} bytes"] for name in line["peak_bytes"]}
-    assert all(0 < max(levels) <= line["peak_bytes"][name] for name, levels in held.items())  # of one step, of all
+    held = {
+        name: [e["args"]["bytes"] for e in events if e["name"] == f"{name} bytes"]
+        for name in line["peak_bytes"]
+    }
+    assert all(
+        0 < max(levels) <= line["peak_bytes"][name] for name, levels in held.items()
+    )  # of one step, of all
     leave, arrive = ({e["id"]: names[e["tid"]] for e in events if e["ph"] == end} for end in "sf")
     a, b, c = sorted(held, key=lambda name: int(name.split(":")[1]))
     assert {(leave[i], arrive[i]) for i in arrive} >= {(a, b), (b, c), (c, b), (b, a)}
@@ -119,16 +151,23 @@ def test_the_others_say_who_was_killed_and_one_goes_on(
         commands[0].wait_for((run / "checkpoints" / f"{SAVED_EVERY:08}").exists)
         commands[dies].send(signal.SIGKILL)
         left = commands[1 - dies].ended()
-    if dies or left.returncode != -signal.SIGABRT:  # without the first process JAX may be faster than we
+    if (
+        dies or left.returncode != -signal.SIGABRT
+    ):  # without the first process JAX may be faster than we
         assert left.returncode == TRY_AGAIN, left.stderr
-        assert f"process {dies} (host {socket.gethostname()}) is gone, go on from the last checkpoint" in error(left)
+        assert (
+            f"process {dies} (host {socket.gethostname()}) is gone, go on from the last checkpoint"
+            in error(left)
+        )
     if dies:
         resumed = finished("--run-dir", str(run), "--resume")
         assert resumed.returncode == 0, resumed.stderr
         assert losses(run) == undisturbed
 
 
-def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(page: Path, tmp_path: Path) -> None:
+def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(
+    page: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     with processes(2, arguments(page, run, "--steps", "4000"), timeout_s=8) as commands:
         commands[0].wait_for(lambda: has_trained(run, 2))
@@ -141,8 +180,20 @@ def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(page: Path, t
 
 def test_what_differs_is_named_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
     run = tmp_path / "new" / "run"
-    first = {"--stages": "3", "--steps": "100", "--batch-size": "8", "--schedule": "1f1b", "--num-processes": "3"}
-    other = {"--stages": "2", "--steps": "90", "--batch-size": "4", "--schedule": "gpipe", "--num-processes": "2"}
+    first = {
+        "--stages": "3",
+        "--steps": "100",
+        "--batch-size": "8",
+        "--schedule": "1f1b",
+        "--num-processes": "3",
+    }
+    other = {
+        "--stages": "2",
+        "--steps": "90",
+        "--batch-size": "4",
+        "--schedule": "gpipe",
+        "--num-processes": "2",
+    }
     meet = ("--coordinator", f"127.0.0.1:{free_port()}")
     flags = [[text for pair in each.items() for text in pair] for each in (first, other)]
     with (
@@ -172,7 +223,9 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return {(where.split(":")[0], int(where.split(":")[1], 16)) for where in own}
 
 
-def test_second_and_strange_processes_are_refused_and_the_run_goes_on(page: Path, tmp_path: Path) -> None:
+def test_second_and_strange_processes_are_refused_and_the_run_goes_on(
+    page: Path, tmp_path: Path
+) -> None:
     run, secret, other = (tmp_path / name for name in ("run", "secret", "other"))
     for path in (secret, other):
         path.write_text(f"{path.name} of a test")
@@ -186,7 +239,10 @@ def test_second_and_strange_processes_are_refused_and_the_run_goes_on(page: Path
         opened = [listening(command.pid) for command in commands]
         ends = [command.ended() for command in commands]
     assert second.returncode == TRY_AGAIN
-    assert second.stderr == "error: there is a process 1 already: the run goes on without another one\n"
+    assert (
+        second.stderr
+        == "error: there is a process 1 already: the run goes on without another one\n"
+    )
     assert stranger.returncode == 2
     assert "has another secret than process 1" in error(stranger)
     assert [end.returncode for end in ends] == [0, 0], [end.stderr[-500:] for end in ends]
@@ -194,7 +250,10 @@ def test_second_and_strange_processes_are_refused_and_the_run_goes_on(page: Path
     assert "refused a second process 1, on 127.0.0.1" in said
     assert "refused a process on 127.0.0.1: its secret is another" in said
     port = int(meet[meet.index("--coordinator") + 1].split(":")[1])
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, and the same as IPv6 has it
+    loopback = {
+        "0100007F",
+        "0000000000000000FFFF00000100007F",
+    }  # 127.0.0.1, and the same as IPv6 has it
     assert port in {port for _, port in opened[0]}
     assert {address for process in opened for address, _ in process} <= loopback
 
@@ -205,14 +264,26 @@ def test_a_mistake_that_all_make_is_told_by_all(page: Path, tmp_path: Path) -> N
         told = last_lines(commands)
     assert (
         told
-        == [(2, "error: 1 stages are too few for 2 processes: use at least as many stages, or fewer processes")] * 2
+        == [
+            (
+                2,
+                "error: 1 stages are too few for 2 processes: use at least as many stages, or fewer processes",
+            )
+        ]
+        * 2
     )
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Path) -> None:
     """The folder is given from where each process stands, and they stand apart."""
-    flags = [*arguments(page, Path("run")), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    flags = [
+        *arguments(page, Path("run")),
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        "2",
+    ]
     for i in range(2):
         (tmp_path / str(i)).mkdir()
     with (
@@ -221,7 +292,10 @@ def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Pat
     ):
         told = last_lines([first, second])
     assert [code for code, _ in told] == [2, 2]
-    assert all("the folder of a run must lie on a file system that all processes see" in line for _, line in told)
+    assert all(
+        "the folder of a run must lie on a file system that all processes see" in line
+        for _, line in told
+    )
     assert not list(tmp_path.glob("*/run"))
 
 
@@ -254,14 +328,26 @@ def test_a_run_that_is_held_by_another_is_left_alone(page: Path, tmp_path: Path)
 
 
 def test_who_never_comes_is_waited_for_no_longer_than_allowed(page: Path, tmp_path: Path) -> None:
-    meet = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--host-timeout", "2")
+    meet = (
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        "2",
+        "--host-timeout",
+        "2",
+    )
     with (
         running(*arguments(page, tmp_path / "run"), *meet, "--process-id", "0") as first,
-        running("--coordinator", f"127.0.0.1:{free_port()}", *meet[2:], "--process-id", "1") as second,
+        running(
+            "--coordinator", f"127.0.0.1:{free_port()}", *meet[2:], "--process-id", "1"
+        ) as second,
     ):
         told = last_lines([first, second])
     assert told[0][0] == TRY_AGAIN
-    assert told[0][1] == f"error: not all processes have come within 2 s: waited for process 1 at {meet[1]}"
+    assert (
+        told[0][1]
+        == f"error: not all processes have come within 2 s: waited for process 1 at {meet[1]}"
+    )
     assert told[1][0] == 2
     assert "has not answered process 1 for 2 s" in told[1][1]
     assert not (tmp_path / "run").exists()
@@ -275,14 +361,24 @@ def test_a_port_that_is_taken_is_named(page: Path, tmp_path: Path) -> None:
         meet = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", "0")
         refused = finished(*arguments(page, tmp_path / "run"), *meet)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"error: --coordinator 127.0.0.1:{port} cannot be opened by process 0: ")
+    assert refused.stderr.startswith(
+        f"error: --coordinator 127.0.0.1:{port} cannot be opened by process 0: "
+    )
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_data_that_differ_are_told_by_both_and_nothing_is_written(page: Path, tmp_path: Path) -> None:
+def test_data_that_differ_are_told_by_both_and_nothing_is_written(
+    page: Path, tmp_path: Path
+) -> None:
     """The text is given from where each process stands, and they stand apart."""
     run = tmp_path / "new" / "run"
-    flags = [*arguments(Path("page.txt"), run), "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    flags = [
+        *arguments(Path("page.txt"), run),
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        "2",
+    ]
     for i in range(2):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "page.txt").write_text(page.read_text() + "\n\nThe end." * i)

@@ -34,7 +34,10 @@ def started(main: Main, count: int, *arguments: str) -> Iterator[list[Fork]]:
     """A script's processes, which meet; none outlives the block."""
     port = str(free_port())
     with ExitStack() as stack:
-        yield [stack.enter_context(forked(main, str(i), str(count), port, *arguments)) for i in range(count)]
+        yield [
+            stack.enter_context(forked(main, str(i), str(count), port, *arguments))
+            for i in range(count)
+        ]
 
 
 def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
@@ -43,27 +46,40 @@ def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
         ends = [process.ended() for process in processes]
     for end in ends:
         assert end.returncode == 0, "\n=====\n".join(e.stderr[-2500:] for e in ends)
-    told = ([line for line in end.stdout.splitlines() if line[:1] == "{"] for end in ends)  # Gloo talks too
+    told = (
+        [line for line in end.stdout.splitlines() if line[:1] == "{"] for end in ends
+    )  # Gloo talks too
     return [list(map(json.loads, lines)) for lines in told]
 
 
 def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
-    by_one, by_two = ([case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))] for who in "12")
-    (one,) = runs(1, SKIPS, NORMS, VEE, *by_one, ADAPTED, MODELS)  # these save on their way, a stream in flight
+    by_one, by_two = (
+        [case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))]
+        for who in "12"
+    )
+    (one,) = runs(
+        1, SKIPS, NORMS, VEE, *by_one, ADAPTED, MODELS
+    )  # these save on their way, a stream in flight
     skips, norms, vee, tied, stream, adapted, models = one
-    *two, moved = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two, VEE, ADAPTED), strict=True)  # saved, and restored then
+    *two, moved = zip(
+        *runs(2, SKIPS, *by_one, *by_two, *by_two, VEE, ADAPTED), strict=True
+    )  # saved, and restored then
     *three, switched = zip(*runs(3, NORMS, *by_two, VEE, MODELS), strict=True)
     expected = (skips, *(tied, stream) * 3, vee, norms, tied, stream, vee)
     for whole, told in zip(expected, (*two, *three), strict=True):
         for seen in told:
             assert seen["losses"] == whole["losses"][-len(seen["losses"]) :]
-            assert [x["evaluated"] for x in seen["looked at"]] == [x["evaluated"] for x in whole["looked at"]]
+            assert [x["evaluated"] for x in seen["looked at"]] == [
+                x["evaluated"] for x in whole["looked at"]
+            ]
         assert told[0]["looked at"] == whole["looked at"]
         others = [x["parameters"] for seen in told[1:] for x in seen["looked at"]]
         assert not any(others), "the first process alone has them all"
         begun = len(told[0]["losses"]) == len(whole["losses"])
         assert all(seen["moves"] == (whole["moves"] if begun else []) for seen in told)
-        live, peaks = ({at: n for seen in told for at, n in seen[what].items()} for what in ("live", "peaks"))
+        live, peaks = (
+            {at: n for seen in told for at, n in seen[what].items()} for what in ("live", "peaks")
+        )
         assert live == whole["live"]
         assert peaks.keys() == whole["peaks"].keys()
         marks = MARKS_BYTES if whole is norms else 0
@@ -81,17 +97,24 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
     for saved in zip(by_one, by_two, strict=True):
         (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in saved)
         assert digest(arrays) == digest(others)
-        assert {kind: named.keys() for kind, named in arrays.items()} == {kind: n.keys() for kind, n in others.items()}
+        assert {kind: named.keys() for kind, named in arrays.items()} == {
+            kind: n.keys() for kind, n in others.items()
+        }
         told.pop("parts")
         assert meta == told, "the ledger of versions too is that of one"
-        assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, "it has not left its first plan behind"
+        assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, (
+            "it has not left its first plan behind"
+        )
 
 
 def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
     cases = "replicas,1f1b", "replicas,pipedream", "shared,1e12", "shared,1"
     (one,), two = runs(1, *cases), runs(2, *cases)
     *run, fast, slow = zip(one, *two, strict=True)
-    for decided, counts in ((fast, [3]), (slow, [1])):  # where one device is best a process has nothing to do
+    for decided, counts in (
+        (fast, [3]),
+        (slow, [1]),
+    ):  # where one device is best a process has nothing to do
         assert [seen["replicas"] for seen in decided] == [counts] * 3
         assert decided[0]["losses"] == decided[1]["losses"] == decided[2]["losses"]
     for whole, first, second in run:
@@ -100,26 +123,39 @@ def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
         assert first["live"] | second["live"] == whole["live"]
 
 
-def test_places_in_several_processes_may_be_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPROC", "32")  # with a thread per core XLA's CPU programs of several devices starve each other
+def test_places_in_several_processes_may_be_meshes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "NPROC", "32"
+    )  # with a thread per core XLA's CPU programs of several devices starve each other
     (one,), two = (runs(n, f"meshes,{tmp_path / str(n)}") for n in (1, 2))
     (whole,), (first,), (second,) = one, *two
     for seen in (first, second):
         assert seen["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-        assert "has devices of processes [0, 1]: the inner axes of a place cannot go over several" in seen["refused"]
+        assert (
+            "has devices of processes [0, 1]: the inner axes of a place cannot go over several"
+            in seen["refused"]
+        )
     for a, b in zip(first["parameters"], whole["parameters"], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> None:
+def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> (
+    None
+):
     (one,), two = runs(1, main=enduring.main), runs(2, main=enduring.main)
     (alone,), (first,), (second,) = one, *two
     assert alone["needs"] == ["x", "y"]
-    assert first["explained"] == second["explained"] == alone["explained"], "the peaks of all devices are told"
+    assert first["explained"] == second["explained"] == alone["explained"], (
+        "the peaks of all devices are told"
+    )
     assert (first["needs"], second["needs"]) == (["x"], ["y"])
     assert "is a shape, and a stage of this process reads it: give an array" in first["refused"]
     assert first["losses"] == second["losses"] == alone["losses"]
-    assert first["limit"] == second["limit"] < first["over"] == second["over"] == alone["over"], "of a larger batch"
+    assert first["limit"] == second["limit"] < first["over"] == second["over"] == alone["over"], (
+        "of a larger batch"
+    )
     for seen in (first, second):
         assert all(peak <= seen["limit"] for peak in seen["peaks"].values())
         (bytes_before, arrays_before), (bytes_after, arrays_after) = seen["levels"]
@@ -152,15 +188,29 @@ def test_whatever_two_processes_are_given_differently_is_named_by_both_and_they_
     with ExitStack() as stack:
         started = []
         for i in range(2):
-            command = [sys.executable, "-W", "ignore", "-m", "tests.hosts.differing", str(i), "2", port, *variants]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "tests.hosts.differing",
+                str(i),
+                "2",
+                port,
+                *variants,
+            ]
             where = environment() | {"PYTHONHASHSEED": str(i), "PYTHONPATH": str(ROOT)}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             process = stack.enter_context(subprocess.Popen(command, env=where, cwd=ROOT, **pipes))
             stack.callback(process.kill)
             started.append(process)
         ends = [process.communicate(timeout=LIMIT_S) for process in started]
-    told = [dict(json.loads(line) for line in out.splitlines() if line[:1] == "[") for out, _ in ends]
-    assert [each.keys() for each in told] == [{*variants, "trained"}] * 2, ends[0][1][-3000:] + ends[1][1][-3000:]
+    told = [
+        dict(json.loads(line) for line in out.splitlines() if line[:1] == "[") for out, _ in ends
+    ]
+    assert [each.keys() for each in told] == [{*variants, "trained"}] * 2, (
+        ends[0][1][-3000:] + ends[1][1][-3000:]
+    )
     for variant, part in DIFFERING.items():
         first, second = (each[variant] for each in told)
         assert part in first, f"{variant}: {first}"
@@ -185,20 +235,30 @@ def test_who_lives_on_names_the_process_that_was_killed() -> None:
     assert end.returncode == TRY_AGAIN
 
 
-@pytest.mark.parametrize("when", [("moving",), ("moving", "inside")], ids=["between two steps", "inside one"])
-def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved(when: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "when", [("moving",), ("moving", "inside")], ids=["between two steps", "inside one"]
+)
+def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved(
+    when: tuple[str, ...],
+) -> None:
     with started(dying.main, 2, *when) as processes:
         ends = [process.ended() for process in processes]
     assert [end.returncode for end in ends] == [TRY_AGAIN, -signal.SIGKILL], ends[0].stderr[-3000:]
-    assert re.search(r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", ends[0].stdout)
+    assert re.search(
+        r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", ends[0].stdout
+    )
     assert "RECEIPT" in ends[0].stdout, "it waited for what it had offered"
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(dies: int, tmp_path: Path) -> None:
+def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(
+    dies: int, tmp_path: Path
+) -> None:
     with started(dying.main, 2, "saving", str(tmp_path), str(dies)) as processes:
         ends = [process.ended() for process in processes]
     assert ends[dies].returncode == -signal.SIGKILL, ends[dies].stderr[-3000:]
-    assert ends[1 - dies].returncode in (TRY_AGAIN, -signal.SIGABRT), "JAX ends who loses the first process"
+    assert ends[1 - dies].returncode in (TRY_AGAIN, -signal.SIGABRT), (
+        "JAX ends who loses the first process"
+    )
     assert dies == 0 or "lost: process 1" in ends[0].stdout
     assert load_checkpoint(tmp_path)[1]["step"] == 1

@@ -33,10 +33,16 @@ from tests.zoo import CASES, Case
 STAGES = 3
 LOCAL = optax.adamw(1e-2)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), LOCAL)
-MODELS = (models.A, ("d", "x", "c", "y"), ("x", "d", "b"))  # what stays or comes back is wanted elsewhere
+MODELS = (
+    models.A,
+    ("d", "x", "c", "y"),
+    ("x", "d", "b"),
+)  # what stays or comes back is wanted elsewhere
 
 
-def pipeline(m: Case, schedule: str, stages: int | jvpipe.Plan = STAGES, **options: Any) -> jvpipe.Pipeline:
+def pipeline(
+    m: Case, schedule: str, stages: int | jvpipe.Plan = STAGES, **options: Any
+) -> jvpipe.Pipeline:
     optimizer = OPTIMIZER if schedule in ("gpipe", "1f1b") else LOCAL
     kinds = {"has_aux": m.has_aux, "has_state": m.has_state}
     return jvpipe.Pipeline(m.loss_fn, optimizer, stages, MICRO, schedule, **kinds, **options)
@@ -83,8 +89,16 @@ def trained(
         "losses": losses,
         "looked at": [*seen, looked_at(pipe, state, first)],
         "moves": [str(change) for change in pipe.session.history],
-        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
-        "peaks": {str(i): peak for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items()) if own(device)},
+        "live": {
+            str(i): held
+            for i, (device, held) in enumerate(pipe.ledger.live_bytes.items())
+            if own(device)
+        },
+        "peaks": {
+            str(i): peak
+            for i, (device, peak) in enumerate(pipe.ledger.peak_bytes.items())
+            if own(device)
+        },
     }
 
 
@@ -95,7 +109,9 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
     def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
         places = [stage.devices[0] for stage in compiled.plan.stages for _ in stage.layers]
         layer_s = [slowness.get(place, 1.0) * own(compiled.devices[place]) for place in places]
-        assert [s > 0 for s in measured.layer_s(len(layer_s))] == [s > 0 for s in layer_s], "own layers were seen"
+        assert [s > 0 for s in measured.layer_s(len(layer_s))] == [s > 0 for s in layer_s], (
+            "own layers were seen"
+        )
         return Seen(layer_s, [0.0] * len(compiled.plan.stages))
 
     adapt.seen = seen
@@ -110,7 +126,11 @@ def adapted(name: str, schedule: str) -> dict[str, Any]:
         slowness[0] = 2.5 if step >= 4 else 1.0
     params = pipe.params(pipe.drain(state))
     moves = [f"step {c.step}: {list(c.new.cuts)}, {c.why}" for c in pipe.session.history]
-    return {"losses": losses, "parameters": None if params is None else digest(params), "moves": moves}
+    return {
+        "losses": losses,
+        "parameters": None if params is None else digest(params),
+        "moves": moves,
+    }
 
 
 def switched() -> dict[str, Any]:
@@ -133,7 +153,11 @@ def switched() -> dict[str, Any]:
         "losses": losses,
         "parameters": parameters,
         "moves": [str(change) for change in pipe.session.model_history],
-        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
+        "live": {
+            str(i): held
+            for i, (device, held) in enumerate(pipe.ledger.live_bytes.items())
+            if own(device)
+        },
         "parked": pipe.ledger.host_bytes,
     }
 
@@ -150,9 +174,14 @@ def replicated(schedule: str) -> dict[str, Any]:
 
     There the loss reads a moving mean, too, of which each replica makes its part.
     """
-    plans = [jvpipe.Plan.from_cuts(cuts, devices=d) for cuts, d in (([2, 1], [(0, 2), 1]), ([1, 2], [1, (2, 0)]))]
+    plans = [
+        jvpipe.Plan.from_cuts(cuts, devices=d)
+        for cuts, d in (([2, 1], [(0, 2), 1]), ([1, 2], [1, (2, 0)]))
+    ]
     batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
-    order, optimizer = (PipeDream(update_every=2), LOCAL) if schedule == "pipedream" else (schedule, OPTIMIZER)
+    order, optimizer = (
+        (PipeDream(update_every=2), LOCAL) if schedule == "pipedream" else (schedule, OPTIMIZER)
+    )
     has_state = schedule == "1f1b"
     loss, model_state = (centred, np.zeros(2, np.float32)) if has_state else (tiny.loss_fn, None)
     options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "has_state": has_state}
@@ -168,7 +197,11 @@ def replicated(schedule: str) -> dict[str, Any]:
     return {
         "losses": losses,
         "parameters": None if params is None else digest(params),
-        "live": {str(i): held for i, (device, held) in enumerate(pipe.ledger.live_bytes.items()) if own(device)},
+        "live": {
+            str(i): held
+            for i, (device, held) in enumerate(pipe.ledger.live_bytes.items())
+            if own(device)
+        },
     }
 
 
@@ -180,7 +213,9 @@ def shared(bytes_per_s: str) -> dict[str, Any]:
     batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
     with (
         mock.patch.object(
-            replica_shape, "measured_costs", lambda traced, *_, **__: estimate(traced, Cluster("", device, 1))
+            replica_shape,
+            "measured_costs",
+            lambda traced, *_, **__: estimate(traced, Cluster("", device, 1)),
         ),
         mock.patch.object(compiled_plans, "link_between", return_value=link),
         mock.patch.object(replica_shape, "links_between", return_value=links),
@@ -206,17 +241,25 @@ def in_meshes(path: str) -> dict[str, Any]:
         state = now
     pipe.save(path, state)
     layers = len(pipe.session.graph.layers)
-    state, metrics = pipe.step(pipe.migrate(state, jvpipe.Plan.from_cuts([1, layers - 1])), sharded.ROWS)
+    state, metrics = pipe.step(
+        pipe.migrate(state, jvpipe.Plan.from_cuts([1, layers - 1])), sharded.ROWS
+    )
     params = pipe.params(state)
     again = pipe.evaluate(pipe.restore(path), sharded.ROWS)
     leaves = [leaf.tolist() for leaf in jax.tree.leaves(params)]
     across = jax.sharding.Mesh(np.array(jax.devices()[1:3]), ("model",))
     refused = ""
     try:
-        jvpipe.Pipeline(sharded.loss_fn, optimizer, 1, devices=[across], sharding=sharded.TENSOR_PARALLEL)
+        jvpipe.Pipeline(
+            sharded.loss_fn, optimizer, 1, devices=[across], sharding=sharded.TENSOR_PARALLEL
+        )
     except ValueError as error:
         refused = str(error)
-    return {"losses": [float(metrics["loss"]), float(again["loss"])], "parameters": leaves, "refused": refused}
+    return {
+        "losses": [float(metrics["loss"]), float(again["loss"])],
+        "parameters": leaves,
+        "refused": refused,
+    }
 
 
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
@@ -247,7 +290,13 @@ def begun(process: int, count: int, port: int) -> None:
         )
 
 
-KINDS = {"adapt": adapted, "models": switched, "replicas": replicated, "shared": shared, "meshes": in_meshes}
+KINDS = {
+    "adapt": adapted,
+    "models": switched,
+    "replicas": replicated,
+    "shared": shared,
+    "meshes": in_meshes,
+}
 NEVER_LATE = SimpleNamespace(is_ready=lambda array: array.block_until_ready() is array)
 """Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is held."""
 

@@ -52,7 +52,9 @@ def hidden(params: Tree, batch: jax.Array, norm: Any) -> jax.Array:
     return batch
 
 
-def oracle(params: Tree, batches: list[np.ndarray], micro: int) -> tuple[Tree, list[DeferredBatchNorm]]:
+def oracle(
+    params: Tree, batches: list[np.ndarray], micro: int
+) -> tuple[Tree, list[DeferredBatchNorm]]:
     """Plain gradient steps, with torchgpipe's layer told of what each norm was given."""
 
     @jax.jit
@@ -79,7 +81,9 @@ def loss_of(micro: int) -> Any:
         left, kept = list(state), []
 
         def norm(x: jax.Array) -> jax.Array:
-            y, after = deferred_batch_norm(x, left.pop(0), micro, momentum=MOMENTUM, epsilon=EPSILON)
+            y, after = deferred_batch_norm(
+                x, left.pop(0), micro, momentum=MOMENTUM, epsilon=EPSILON
+            )
             kept.append(after)
             return y
 
@@ -98,7 +102,13 @@ def test_running_statistics_are_those_of_whole_batches(micro: int, options: Any)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(2)]
     batches = [rng.normal(1.0, 2.0, size=(12, 2, WIDTH)).astype(np.float32) for _ in range(STEPS)]
     pipe = jvpipe.Pipeline(
-        loss_of(micro), optax.sgd(RATE), stages=2, microbatches=micro, planner="even", has_state=True, **options
+        loss_of(micro),
+        optax.sgd(RATE),
+        stages=2,
+        microbatches=micro,
+        planner="even",
+        has_state=True,
+        **options,
     )
     state = pipe.init(params, batches[0], None, [BatchStatistics.of(WIDTH)] * 2)
     *_, (state, _) = pipe.run(state, batches)
@@ -111,25 +121,10 @@ def test_running_statistics_are_those_of_whole_batches(micro: int, options: Any)
         assert (ours.seen, ours.items, list(ours.total)) == (0, 0, [0.0] * WIDTH)
 
 
-def test_replicas_track_the_examples_that_they_have() -> None:
-    """The first of two has half of each micro-batch, and its statistics are kept."""
-    rng = np.random.default_rng(1)
-    params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32)]
-    batch = rng.normal(size=(8, 2, WIDTH)).astype(np.float32)
-    pipe = jvpipe.Pipeline(
-        loss_of(2), optax.sgd(RATE), stages=1, microbatches=2, planner="even", has_state=True, replicas=(2,)
-    )
-    state, _ = pipe.step(pipe.init(params, batch, None, [BatchStatistics.of(WIDTH)]), batch)
-    norm = DeferredBatchNorm(2)
-    for x in np.split(batch, 2):
-        norm.track(np.asarray(x[:2] @ params[0], np.float64))
-    (kept,) = pipe.model_state(state)
-    np.testing.assert_allclose(kept.mean, norm.running_mean, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(kept.variance, norm.running_var, rtol=1e-4, atol=1e-6)
-
-
 def test_no_micro_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="microbatches must be those of the pipeline, at least 1, not 0"):
+    with pytest.raises(
+        ValueError, match="microbatches must be those of the pipeline, at least 1, not 0"
+    ):
         deferred_batch_norm(jnp.ones((2, WIDTH)), BatchStatistics.of(WIDTH), 0)
 
 

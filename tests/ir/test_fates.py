@@ -12,7 +12,10 @@ MADE = frozenset({"made"})
 
 
 def fates(cuts: list[int], **of_first: str) -> Fates:
-    return Fates.of(GRAPH, layout(cuts, fates={name.replace("_", "/"): fate for name, fate in of_first.items()}).plan)
+    return Fates.of(
+        GRAPH,
+        layout(cuts, fates={name.replace("_", "/"): fate for name, fate in of_first.items()}).plan,
+    )
 
 
 def test_what_is_not_named_is_kept() -> None:
@@ -36,14 +39,21 @@ def test_a_recomputed_edge_runs_its_maker_again_which_then_leaves_all() -> None:
 def test_an_edge_that_comes_from_elsewhere_can_be_swapped_and_not_recomputed() -> None:
     plan = layout([1, 2]).plan
     first, second = (replace(stage, fates={"t0": "swap"}) for stage in plan.stages)
-    assert Fates.of(GRAPH, replace(plan, stages=(first, second))).edges == {(0, 0): Fate.SWAP, (1, 0): Fate.SWAP}
+    assert Fates.of(GRAPH, replace(plan, stages=(first, second))).edges == {
+        (0, 0): Fate.SWAP,
+        (1, 0): Fate.SWAP,
+    }
     second = replace(second, fates={"t0": "recompute"})
-    with pytest.raises(ValueError, match="stage 1 cannot recompute 't0': it comes from layer 0 of another stage"):
+    with pytest.raises(
+        ValueError, match="stage 1 cannot recompute 't0': it comes from layer 0 of another stage"
+    ):
         Fates.of(GRAPH, replace(plan, stages=(first, second)))
 
 
 def test_names_and_fates_that_nobody_knows_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown tensor of stage 0 'frist/made': did you mean 'first/made'"):
+    with pytest.raises(
+        ValueError, match="unknown tensor of stage 0 'frist/made': did you mean 'first/made'"
+    ):
         fates([3], frist_made="swap")
     with pytest.raises(ValueError, match="'dropped' is not a valid Fate"):
         fates([3], t0="dropped")

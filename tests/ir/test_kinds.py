@@ -35,7 +35,22 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
     "lowering": {"F", "I", "U", "MOVE", "FREE"},
-    "runtime": {"F", "B", "I", "U", "R", "E", "LOSS", "FEED", "MOVE", "OUT", "FREE", "IN", "DROP", "RECEIPT"},
+    "runtime": {
+        "F",
+        "B",
+        "I",
+        "U",
+        "R",
+        "E",
+        "LOSS",
+        "FEED",
+        "MOVE",
+        "OUT",
+        "FREE",
+        "IN",
+        "DROP",
+        "RECEIPT",
+    },
     "planners": {"F", "I", "W"},
     "schedules": {"I", "W"},
     "simulate": {"U"},
@@ -61,15 +76,22 @@ def choices() -> list[tuple[Path, ast.Match | ast.Compare]]:
 
 def members(node: ast.AST, enum: str) -> set[str]:
     """The members of an enum that code names."""
-    named = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    named = (
+        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+    )
     return {n.attr for n in named if isinstance(n.value, ast.Name) and n.value.id == enum}
 
 
 def is_loud(case: ast.match_case) -> bool:
     """Tells whether a last case takes all that is left, and refuses it."""
-    takes_all = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
+    takes_all = (
+        isinstance(case.pattern, ast.MatchAs)
+        and case.pattern.pattern is None
+        and case.guard is None
+    )
     return takes_all and any(
-        isinstance(n, (ast.Raise, ast.Assert)) or (isinstance(n, ast.Name) and n.id == "assert_never")
+        isinstance(n, (ast.Raise, ast.Assert))
+        or (isinstance(n, ast.Name) and n.id == "assert_never")
         for statement in case.body
         for n in ast.walk(statement)
     )
@@ -81,7 +103,9 @@ def test_the_tables_know_every_kind() -> None:
 
 
 def test_copies_have_a_link_and_nothing_else_has() -> None:
-    assert {kind for kind, info in KINDS.items() if info.link} == {k for k, i in KINDS.items() if i.runs is Runs.COPY}
+    assert {kind for kind, info in KINDS.items() if info.link} == {
+        k for k, i in KINDS.items() if i.runs is Runs.COPY
+    }
 
 
 def test_every_value_that_lasts_has_an_owner_of_its_own() -> None:
@@ -93,7 +117,8 @@ def test_every_match_over_kinds_refuses_what_it_does_not_know() -> None:
     matches = [
         (f"{file}:{node.lineno}", node)
         for file, node in choices()
-        if isinstance(node, ast.Match) and any(members(case.pattern, enum) for case in node.cases for enum in ENUMS)
+        if isinstance(node, ast.Match)
+        and any(members(case.pattern, enum) for case in node.cases for enum in ENUMS)
     ]
     assert len(matches) > 15
     assert [place for place, match in matches if not is_loud(match.cases[-1])] == []
@@ -111,7 +136,11 @@ def test_no_letters_of_kinds_are_compared() -> None:
     letters = set(map(str, Kind))
     for file, node in choices():
         if isinstance(node, ast.Compare) and not file.match("ir/sizes.py"):  # B is for bytes there
-            words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            words = {
+                n.value
+                for n in ast.walk(node)
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
             assert not words & letters, f"{file}:{node.lineno}"
 
 
@@ -141,18 +170,24 @@ def expander() -> Expander:
 
 PLACES: dict[str, Callable[[], Any]] = {
     "what a task waits for": lambda: list(Waits(GRAPH, [HOW.plan])(TASK)),
-    "whose sums a task adds to": lambda: list(sums_from([HOW.plan, layout([3]).plan], TASK._replace(microbatch=1))),
+    "whose sums a task adds to": lambda: list(
+        sums_from([HOW.plan, layout([3]).plan], TASK._replace(microbatch=1))
+    ),
     "a step": lambda: lower_step(GRAPH, [HOW], ((TASK,),), optimizer()),
     "a swap": lambda: list(swap([Block(TASK)], [], ((TASK,),), lambda task: (0, []))),
     "in flight": lambda: Schedule(name="new", lists=lambda S, M: ((TASK,),)).in_flight(1, 1),
-    "updates": lambda: Schedule(name="new", lists=lambda S, M: ((TASK,),), synchronous=False).with_updates(1, 1),
+    "updates": lambda: Schedule(
+        name="new", lists=lambda S, M: ((TASK,),), synchronous=False
+    ).with_updates(1, 1),
     "what a row takes": lambda: simulate(STEP, lambda row: 1.0),
     "a row's links": lambda: links_between_devices(STEP)(A_ROW),
     "stages' seconds": lambda: simulate_lists(((TASK,),), [StageLoad(1.0, 1.0)]),
     "versions": lambda: recorded(Use(NEW, 0, 0, 0)).table(),
     "a value that is read": lambda: placed(Value(VALUE)),
     "a layer's input": lambda: expander().read_by(GRAPH.layers[0], Ref(VALUE, 0), 0),
-    "a layer's output": lambda: list(expander().forward(Layer(0, "", (), (Ref(VALUE, 0),)), 0, HOW)),
+    "a layer's output": lambda: list(
+        expander().forward(Layer(0, "", (), (Ref(VALUE, 0),)), 0, HOW)
+    ),
     "a value's owner": lambda: Buffer(Value(VALUE), 0, 4).owner,
 }
 
@@ -171,5 +206,7 @@ def test_a_kind_that_was_added_and_nothing_else_is_refused(place: str) -> None:
 
 def test_who_shows_kinds_or_counts_buffers_needs_to_know_nothing_of_them() -> None:
     assert str(A_ROW) == "0X0[layer 0]"
-    assert chrome_trace(Picture((Span("a", "0X0", 0.0, 1.0, NEW),)))["traceEvents"][-1]["cat"] == "X"
+    assert (
+        chrome_trace(Picture((Span("a", "0X0", 0.0, 1.0, NEW),)))["traceEvents"][-1]["cat"] == "X"
+    )
     assert live([A_ROW], STEP.buffers, 0, (), ()).rows[0].frees == (0,)

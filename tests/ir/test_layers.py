@@ -37,7 +37,13 @@ GRAPH = LayerGraph(
         Tensor(array("middle:1", 8, 2), 1, (2,), True),
     ),
     (Parameter(array("w0", 1024, 512), (0, 2)), Parameter(array("w1", 2, 2), (1,))),
-    aux=(array("aux0"), array("aux1", 3), array("aux2"), array("aux3"), array("aux4", dtype="int32")),
+    aux=(
+        array("aux0"),
+        array("aux1", 3),
+        array("aux2"),
+        array("aux3"),
+        array("aux4", dtype="int32"),
+    ),
     aux_groups=((0,), (1,), (2, 3), (4,)),
 )
 

@@ -48,15 +48,23 @@ def test_a_stage_needs_a_device() -> None:
 
 
 def test_round_trips_through_json(tmp_path: Path) -> None:
-    plan = Plan((Stage((0, 1), (1,), {"0:1": "swap", "1:0": "recompute"}), Stage((2,), (0,))), "gpipe", "torchgpipe")
+    plan = Plan(
+        (Stage((0, 1), (1,), {"0:1": "swap", "1:0": "recompute"}), Stage((2,), (0,))),
+        "gpipe",
+        "torchgpipe",
+    )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_the_file_can_be_read_and_written_by_hand(tmp_path: Path) -> None:
     stages = [{"layers": [0, 1], "devices": [0]}, {"layers": [2], "devices": [1]}]
-    (tmp_path / "plan.json").write_text(json.dumps({"stages": stages, "schedule": "gpipe", "planner": "me"}))
-    assert Plan.load(tmp_path / "plan.json") == Plan.from_cuts([2, 1], schedule="gpipe", planner="me")
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"stages": stages, "schedule": "gpipe", "planner": "me"})
+    )
+    assert Plan.load(tmp_path / "plan.json") == Plan.from_cuts(
+        [2, 1], schedule="gpipe", planner="me"
+    )
 
 
 STAGE = '{"stages": [{"layers": [0], "devices": [0]}], "schedule": null, "planner": "me", %s}'
@@ -65,8 +73,24 @@ STAGE = '{"stages": [{"layers": [0], "devices": [0]}], "schedule": null, "planne
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "{", "[]", "3", '{"stages": []}', '{"stages": [{"layers": ["x"], "devices": [0]}]}', "[" * 100_000],
-        *[STAGE % changed for changed in ('"keep_last": "false"', '"splits": "12"', '"tasks": [1]', '"schedule": 3')],
+        *[
+            "",
+            "{",
+            "[]",
+            "3",
+            '{"stages": []}',
+            '{"stages": [{"layers": ["x"], "devices": [0]}]}',
+            "[" * 100_000,
+        ],
+        *[
+            STAGE % changed
+            for changed in (
+                '"keep_last": "false"',
+                '"splits": "12"',
+                '"tasks": [1]',
+                '"schedule": 3',
+            )
+        ],
         '{"stages": [{"layers": [0, 1.7], "devices": [0]}], "schedule": null, "planner": "me"}',
     ],
     ids=lambda text: text[-20:] or "nothing",
@@ -85,11 +109,23 @@ GOOD = Plan.from_cuts([2, 2])
     [
         (Plan.from_cuts([2, 1]), r"misses layers \[3\]: the model has layers 0 to 3"),
         (Plan.from_cuts([3, 2]), r"hold layers \[0, 1, 2, 3, 4\]: they must be 0 to 3"),
-        (Plan((Stage((0, 2), (0,)), Stage((1, 3), (1,)))), r"hold layers \[0, 2, 1, 3\]: .* in order"),
-        (Plan((Stage((0, 1, 1), (0,)), Stage((2, 3), (1,)))), r"hold layers \[0, 1, 1, 2, 3\]: .*each once"),
+        (
+            Plan((Stage((0, 2), (0,)), Stage((1, 3), (1,)))),
+            r"hold layers \[0, 2, 1, 3\]: .* in order",
+        ),
+        (
+            Plan((Stage((0, 1, 1), (0,)), Stage((2, 3), (1,)))),
+            r"hold layers \[0, 1, 1, 2, 3\]: .*each once",
+        ),
         (Plan((*GOOD.stages, Stage((), (0,)))), "stage 2 needs at least one layer and one device"),
-        (Plan((replace(GOOD.stages[0], devices=()), GOOD.stages[1])), "stage 0 needs at least one layer and one"),
-        (Plan((replace(GOOD.stages[0], fates={"0:0": ["swap"]}), GOOD.stages[1])), r"unknown fates \[\['swap'\]\]"),
+        (
+            Plan((replace(GOOD.stages[0], devices=()), GOOD.stages[1])),
+            "stage 0 needs at least one layer and one",
+        ),
+        (
+            Plan((replace(GOOD.stages[0], fates={"0:0": ["swap"]}), GOOD.stages[1])),
+            r"unknown fates \[\['swap'\]\]",
+        ),
         (Plan.from_cuts([2, 2], [0, 2]), "stage 1 is on device 2, there are 2 devices"),
         (Plan.from_cuts([2, 2], [-1, 0]), "stage 0 is on device -1, there are 2 devices"),
         (

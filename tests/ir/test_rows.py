@@ -21,7 +21,13 @@ def test_a_row_leaves_out_what_it_is_not_of(row: Row, shown: str) -> None:
 
 
 def test_rows_alike_share_a_program_and_others_do_not() -> None:
-    runs = [LayerRun(0), LayerRun(1), ZeroRun(ValueKind.DELTA), PieceRun(0), PieceRun(0, keeps=True)]
+    runs = [
+        LayerRun(0),
+        LayerRun(1),
+        ZeroRun(ValueKind.DELTA),
+        PieceRun(0),
+        PieceRun(0, keeps=True),
+    ]
     assert len(set(runs)) == len(runs)
     assert LayerRun(0) == LayerRun(0)
     assert LayerRun(0) != PieceRun(0)

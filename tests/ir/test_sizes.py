@@ -25,13 +25,21 @@ def test_sizes_are_read(text: str | int | None, size: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "16 giga", "-1GiB", "0", 0, -5, True, "1e9", "\u0661"])
 def test_what_is_no_size_is_refused(text: str | int) -> None:
-    with pytest.raises(ValueError, match=r"is not a size: write bytes, or a text such as '16GiB' or '500MiB'"):
+    with pytest.raises(
+        ValueError, match=r"is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
+    ):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (5 * 2**20, "5.00 MiB"), (2**41, "2048.00 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (5 * 2**20, "5.00 MiB"),
+        (2**41, "2048.00 GiB"),
+    ],
 )
 def test_sizes_are_written(size: int, text: str) -> None:
     assert format_bytes(size) == text

@@ -22,7 +22,9 @@ def test_text_form_round_trips(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0f0", "0F0 1F0", "-1F0", "\u0661F0", "0F1_0"])
 def test_what_is_no_task_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0"):
+    with pytest.raises(
+        ValueError, match=f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0"
+    ):
         Task.parse(text)
 
 
@@ -34,7 +36,10 @@ def test_csv_round_trips(lists: tuple, tmp_path: Path) -> None:
 
 def test_csv_is_that_of_torch(tmp_path: Path) -> None:
     write_csv(tmp_path / "schedule.csv", one_f_one_b(2, 2))
-    assert (tmp_path / "schedule.csv").read_text().splitlines() == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+    assert (tmp_path / "schedule.csv").read_text().splitlines() == [
+        "0F0,0F1,0B0,0B1",
+        "1F0,1B0,1F1,1B1",
+    ]
     (tmp_path / "idle.csv").write_text("0F0,0F1,,0B0\n,1F0, ,1B0\n")
     assert read_csv(tmp_path / "idle.csv")[1] == (Task(1, Kind.F, 0), Task(1, Kind.B, 0))
 
@@ -42,15 +47,22 @@ def test_csv_is_that_of_torch(tmp_path: Path) -> None:
 def cells(path: Path) -> list[list[tuple[int, str, int]]]:
     """A file as torch's `_load_csv` reads it: a line per rank, in each cell a stage, a letter and a micro-batch."""
     word = re.compile(r"([0-9]+)([FIBW])([0-9]+)")
-    found = [[word.fullmatch(cell) for cell in line.split(",")] for line in path.read_text().splitlines()]
-    return [[(int(cell[1]), cell[2], int(cell[3])) for cell in row if cell] for row in found if all(row)]
+    found = [
+        [word.fullmatch(cell) for cell in line.split(",")] for line in path.read_text().splitlines()
+    ]
+    return [
+        [(int(cell[1]), cell[2], int(cell[3])) for cell in row if cell] for row in found if all(row)
+    ]
 
 
 def test_the_tasks_of_a_plan_are_written_as_they_are(tmp_path: Path) -> None:
     tasks = ("0F0 0F1 0I0 0W0 0B1", "1F0 1B0 1F1 1B1")
     write_csv(tmp_path / "order.csv", Plan.from_cuts([2, 1], tasks=tasks, schedule="auto").tasks)
     first = [(0, "F", 0), (0, "F", 1), (0, "I", 0), (0, "W", 0), (0, "B", 1)]
-    assert cells(tmp_path / "order.csv") == [first, [(1, "F", 0), (1, "B", 0), (1, "F", 1), (1, "B", 1)]]
+    assert cells(tmp_path / "order.csv") == [
+        first,
+        [(1, "F", 0), (1, "B", 0), (1, "F", 1), (1, "B", 1)],
+    ]
     assert read_csv(tmp_path / "order.csv")[0][2] == Task(0, Kind.I, 0)
 
 
@@ -59,7 +71,9 @@ def test_lists_of_rules_are_written_per_device(tmp_path: Path, name: str) -> Non
     lists = find_schedule(name).tasks(3, 6)
     write_csv(tmp_path / "rule.csv", lists)
     written = cells(tmp_path / "rule.csv")
-    assert written == [[(task.stage, task.kind.value, task.microbatch) for task in row] for row in lists]
+    assert written == [
+        [(task.stage, task.kind.value, task.microbatch) for task in row] for row in lists
+    ]
     assert len(written) == 3
 
 

@@ -13,7 +13,13 @@ def test_a_moved_use_takes_its_tied_versions_along_and_not_its_shift() -> None:
 def test_a_synchronous_step_reads_one_version_and_makes_the_next() -> None:
     uses = synchronous_uses(2, 3)
     assert {use.version for use in uses if use.kind is not Kind.U} == {0}
-    assert [(use.layer, use.microbatch, use.version) for use in uses if use.kind is Kind.U] == [(0, 2, 1), (1, 2, 1)]
+    assert [(use.layer, use.microbatch, use.version) for use in uses if use.kind is Kind.U] == [
+        (0, 2, 1),
+        (1, 2, 1),
+    ]
     for layer in range(2):
         for m in range(3):
-            assert [use.kind for use in uses if (use.layer, use.microbatch) == (layer, m)][:2] == [Kind.F, Kind.B]
+            assert [use.kind for use in uses if (use.layer, use.microbatch) == (layer, m)][:2] == [
+                Kind.F,
+                Kind.B,
+            ]

@@ -52,7 +52,9 @@ def test_a_dropped_edge_is_made_again_before_the_first_backward_that_reads_it() 
     lines = step(layout([3], fates={"t0": "recompute"}))
     again = next(line for line in lines if line.startswith("R0"))
     assert again.endswith("-> tensor 0 micro-batch 0 recomputed, residual 0 layer 0 micro-batch 0")
-    assert "residual 0 layer 0 micro-batch 0 unused" in lines[0], "what its forward left nobody reads"
+    assert "residual 0 layer 0 micro-batch 0 unused" in lines[0], (
+        "what its forward left nobody reads"
+    )
     kinds = [line.split(":")[0] for line in lines]
     assert kinds.index("B2") < kinds.index("R0") < kinds.index("B1")
     assert kinds.count("R0") == 1
@@ -68,11 +70,15 @@ def test_an_evaluation_leaves_nothing() -> None:
 def test_what_is_made_goes_to_its_readers() -> None:
     expander, how = Expander(GRAPH, OneVersion(), set()), layout([3])
     (forward,) = expander.forward(GRAPH.layers[0], 0, how)
-    assert [(str(d.value), d.layers) for d in forward.delivers] == [("tensor 0 micro-batch 0", (1,))]
+    assert [(str(d.value), d.layers) for d in forward.delivers] == [
+        ("tensor 0 micro-batch 0", (1,))
+    ]
     for layer in GRAPH.layers[1:]:
         assert list(expander.forward(layer, 0, how))
     *_, backward = expander.backward(GRAPH.layers[2], 0, how)
-    assert [(str(d.value), d.layers) for d in backward.delivers] == [("cotangent 1 micro-batch 0", (1,))]
+    assert [(str(d.value), d.layers) for d in backward.delivers] == [
+        ("cotangent 1 micro-batch 0", (1,))
+    ]
 
 
 def test_metrics_have_numbers_of_their_own() -> None:
@@ -80,7 +86,9 @@ def test_metrics_have_numbers_of_their_own() -> None:
     assert len(set(values)) == len(values)
 
 
-def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in_one_of_them() -> None:
+def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in_one_of_them() -> (
+    None
+):
     middle = SIGNATURES[1]
     halves = SplitSignature(
         (array("handed", 2),),
@@ -94,12 +102,16 @@ def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in
         [drawn(op) for layer in reversed(GRAPH.layers) for op in half(layer, 0, how)]
         for half in (expander.input_half, expander.weight_half)
     )
-    assert [line.split(":")[0] for line in inputs] == ["ZERO2", "B2", "I1"], "layer 2 has no halves, and is waited for"
+    assert [line.split(":")[0] for line in inputs] == ["ZERO2", "B2", "I1"], (
+        "layer 2 has no halves, and is waited for"
+    )
     assert inputs[-1] == (
         "I1: parameter 1 version 0, cotangent 1 micro-batch 0 -> cotangent 0 micro-batch 0, "
         "handed 0 layer 1 micro-batch 0"
     )
-    assert [line.split(":")[0] for line in weights] == ["ZERO1", "W1", "ZERO0", "B0"], "layer 0 returns nothing"
+    assert [line.split(":")[0] for line in weights] == ["ZERO1", "W1", "ZERO0", "B0"], (
+        "layer 0 returns nothing"
+    )
     assert weights[1] == (
         "W1: tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, handed 0 layer 1 micro-batch 0, "
         "gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0"

@@ -22,7 +22,9 @@ def test_an_edge_is_dropped_by_its_stage_alone() -> None:
 
 
 def test_what_is_swapped_is_what_a_backward_of_the_stage_reads() -> None:
-    how = layout([2, 1], fates={"first/made": "swap", "middle/made": "keep", "t0": "swap", "t1": "swap"})
+    how = layout(
+        [2, 1], fates={"first/made": "swap", "middle/made": "keep", "t0": "swap", "t1": "swap"}
+    )
     assert [str(value) for value in how.swapped(0, 5)] == [
         "residual 0 layer 0 micro-batch 5",
         "tensor 0 micro-batch 5",  # tensor 1 is read by the last layer's backward, on another stage
@@ -31,7 +33,9 @@ def test_what_is_swapped_is_what_a_backward_of_the_stage_reads() -> None:
 
 
 def test_an_edge_that_another_stage_of_its_device_reads_is_not_swapped_away() -> None:
-    apart, together = (layout([1, 1, 1], devices, fates={"t0": "swap"}) for devices in ([0, 1, 2], [0, 0, 1]))
+    apart, together = (
+        layout([1, 1, 1], devices, fates={"t0": "swap"}) for devices in ([0, 1, 2], [0, 0, 1])
+    )
     signatures = (replace(SIGNATURES[0], sources=(("output", 0),)), *SIGNATURES[1:])
     apart, together = (replace(how, signatures=signatures) for how in (apart, together))
     assert [str(value) for value in apart.swapped(0, 0)] == ["tensor 0 micro-batch 0"]

@@ -20,10 +20,15 @@ def straight(lists: TaskLists, seconds: list[int], devices: list[int]) -> list[T
     def waits_for(task: Task) -> Iterable[Task]:
         if task.kind == "F":
             return [Task(task.stage - 1, Kind.F, task.microbatch)] * (task.stage > 0)
-        return [task._replace(stage=task.stage + 1) if task.stage < last else task._replace(kind="F")]
+        return [
+            task._replace(stage=task.stage + 1) if task.stage < last else task._replace(kind="F")
+        ]
 
     return dispatch_order(
-        lists, waits_for, lambda t: seconds[t.stage] * (1 if t.kind == "F" else 2), lambda t: devices[t.stage]
+        lists,
+        waits_for,
+        lambda t: seconds[t.stage] * (1 if t.kind == "F" else 2),
+        lambda t: devices[t.stage],
     )
 
 
@@ -62,7 +67,10 @@ def test_keeps_the_lists_and_what_they_wait_for(
             assert place[task] > place[task._replace(stage=task.stage - 1)]
         if task.kind == "B":
             later = task._replace(stage=task.stage + 1)
-            assert place[task] > place[later if task.stage < len(stages) - 1 else task._replace(kind="F")]
+            assert (
+                place[task]
+                > place[later if task.stage < len(stages) - 1 else task._replace(kind="F")]
+            )
 
 
 def test_lists_that_cannot_progress_are_refused() -> None:

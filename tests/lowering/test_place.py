@@ -24,7 +24,9 @@ def rows(made: Placer) -> list[str]:
 
 
 def forward(layer: int, *reads: Value, makes: Value, goes_to: tuple[int, ...] = ()) -> Operation:
-    return Operation(Kind.F, layer, 0, reads, (Write(makes, 4),), delivers=(Delivery(makes, goes_to),))
+    return Operation(
+        Kind.F, layer, 0, reads, (Write(makes, 4),), delivers=(Delivery(makes, goes_to),)
+    )
 
 
 def test_a_tied_parameter_lies_where_it_is_read() -> None:
@@ -59,7 +61,9 @@ def test_an_update_is_told_by_a_copy_and_writes_in_place() -> None:
     for layer, value in zip((0, 2), sums, strict=True):
         made.perform(Operation(Kind.ZERO, layer, NONE, (), (Write(value, 8),)))
     new = P0._replace(version=1)
-    made.perform(Operation(Kind.U, 0, NONE, (*sums, P0), (Write(new, 8),), delivers=(Delivery(new, (0, 2)),)))
+    made.perform(
+        Operation(Kind.U, 0, NONE, (*sums, P0), (Write(new, 8),), delivers=(Delivery(new, (0, 2)),))
+    )
     *_, told, update, refreshed = (r for block in made.blocks for r in block.rows)
     assert (told.kind, told.place, update.place, refreshed.kind) == (Kind.SEND, 1, 0, Kind.SEND)
     assert update.writes[0] in update.reads, "the new version takes the old one's buffer"
@@ -104,17 +108,32 @@ def test_by_the_host_all_leaves_before_anything_arrives() -> None:
     made.relocate(THERE)
     made.enter(THERE)
     made.commit()
-    assert [line.split(":")[0] for line in rows(made)] == ["OUT on 1", "FREE on 1", "DROP on 1", "IN on 0"]
+    assert [line.split(":")[0] for line in rows(made)] == [
+        "OUT on 1",
+        "FREE on 1",
+        "DROP on 1",
+        "IN on 0",
+    ]
 
 
 def test_a_sum_of_cotangents_that_comes_back_is_not_the_one_that_was_sent() -> None:
     """0 -> 1 -> 0: each adds to it; what place 0 sent first is no longer it."""
-    three, cotangent = Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]), Value(ValueKind.COTANGENT, 0, microbatch=0)
+    three, cotangent = (
+        Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]),
+        Value(ValueKind.COTANGENT, 0, microbatch=0),
+    )
     made = placer(three)
     for layer, following in ((2, 1), (1, 0)):
         reads = (cotangent,) if layer == 1 else ()
         made.perform(
-            Operation(Kind.B, layer, 0, reads, (Write(cotangent, 4),), delivers=(Delivery(cotangent, (following,)),))
+            Operation(
+                Kind.B,
+                layer,
+                0,
+                reads,
+                (Write(cotangent, 4),),
+                delivers=(Delivery(cotangent, (following,)),),
+            )
         )
     made.perform(Operation(Kind.B, 0, 0, (cotangent,), ()))
     *_, sent_back, read = (r for block in made.blocks for r in block.rows)

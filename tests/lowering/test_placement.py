@@ -68,5 +68,9 @@ def test_a_step_count_lies_with_every_layer_so_that_layers_can_move() -> None:
     shapes = [jax.ShapeDtypeStruct((n,), "float32") for n in (2, 3)]
     adam = cut_optimizer(optax.adam(0.1), shapes, [0, 1], [2, 1], microbatches=2)
     counts = [buffer for buffer in Placement(GRAPH, PLAN).lasting(adam) if buffer.value.index == 0]
-    spots = {(b.value.kind, b.value.layer, b.place) for b in counts if b.value.kind is ValueKind.OPTIMIZER}
+    spots = {
+        (b.value.kind, b.value.layer, b.place)
+        for b in counts
+        if b.value.kind is ValueKind.OPTIMIZER
+    }
     assert spots == {(ValueKind.OPTIMIZER, 0, 2), (ValueKind.OPTIMIZER, 1, 0)}

@@ -20,7 +20,9 @@ ADAM = optax.adam(0.1)
 
 
 def stepped(micro: int = 2) -> Lowered:
-    return lower_step(GRAPH, [HERE] * micro, find_schedule("1f1b").lists(2, micro), optimizer(micro))
+    return lower_step(
+        GRAPH, [HERE] * micro, find_schedule("1f1b").lists(2, micro), optimizer(micro)
+    )
 
 
 def moving(micro: int = 3, at: int = 1) -> Lowered:
@@ -95,14 +97,20 @@ def test_every_row_is_somebodys_and_every_buffer_ends_where_it_lies(step: Lowere
         assert len(mine.metrics) == len(step.metrics) // 2
     asked = sum(isinstance(row.run, AskRun) for row in projected(step, TWO, 1).rows)
     offered = sum(isinstance(row.run, OfferRun) for row in projected(step, TWO, 1).rows)
-    own = sum(row.place == 1 and row.kind is not Kind.FREE for row in step.rows)  # the receipt has waited
+    own = sum(
+        row.place == 1 and row.kind is not Kind.FREE for row in step.rows
+    )  # the receipt has waited
     assert len(projected(step, TWO, 1).rows) == own + asked
     assert offered or step is STEPS["moved"]
 
 
 def test_an_offer_is_overwritten_only_after_it_has_arrived() -> None:
     step = with_receipts(stepped(), TWO)
-    offers = {i: row.reads[0] for i, row in enumerate(step.rows) if row.kind is Kind.SEND and row.place == 0}
+    offers = {
+        i: row.reads[0]
+        for i, row in enumerate(step.rows)
+        if row.kind is Kind.SEND and row.place == 0
+    }
     receipts = [i for i, row in enumerate(step.rows) if row.kind is Kind.RECEIPT]
     for i, b in offers.items():
         later = [j for j, row in enumerate(step.rows) if j > i and b in row.writes]
@@ -130,13 +138,17 @@ def test_an_evaluation_does_not_run_ahead_of_a_slow_receiver(micro: int) -> None
 def ends(step: Lowered, b: int, after: int) -> int:
     """The first row after one that overwrites or ends a buffer."""
     rows = enumerate(step.rows)
-    return next((i for i, row in rows if i > after and b in (*row.writes, *row.frees)), len(step.rows))
+    return next(
+        (i for i, row in rows if i > after and b in (*row.writes, *row.frees)), len(step.rows)
+    )
 
 
 def made_of(step: Lowered, b: int, before: int, copy: int) -> bool:
     """Whether what a buffer holds before a row was made of what another row has copied."""
     maker = max((i for i, row in enumerate(step.rows[:before]) if b in row.writes), default=-1)
-    return maker == copy or (maker >= 0 and any(made_of(step, r, maker, copy) for r in step.rows[maker].reads))
+    return maker == copy or (
+        maker >= 0 and any(made_of(step, r, maker, copy) for r in step.rows[maker].reads)
+    )
 
 
 @pytest.mark.parametrize("step", [stepped(), moving(), moving(4, 3), moved()[0]])
@@ -156,8 +168,16 @@ def test_what_lies_on_the_devices_between_steps_has_arrived_before_it_ends(step:
 def test_all_that_moves_from_one_place_to_another_has_one_mark() -> None:
     step = with_receipts(telling_all(moving(), TWO), TWO)
     first, second = (projected(step, TWO, own) for own in TWO)
-    assert [kind for kind in drawn(second).split(" ") if kind in ("DROP", "RECEIPT")] == ["RECEIPT", "DROP"]
-    assert drawn(first).count("ask parameter ask optimizer ask optimizer ask optimizer ARRIVE offer mark") == 1
+    assert [kind for kind in drawn(second).split(" ") if kind in ("DROP", "RECEIPT")] == [
+        "RECEIPT",
+        "DROP",
+    ]
+    assert (
+        drawn(first).count(
+            "ask parameter ask optimizer ask optimizer ask optimizer ARRIVE offer mark"
+        )
+        == 1
+    )
     assert "FREE" not in drawn(second), "the receipt has waited for it"
 
 
@@ -168,7 +188,9 @@ def test_a_move_between_steps_ends_nothing_before_its_copies_are_there() -> None
         "ask parameter ask optimizer ask optimizer ask optimizer ARRIVE offer mark",
         "offer parameter offer optimizer offer optimizer offer optimizer ask mark RECEIPT",
     ]
-    assert all(b >= copies.persistent for step in both for row in step.rows for b in row.frees), "the marks alone"
+    assert all(b >= copies.persistent for step in both for row in step.rows for b in row.frees), (
+        "the marks alone"
+    )
     assert [drawn(projected(with_receipts(end, TWO), TWO, own)) for own in TWO] == ["", "DROP"]
     (drop,) = end.rows
     assert {end.buffers[b].place for b in drop.frees} == {1}
@@ -177,7 +199,10 @@ def test_a_move_between_steps_ends_nothing_before_its_copies_are_there() -> None
 
 def test_every_process_is_told_metrics_that_lie_with_several() -> None:
     """As in a stream whose last layer has moved."""
-    losses = [Buffer(Value(ValueKind.LOSS, 0, microbatch=m), place, 4) for m, place in enumerate((0, 1, 1))]
+    losses = [
+        Buffer(Value(ValueKind.LOSS, 0, microbatch=m), place, 4)
+        for m, place in enumerate((0, 1, 1))
+    ]
     step = telling_all(Lowered((), tuple(losses), 3, (), (0, 1, 2)), TWO)
     for own in TWO:
         told = [step.buffers[b] for b in projected(step, TWO, own).metrics]

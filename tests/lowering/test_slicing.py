@@ -32,7 +32,8 @@ def layout(plan: Plan) -> MicrobatchLayout:
         for e in where.slices(layer):
             if e is not None:
                 left = {
-                    i: replace(s, residuals=(replace(s.residuals[0], bytes=e.size),)) for i, s in enumerate(SIGNATURES)
+                    i: replace(s, residuals=(replace(s.residuals[0], bytes=e.size),))
+                    for i, s in enumerate(SIGNATURES)
                 }
                 sliced[e] = SliceLayout(left, {})
     return replace(MicrobatchLayout.of(SIX, plan, SIGNATURES), sliced=sliced)
@@ -46,8 +47,12 @@ def lines(plan: Plan, batching: Batching = ALONG) -> list[str]:
     operations += [op for layer in reversed(SIX.layers) for op in expander.backward(layer, 0, how)]
     told = []
     for op in (part for one in operations for part in slicing(one)):
-        goes = [f" => {', '.join(map(str, d.layers))} {d.examples[0] or 'all'}" for d in op.delivers]
-        told.append((drawn(op) + "".join(goes)).replace(" micro-batch 0", "").replace(" version 0", ""))
+        goes = [
+            f" => {', '.join(map(str, d.layers))} {d.examples[0] or 'all'}" for d in op.delivers
+        ]
+        told.append(
+            (drawn(op) + "".join(goes)).replace(" micro-batch 0", "").replace(" version 0", "")
+        )
     return told
 
 
@@ -80,7 +85,9 @@ def test_parts_are_cut_at_the_bounds_of_both_stages() -> None:
         "CONCAT1: tensor 0 examples 3:4, tensor 0 examples 4:6 -> tensor 0 examples 3:6",
     ]
     whole = [line for line in found if line.startswith("F0") and "=>" in line]
-    assert [line.split("=>")[1].strip() for line in whole] == ["1 0:3", "1 3:6"], "the middle one sends its two parts"
+    assert [line.split("=>")[1].strip() for line in whole] == ["1 0:3", "1 3:6"], (
+        "the middle one sends its two parts"
+    )
 
 
 def test_stages_as_wide_as_each_other_cut_and_join_nothing() -> None:
@@ -93,7 +100,9 @@ def test_what_depends_on_no_example_is_whole_and_its_cotangents_are_added_up() -
     found = lines(Plan.from_cuts([1, 2], devices=[(0, 1, 2), (3, 4)]), none)
     made = [line for line in found if line.startswith("F0")]
     assert ["-> tensor 0," in line for line in made] == [True] * 3
-    assert [line.partition("=>")[2].strip() for line in made] == ["1 0:3", "1 3:6", ""], "one sends to each"
+    assert [line.partition("=>")[2].strip() for line in made] == ["1 0:3", "1 3:6", ""], (
+        "one sends to each"
+    )
     assert [line for line in found if line.startswith(("REDUCE", "ZERO0:  -> cotangent"))] == [
         "REDUCE0: cotangent 0 examples 0:3, cotangent 0 examples 3:6 -> cotangent 0 examples 0:2",
         "ZERO0:  -> cotangent 0 examples 2:4",
@@ -106,15 +115,22 @@ def test_sums_of_replicas_are_added_up_once_after_the_stages_last_backward() -> 
     lowered = lower_step(SIX, [layout(plan)] * 2, gpipe(2, 2), optimizer(2), ALONG)
     reduced = [i for i, r in enumerate(lowered.rows) if r.kind is Kind.REDUCE]
     told = [row(lowered.rows[i], lowered.buffers).replace(" version 0", "") for i in reduced]
-    parts = "gradient {0} examples 0:3 at {1}, gradient {0} examples 3:6 at {1} -> gradient {0} at {1}"
+    parts = (
+        "gradient {0} examples 0:3 at {1}, gradient {0} examples 3:6 at {1} -> gradient {0} at {1}"
+    )
     where = ("0 layer 2", 2), ("1 layer 1", 2), ("0 layer 0", 0)
     assert told == [f"REDUCE on {place}: {parts.format(name, place)}" for name, place in where]
-    last = {s: max(i for i, r in enumerate(lowered.rows) if (r.kind, r.stage) == (Kind.B, s)) for s in range(2)}
+    last = {
+        s: max(i for i, r in enumerate(lowered.rows) if (r.kind, r.stage) == (Kind.B, s))
+        for s in range(2)
+    }
     assert [last[lowered.rows[i].stage] < i for i in reduced] == [True] * 3
     updates = [r.place for r in lowered.rows if r.kind is Kind.U]
     assert sorted(updates) == [0, 2], "where the gradients are added up"
     persistent = sorted((b.place, b.value.index) for b in lowered.buffers[: lowered.persistent])
-    assert persistent == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)], "a copy for each replica that reads one"
+    assert persistent == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)], (
+        "a copy for each replica that reads one"
+    )
 
 
 def test_each_replica_updates_its_share_and_sends_it_to_the_others() -> None:
@@ -122,10 +138,15 @@ def test_each_replica_updates_its_share_and_sends_it_to_the_others() -> None:
     cut = optimizer(1, optax.trace(0.9))
     assert updating(SIX, plan, cut) == {0: 1, 1: 0, 2: 0}, "the larger one first"
     lowered = lower_step(SIX, [layout(plan)], gpipe(2, 1), cut, ALONG)
-    persistent = [str(b.spot) for b in lowered.buffers[: lowered.persistent] if b.value.kind == "optimizer"]
+    persistent = [
+        str(b.spot) for b in lowered.buffers[: lowered.persistent] if b.value.kind == "optimizer"
+    ]
     assert persistent == ["optimizer 0 layer 0 at 1", "optimizer 1 layer 1 at 0"]
     told = [row(r, lowered.buffers) for r in lowered.rows if r.stage == 0 and r.microbatch < 0]
-    assert [line.partition(":")[0] for line in told if "REDUCE" in line] == ["REDUCE on 0", "REDUCE on 1"]
+    assert [line.partition(":")[0] for line in told if "REDUCE" in line] == [
+        "REDUCE on 0",
+        "REDUCE on 1",
+    ]
     new = [line.partition(": ")[::2] for line in told if "version 1" in line]
     assert [(where, what.split("-> ")[1].split(",")[0]) for where, what in new] == [
         ("U on 1", "parameter 0 version 1 at 1"),

@@ -13,7 +13,8 @@ from jvpipe.schedules import find_schedule
 def test_each_micro_batch_has_the_tasks_of_its_plan(name: str, old: int, new: int) -> None:
     schedule, M = find_schedule(name), 8
     before, after = (
-        schedule.with_updates(S, M) if not schedule.synchronous else schedule.lists(S, M) for S in (old, new)
+        schedule.with_updates(S, M) if not schedule.synchronous else schedule.lists(S, M)
+        for S in (old, new)
     )
     for start in range(M + 1):
         lists = spliced(before, after, start)
@@ -25,7 +26,11 @@ def test_each_micro_batch_has_the_tasks_of_its_plan(name: str, old: int, new: in
                 order = [t.microbatch for t in tasks if t.kind == kind]
                 assert order == sorted(order)
             places = {task: i for i, task in enumerate(tasks)}
-            assert all(places[Task(s, Kind.F, t.microbatch)] < i for t, i in places.items() if t.kind == "B")
+            assert all(
+                places[Task(s, Kind.F, t.microbatch)] < i
+                for t, i in places.items()
+                if t.kind == "B"
+            )
 
 
 def test_equal_plans_keep_their_lists() -> None:
@@ -38,4 +43,7 @@ def test_a_stage_that_comes_fills_and_one_that_goes_empties() -> None:
     more = spliced(one_f_one_b.lists(1, 4), one_f_one_b.lists(2, 4), 2)
     assert [text(tasks) for tasks in more] == ["0F0 0B0 0F1 0F2 0B1 0F3 0B2 0B3", "1F2 1B2 1F3 1B3"]
     fewer = spliced(one_f_one_b.lists(2, 4), one_f_one_b.lists(1, 4), 2)
-    assert [text(tasks) for tasks in fewer] == ["0F0 0F1 0B0 0B1 0F2 0B2 0F3 0B3", "1F0 1B0 1F1 1B1"]
+    assert [text(tasks) for tasks in fewer] == [
+        "0F0 0F1 0B0 0B1 0F2 0B2 0F3 0B3",
+        "1F0 1B0 1F1 1B1",
+    ]

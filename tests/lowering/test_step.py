@@ -22,13 +22,19 @@ from jvpipe.trace.loss import trace_loss
 from tests.zoo import CASES, Case
 
 
-def lowered(name: str, stages: int, schedule: str, micro: int = 4) -> tuple[LayerGraph, Plan, Lowered]:
+def lowered(
+    name: str, stages: int, schedule: str, micro: int = 4
+) -> tuple[LayerGraph, Plan, Lowered]:
     return lowered_case(CASES[name](), stages, schedule, micro)
 
 
-def lowered_case(m: Case, stages: int, schedule: str, micro: int = 4) -> tuple[LayerGraph, Plan, Lowered]:
+def lowered_case(
+    m: Case, stages: int, schedule: str, micro: int = 4
+) -> tuple[LayerGraph, Plan, Lowered]:
     traced = build_graph(
-        trace_loss(m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state)
+        trace_loss(
+            m.loss_fn, m.params, m.batch, m.rng, m.state, has_aux=m.has_aux, has_state=m.has_state
+        )
     )
     graph = traced.graph
     optimizer = cut_optimizer(
@@ -42,19 +48,32 @@ def lowered_case(m: Case, stages: int, schedule: str, micro: int = 4) -> tuple[L
     plan = Plan.from_cuts([each + (s < more) for s in range(stages)])
     signatures = [p.signature for p in layer_programs(shared_store(), traced)]
     lists = find_schedule(schedule).lists(stages, micro)
-    return graph, plan, lower_step(graph, [MicrobatchLayout.of(graph, plan, signatures)] * micro, lists, optimizer)
+    return (
+        graph,
+        plan,
+        lower_step(graph, [MicrobatchLayout.of(graph, plan, signatures)] * micro, lists, optimizer),
+    )
 
 
-CASES_HERE = [("pre-norm", 3, "1f1b"), ("resnet", 2, "gpipe"), ("three-readers", 4, "1f1b"), ("unused", 2, "1f1b")]
+CASES_HERE = [
+    ("pre-norm", 3, "1f1b"),
+    ("resnet", 2, "gpipe"),
+    ("three-readers", 4, "1f1b"),
+    ("unused", 2, "1f1b"),
+]
 
 
 @pytest.mark.parametrize(("name", "stages", "schedule"), CASES_HERE)
-def test_buffers_live_from_their_making_to_their_last_use(name: str, stages: int, schedule: str) -> None:
+def test_buffers_live_from_their_making_to_their_last_use(
+    name: str, stages: int, schedule: str
+) -> None:
     _, _, step = lowered(name, stages, schedule)
     alive = set(range(step.persistent))
     for row in step.rows:
         assert alive.issuperset(row.reads), f"{row} reads what is not there"
-        assert all(step.buffers[b].memory == row.place for b in row.reads), f"{row} reads from another device"
+        assert all(step.buffers[b].memory == row.place for b in row.reads), (
+            f"{row} reads from another device"
+        )
         if row.kind != "SEND":
             assert all(step.buffers[b].memory == row.place for b in row.writes)
         alive |= set(row.writes)
@@ -64,10 +83,14 @@ def test_buffers_live_from_their_making_to_their_last_use(name: str, stages: int
 
 
 @pytest.mark.parametrize(("name", "stages", "schedule"), CASES_HERE)
-def test_every_task_is_there_once_and_copies_cross_devices(name: str, stages: int, schedule: str) -> None:
+def test_every_task_is_there_once_and_copies_cross_devices(
+    name: str, stages: int, schedule: str
+) -> None:
     graph, _, step = lowered(name, stages, schedule)
     tasks = Counter((row.kind, row.layer, row.microbatch) for row in step.rows if row.kind in "FB")
-    assert tasks == Counter((kind, layer.id, m) for kind in "FB" for layer in graph.layers for m in range(4))
+    assert tasks == Counter(
+        (kind, layer.id, m) for kind in "FB" for layer in graph.layers for m in range(4)
+    )
     for row in step.rows:
         if row.kind == "SEND":
             (source,), (target,) = row.reads, row.writes
@@ -111,10 +134,18 @@ def test_gradients_are_added_in_ascending_order_and_the_last_reader_first() -> N
 def test_a_tied_parameter_has_a_copy_per_device_and_one_owner() -> None:
     graph, _, step = lowered("pre-norm", 3, "1f1b")
     (tied,) = [i for i, p in enumerate(graph.parameters) if len(p.readers) > 1]
-    copies = [b for b in step.buffers[: step.persistent] if b.value[:2] == (ValueKind.PARAMETER, tied)]
+    copies = [
+        b for b in step.buffers[: step.persistent] if b.value[:2] == (ValueKind.PARAMETER, tied)
+    ]
     assert len(copies) == 2
-    moments = [b for b in step.buffers[: step.persistent] if b.owner is Owner.OPTIMIZER and b.bytes == copies[0].bytes]
-    assert {b.place for b in moments if b.value.layer == graph.parameters[tied].owner} == {copies[0].place}
+    moments = [
+        b
+        for b in step.buffers[: step.persistent]
+        if b.owner is Owner.OPTIMIZER and b.bytes == copies[0].bytes
+    ]
+    assert {b.place for b in moments if b.value.layer == graph.parameters[tied].owner} == {
+        copies[0].place
+    }
 
 
 def test_peaks_say_who_holds_what() -> None:

@@ -32,11 +32,20 @@ def swapped(schedule: str, stages: int = 3, micro: int = 5) -> Lowered:
     m = CASES["mlp"]()
     traced = trace_model(m.loss_fn, m.params, m.batch, m.rng).traced
     graph = traced.graph
-    owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
-    optimizer = cut_optimizer(optax.sgd(0.1), abstract(m.params), owners, readers, microbatches=micro)
+    owners, readers = (
+        [p.owner for p in graph.parameters],
+        [len(p.readers) for p in graph.parameters],
+    )
+    optimizer = cut_optimizer(
+        optax.sgd(0.1), abstract(m.params), owners, readers, microbatches=micro
+    )
     each, more = divmod(len(graph.layers), stages)
-    plan = with_fates(graph, Plan.from_cuts([each + (s < more) for s in range(stages)]), {"*": "swap"})
-    signatures = [p.signature for p in layer_programs(shared_store(), traced, Fates.of(graph, plan))]
+    plan = with_fates(
+        graph, Plan.from_cuts([each + (s < more) for s in range(stages)]), {"*": "swap"}
+    )
+    signatures = [
+        p.signature for p in layer_programs(shared_store(), traced, Fates.of(graph, plan))
+    ]
     return lower_step(
         graph,
         [MicrobatchLayout.of(graph, plan, signatures)] * micro,
@@ -56,7 +65,8 @@ def test_rows_are_as_drawn(schedule: str) -> None:
 def test_two_micro_batches_of_swapped_values_at_most(schedule: str) -> None:
     step = swapped(schedule)
     names = [
-        buffer.spot._replace(copy=Copy.OWN) if buffer.copy is Copy.FETCHED else buffer.spot for buffer in step.buffers
+        buffer.spot._replace(copy=Copy.OWN) if buffer.copy is Copy.FETCHED else buffer.spot
+        for buffer in step.buffers
     ]
     out = {names[row.reads[0]] for row in step.rows if row.kind is Kind.OUT}
     live: set[int] = set()

@@ -25,7 +25,10 @@ def clipped(*, grad_norm: bool = False) -> OptimizerCut:
 @pytest.mark.parametrize(
     ("slot", "name"),
     [
-        (Slot(SlotKind.GRADIENT, 0, 1), "gradient 0 layer 2 version 3"),  # the second reader is the last layer
+        (
+            Slot(SlotKind.GRADIENT, 0, 1),
+            "gradient 0 layer 2 version 3",
+        ),  # the second reader is the last layer
         (Slot(SlotKind.WEIGHT), "weight 0 layer 2 version 3"),
         (Slot(SlotKind.PARAMETER, 1), "parameter 1 version 0"),
         (Slot(SlotKind.STATE, 4), "optimizer 4 layer 1"),
@@ -39,7 +42,12 @@ def test_slots_stand_for_values(slot: Slot, name: str) -> None:
 def test_what_pieces_tell_each_other_is_of_its_maker_and_its_micro_batch() -> None:
     cut = clipped()
     slots = Slots(GRAPH, cut)
-    told = {slot for piece in cut.update for slot in piece.writes if slot.kind in (SlotKind.PARTIAL, SlotKind.GLOBAL)}
+    told = {
+        slot
+        for piece in cut.update
+        for slot in piece.writes
+        if slot.kind in (SlotKind.PARTIAL, SlotKind.GLOBAL)
+    }
     values = {slot: slots.value(slot, 1, m=7) for slot in told}
     assert len(set(values.values())) == len(told) == 3
     assert {(str(slot.kind), value.layer, value.microbatch) for slot, value in values.items()} == {
@@ -66,13 +74,17 @@ def test_a_plain_update_is_a_piece_for_each_layer_that_owns_parameters() -> None
         "parameter 0 version 1",
         "U1: gradient 1 layer 1 version 0, parameter 1 version 0 -> parameter 1 version 1",
     ]
-    assert [[d.layers for d in op.delivers] for op in operations] == [[(0, 2)], [(1,)]], "to all who read it"
+    assert [[d.layers for d in op.delivers] for op in operations] == [[(0, 2)], [(1,)]], (
+        "to all who read it"
+    )
 
 
 def test_a_norm_of_all_gradients_is_made_between_two_rounds_of_layers() -> None:
     expander = Expander(GRAPH, OneVersion(), set())
     operations = list(update_step(expander, Slots(GRAPH, clipped(grad_norm=True))))
-    assert [(op.kind, op.layer) for op in operations] == [(Kind.U, layer) for layer in (0, 1, NONE, 0, 1)]
+    assert [(op.kind, op.layer) for op in operations] == [
+        (Kind.U, layer) for layer in (0, 1, NONE, 0, 1)
+    ]
     assert [op.run for op in operations] == [PieceRun(i) for i in range(5)]
     made = [{write.value for write in op.writes} for op in operations]
     assert made[0] | made[1] <= set(operations[2].reads)

@@ -47,7 +47,10 @@ SIGNATURES = (
 
 
 def layout(
-    cuts: Sequence[int], devices: Sequence[int] | None = None, fates: dict[str, str] | None = None, number: int = 0
+    cuts: Sequence[int],
+    devices: Sequence[int] | None = None,
+    fates: dict[str, str] | None = None,
+    number: int = 0,
 ) -> MicrobatchLayout:
     """A layout of these cuts; fates are of the first stage."""
     plan = Plan.from_cuts(list(cuts), devices=devices)
@@ -65,11 +68,15 @@ def optimizer(micro: int = 2, of: optax.GradientTransformation | None = None) ->
 def drawn(operation: Operation) -> str:
     """An operation on one line, its values by their names."""
     reads = ", ".join(map(str, operation.reads))
-    writes = ", ".join(f"{w.value} {w.copy}" if w.copy != "own" else str(w.value) for w in operation.writes)
+    writes = ", ".join(
+        f"{w.value} {w.copy}" if w.copy != "own" else str(w.value) for w in operation.writes
+    )
     return f"{operation.kind}{operation.layer}: {reads} -> {writes}"
 
 
 def row(row: Row, buffers: Sequence[Buffer]) -> str:
     """A row on one line, its buffers by their names."""
-    reads, writes = (", ".join(str(buffers[b].spot) for b in ids) for ids in (row.reads, row.writes))
+    reads, writes = (
+        ", ".join(str(buffers[b].spot) for b in ids) for ids in (row.reads, row.writes)
+    )
     return f"{row.kind} on {row.place}: {reads} -> {writes}"

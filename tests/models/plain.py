@@ -11,7 +11,9 @@ def shaken(workload: Workload) -> dict:
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        return rng.normal(path[-1].key == "scale", 0.1 + 0.1 * len(leaf.shape), leaf.shape).astype(np.float32)
+        return rng.normal(path[-1].key == "scale", 0.1 + 0.1 * len(leaf.shape), leaf.shape).astype(
+            np.float32
+        )
 
     return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(workload.init, jax.random.key(0)))
 

@@ -20,8 +20,12 @@ def shaken(shapes: Any) -> Any:
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        drawn = rng.normal(size=leaf.shape) * (0.2 if len(leaf.shape) == 1 else np.prod(leaf.shape[:-1]) ** -0.5)
-        return (np.abs(drawn + 1) if path[-1].key in ("scale", "variance") else drawn).astype(np.float32)
+        drawn = rng.normal(size=leaf.shape) * (
+            0.2 if len(leaf.shape) == 1 else np.prod(leaf.shape[:-1]) ** -0.5
+        )
+        return (np.abs(drawn + 1) if path[-1].key in ("scale", "variance") else drawn).astype(
+            np.float32
+        )
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 

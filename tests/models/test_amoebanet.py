@@ -23,12 +23,22 @@ class Plain:
     def __init__(self, averages: Any = None) -> None:
         self.averages, self.path = averages, [""]
 
-    def unit(self, p: Any, name: str, x: np.ndarray, stride: tuple[int, int] = (1, 1), shift: bool = False) -> Any:
+    def unit(
+        self,
+        p: Any,
+        name: str,
+        x: np.ndarray,
+        stride: tuple[int, int] = (1, 1),
+        shift: bool = False,
+    ) -> Any:
         x, kernel = np.maximum(x, 0), p[name]["kernel"]
         if shift:
             moved, half = np.zeros_like(x), kernel.shape[3] // 2
             moved[:, :-1, :-1] = x[:, 1:, 1:]
-            y = [self.conv(x, kernel[..., :half], stride), self.conv(moved, kernel[..., half:], stride)]
+            y = [
+                self.conv(x, kernel[..., :half], stride),
+                self.conv(moved, kernel[..., half:], stride),
+            ]
             y = np.concatenate(y, 3)
         else:
             y = self.conv(x, kernel, stride)
@@ -39,14 +49,18 @@ class Plain:
             mean, variance = found[name]["mean"], found[name]["variance"]
         return (y - mean) / np.sqrt(variance + 1e-5) * p[name]["scale"] + p[name]["bias"]
 
-    def windows(self, x: np.ndarray, size: tuple[int, int], stride: tuple[int, int], fill: float) -> np.ndarray:
+    def windows(
+        self, x: np.ndarray, size: tuple[int, int], stride: tuple[int, int], fill: float
+    ) -> np.ndarray:
         """[size_y, size_x, B, Y, X, C]: what each output sees at each offset."""
         pads = [(0, 0)]
         for n, k, s in zip(x.shape[1:3], size, stride, strict=True):
             total = max((-(-n // s) - 1) * s + k - n, 0)
             pads.append((total // 2, total - total // 2))
         x = np.pad(x, [*pads, (0, 0)], constant_values=fill)
-        views = np.lib.stride_tricks.sliding_window_view(x, size, (1, 2))[:, :: stride[0], :: stride[1]]
+        views = np.lib.stride_tricks.sliding_window_view(x, size, (1, 2))[
+            :, :: stride[0], :: stride[1]
+        ]
         return views.transpose(4, 5, 0, 1, 2, 3)
 
     def conv(self, x: np.ndarray, kernel: np.ndarray, stride: tuple[int, int]) -> np.ndarray:
@@ -59,7 +73,9 @@ class Plain:
     def mean3(self, x: np.ndarray) -> np.ndarray:
         return np.nanmean(self.windows(x, (3, 3), (1, 1), np.nan), (0, 1))
 
-    def narrow(self, p: Any, name: str, x: np.ndarray, strides: list[tuple[int, int]]) -> np.ndarray:
+    def narrow(
+        self, p: Any, name: str, x: np.ndarray, strides: list[tuple[int, int]]
+    ) -> np.ndarray:
         for i, stride in enumerate(strides):
             x = self.unit(p, f"{name}_{i}", x, stride)
         return x
@@ -91,7 +107,9 @@ class Plain:
                 large = kind == "normal"
                 b = self.unit(p, "far_0", far, (2, 2) if large else (1, 1), shift=large)
             far, near = near, getattr(self, kind)(p, a, b)
-        logits = np.maximum(near, 0).mean((1, 2)) @ params["head"]["kernel"] + params["head"]["bias"]
+        logits = (
+            np.maximum(near, 0).mean((1, 2)) @ params["head"]["kernel"] + params["head"]["bias"]
+        )
         nats = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), batch["targets"]]
         return float(nats @ batch["weights"])
 
@@ -109,18 +127,30 @@ def test_loss_and_gradient_are_those_of_a_plain_reference() -> None:
     np.testing.assert_allclose(loss, Plain().loss(wide(params), batch), rtol=1e-4)
     along, h = shaken(jax.eval_shape(model.init, KEY)), 1e-6
     along = jax.tree.map(lambda leaf: np.roll(np.asarray(leaf, np.float64), 1), along)
-    ends = [Plain().loss(jax.tree.map(lambda p, d, s=s: p + s * h * d, wide(params), along), batch) for s in (1, -1)]
+    ends = [
+        Plain().loss(jax.tree.map(lambda p, d, s=s: p + s * h * d, wide(params), along), batch)
+        for s in (1, -1)
+    ]
     expected = (ends[0] - ends[1]) / (2 * h)
-    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: np.vdot(np.asarray(g, np.float64), d), gradient, along)))
+    found = sum(
+        jax.tree.leaves(
+            jax.tree.map(lambda g, d: np.vdot(np.asarray(g, np.float64), d), gradient, along)
+        )
+    )
     assert abs(expected) > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_without_a_key_the_averages_are_used_and_stay() -> None:
     model, batch = AmoebaNet(TINY), fake_images()
-    params, averages = shaken(jax.eval_shape(model.init, KEY)), shaken(jax.eval_shape(model.averages))
+    params, averages = (
+        shaken(jax.eval_shape(model.init, KEY)),
+        shaken(jax.eval_shape(model.averages)),
+    )
     loss, after, _ = jax.jit(model.loss_fn)(params, averages, batch, None)
-    np.testing.assert_allclose(loss.total, Plain(wide(averages)).loss(wide(params), batch), rtol=1e-4)
+    np.testing.assert_allclose(
+        loss.total, Plain(wide(averages)).loss(wide(params), batch), rtol=1e-4
+    )
     jax.tree.map(np.testing.assert_array_equal, after, averages)
 
 
@@ -150,7 +180,9 @@ def test_28m_are_dawnpipers_28_million() -> None:
 
 
 def parameters(**shape: Any) -> int:
-    params = jax.eval_shape(AmoebaNet(AmoebaNetConfig(**shape)).init, jax.eval_shape(lambda: jax.random.key(0)))
+    params = jax.eval_shape(
+        AmoebaNet(AmoebaNetConfig(**shape)).init, jax.eval_shape(lambda: jax.random.key(0))
+    )
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -158,7 +190,9 @@ def test_normal_cells_of_a_group_are_cut_and_traced_alike() -> None:
     workload = load("amoebanet", "tiny", cells=6, groups=1)
     params = jax.eval_shape(workload.init, KEY)
     state, batch = workload.initial_state(), workload.abstract_batch(2)
-    traced = trace_model(workload.loss_fn, params, batch, KEY, state, has_aux=True, has_state=True).traced
+    traced = trace_model(
+        workload.loss_fn, params, batch, KEY, state, has_aux=True, has_state=True
+    ).traced
     layers: dict[str, list[list[str]]] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         found = [f"{e.primitive} {[v.aval for v in e.outvars]}" for e in body.eqns]
@@ -170,19 +204,36 @@ def test_normal_cells_of_a_group_are_cut_and_traced_alike() -> None:
 def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
     workload = load("amoebanet", "tiny", dtype="bfloat16")
     params = jax.eval_shape(workload.init, KEY)
-    jaxpr = jax.make_jaxpr(workload.loss_fn)(params, workload.initial_state(), workload.abstract_batch(2), KEY)
-    convolved = [e.outvars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    jaxpr = jax.make_jaxpr(workload.loss_fn)(
+        params, workload.initial_state(), workload.abstract_batch(2), KEY
+    )
+    convolved = [
+        e.outvars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"
+    ]
     assert set(convolved) == {jax.numpy.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {np.dtype("float32")}
+    assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {
+        np.dtype("float32")
+    }
 
 
 @pytest.mark.thorough
 def test_two_stages_train_it_to_the_same_bits_as_one() -> None:
-    workload, batch = load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1), fake_images(size=8)
+    workload, batch = (
+        load("amoebanet", "tiny", cells=1, groups=1, stem_reductions=1),
+        fake_images(size=8),
+    )
     params, ends = jax.jit(workload.init)(KEY), []
-    for plan in (jvpipe.Plan.from_cuts([13]), jvpipe.Plan.from_cuts([5, 8], devices=[1, 0])):  # 5 layers on another
+    for plan in (
+        jvpipe.Plan.from_cuts([13]),
+        jvpipe.Plan.from_cuts([5, 8], devices=[1, 0]),
+    ):  # 5 layers on another
         pipe = jvpipe.Pipeline(
-            workload.loss_fn, optax.sgd(0.05), stages=plan, microbatches=2, has_aux=True, has_state=True
+            workload.loss_fn,
+            optax.sgd(0.05),
+            stages=plan,
+            microbatches=2,
+            has_aux=True,
+            has_state=True,
         )
         state = pipe.init(params, batch, KEY, workload.initial_state())
         losses = []

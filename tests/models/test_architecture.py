@@ -15,7 +15,9 @@ def test_a_mutation_changes_one_thing_in_one_slot(seed: int) -> None:
     parent = SPACE.random(rng)
     for _ in range(10):
         child = SPACE.mutate(parent, rng)
-        ((before, after),) = [(a, b) for a, b in zip(parent.slots, child.slots, strict=True) if a != b]
+        ((before, after),) = [
+            (a, b) for a, b in zip(parent.slots, child.slots, strict=True) if a != b
+        ]
         if before is not None and after is not None:
             assert (before.left == after.left) != (before.right == after.right)
         assert len(child.names()) >= 2
@@ -36,7 +38,9 @@ def test_all_of_a_small_space_is_reached() -> None:
 
 def test_covering_holds_every_pair_in_full_architectures() -> None:
     found = SPACE.covering()
-    assert {block for a in found for _, _, block in a.blocks()} == {Block(a, b) for a in "abc" for b in "xy"}
+    assert {block for a in found for _, _, block in a.blocks()} == {
+        Block(a, b) for a in "abc" for b in "xy"
+    }
     assert all(len(a.names()) == 5 for a in found)
     assert len(found) == 2
     assert len(SearchSpace(("a", "b"), ("x",), slots=5, fewest=1).covering()[0].names()) == 5
@@ -45,9 +49,15 @@ def test_covering_holds_every_pair_in_full_architectures() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: SearchSpace(("a", "b"), ("x",), slots=2, fewest=3), "fewest=3 must lie in 1 to slots=2"),
+        (
+            lambda: SearchSpace(("a", "b"), ("x",), slots=2, fewest=3),
+            "fewest=3 must lie in 1 to slots=2",
+        ),
         (lambda: SearchSpace(("a",), ("x",), slots=2, fewest=1), "nothing to choose"),
-        (lambda: SPACE.mutate(Architecture((None,)), np.random.default_rng(0)), "of 1 slots is none of a space of 5"),
+        (
+            lambda: SPACE.mutate(Architecture((None,)), np.random.default_rng(0)),
+            "of 1 slots is none of a space of 5",
+        ),
     ],
 )
 def test_what_is_refused(call: object, message: str) -> None:

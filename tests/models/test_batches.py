@@ -10,7 +10,11 @@ N, T, B = 12, 5, 4
 
 
 def noisy(record: np.ndarray, generator: np.random.Generator) -> Batch:
-    return {"tokens": record, "noise": generator.integers(0, 2**31, 2), "weights": np.ones(2, np.float32)}
+    return {
+        "tokens": record,
+        "noise": generator.integers(0, 2**31, 2),
+        "weights": np.ones(2, np.float32),
+    }
 
 
 @pytest.fixture
@@ -28,7 +32,9 @@ def same(a: Batch, b: Batch) -> bool:
 
 def test_an_epoch_holds_each_record_once_in_an_order_of_its_own(records: np.ndarray) -> None:
     batches = train_batches(records, noisy, seed=3, batch_size=B)
-    epochs = [np.concatenate([batch["tokens"] for batch in take(batches, N // B)]) for _ in range(3)]
+    epochs = [
+        np.concatenate([batch["tokens"] for batch in take(batches, N // B)]) for _ in range(3)
+    ]
     assert all(sorted(epoch[:, 0]) == list(records[:, 0]) for epoch in epochs)
     orders = {tuple(epoch[:, 0]) for epoch in epochs} | {tuple(records[:, 0])}
     assert len(orders) == 4
@@ -36,7 +42,9 @@ def test_an_epoch_holds_each_record_once_in_an_order_of_its_own(records: np.ndar
 
 def test_a_record_has_other_noise_in_each_epoch(records: np.ndarray) -> None:
     batches = train_batches(records, noisy, seed=3, batch_size=N)
-    first, second = ({t[0]: n[0] for t, n in zip(b["tokens"], b["noise"], strict=True)} for b in take(batches, 2))
+    first, second = (
+        {t[0]: n[0] for t, n in zip(b["tokens"], b["noise"], strict=True)} for b in take(batches, 2)
+    )
     assert all(first[record] != second[record] for record in first)
 
 
@@ -47,7 +55,9 @@ def test_seeds_give_orders(records: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 2, 7])
-def test_a_saved_position_continues_with_the_same_batches(records: np.ndarray, position: int) -> None:
+def test_a_saved_position_continues_with_the_same_batches(
+    records: np.ndarray, position: int
+) -> None:
     batches = train_batches(records, noisy, seed=5, batch_size=B)
     take(batches, position)
     state = json.loads(json.dumps(batches.get_state()))

@@ -20,7 +20,9 @@ def tiny(**options: object) -> Workload:
 
 def fake_batch(workload: Workload, size: int = 3, seed: int = 0) -> Batch:
     rng, config = np.random.default_rng(seed), workload.config
-    positions = np.stack([rng.choice(config.tokens, config.masked, replace=False) for _ in range(size)])
+    positions = np.stack(
+        [rng.choice(config.tokens, config.masked, replace=False) for _ in range(size)]
+    )
     return {
         "tokens": rng.integers(5, config.vocabulary, (size, config.tokens)).astype(np.int32),
         "positions": positions.astype(np.int32),
@@ -29,7 +31,9 @@ def fake_batch(workload: Workload, size: int = 3, seed: int = 0) -> Batch:
     }
 
 
-def plain_loss(params: dict, lookup: np.ndarray, projection: np.ndarray, batch: Batch) -> tuple[float, float]:
+def plain_loss(
+    params: dict, lookup: np.ndarray, projection: np.ndarray, batch: Batch
+) -> tuple[float, float]:
     """One block, two heads, written out token by token; the two uses of the embedding apart."""
     p, total, weight = params["blocks"]["000"], 0.0, 0.0
     for b, tokens in enumerate(batch["tokens"]):
@@ -46,10 +50,18 @@ def plain_loss(params: dict, lookup: np.ndarray, projection: np.ndarray, batch: 
                 heads.append(sum(e * qkv[j][v] for j, e in enumerate(powers)) / sum(powers))
             mixed.append(np.concatenate(heads))
         xs = [x + linear(y, p["attention"]["output"]) for x, y in zip(xs, mixed, strict=True)]
-        xs = [x + linear(gelu(linear(norm(x, p["feed_forward_norm"]), p["expand"])), p["contract"]) for x in xs]
+        xs = [
+            x + linear(gelu(linear(norm(x, p["feed_forward_norm"]), p["expand"])), p["contract"])
+            for x in xs
+        ]
         head = params["head"]
-        for position, target, w in zip(*(batch[n][b] for n in ("positions", "targets", "weights")), strict=True):
-            y = norm(gelu(linear(norm(xs[position], head["input_norm"]), head["transform"])), head["norm"])
+        for position, target, w in zip(
+            *(batch[n][b] for n in ("positions", "targets", "weights")), strict=True
+        ):
+            y = norm(
+                gelu(linear(norm(xs[position], head["input_norm"]), head["transform"])),
+                head["norm"],
+            )
             logits = projection @ y + head["bias"]
             total += float(w * (np.log(np.exp(logits).sum()) - logits[target]))
             weight += float(w)
@@ -79,7 +91,9 @@ def test_tied_embedding_has_the_gradients_of_both_uses() -> None:
     def slope(lookup: float, projection: float) -> float:
         """The loss's derivative along `along` where the lookup and the projection move at these speeds."""
         ends = (
-            plain_loss(wide, embedding + s * lookup * along, embedding + s * projection * along, batch)[0]
+            plain_loss(
+                wide, embedding + s * lookup * along, embedding + s * projection * along, batch
+            )[0]
             for s in (h, -h)
         )
         return (next(ends) - next(ends)) / (2 * h)
@@ -113,7 +127,10 @@ def test_dropout_follows_from_the_key_alone() -> None:
 def test_no_key_means_no_dropout() -> None:
     dropping, plain = tiny(dropout=0.3), tiny()
     params, batch = shaken(plain), fake_batch(plain)
-    without, never = jax.jit(dropping.loss_fn)(params, batch, None), jax.jit(plain.loss_fn)(params, batch, KEY)
+    without, never = (
+        jax.jit(dropping.loss_fn)(params, batch, None),
+        jax.jit(plain.loss_fn)(params, batch, KEY),
+    )
     np.testing.assert_array_equal(without.total, never.total)
 
 
@@ -144,7 +161,9 @@ def test_blocks_trace_alike_and_capture_nothing(dropout: float) -> None:
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     workload, exact = tiny(dtype="bfloat16"), tiny()
     params, batch = shaken(workload), fake_batch(workload)
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total))(params)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total))(
+        params
+    )
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves((params, gradient))} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, jax.jit(exact.loss_fn)(params, batch, KEY).total, rtol=2e-2)
@@ -156,7 +175,10 @@ def test_large_is_planned_without_its_parameters() -> None:
     params = jax.eval_shape(workload.init, KEY)
     V, D, L = 30522, 1024, 24
     block = 12 * D * D + 13 * D
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == V * D + 2 * D + L * block + (D * D + 5 * D) + V
+    assert (
+        sum(leaf.size for leaf in jax.tree.leaves(params))
+        == V * D + 2 * D + L * block + (D * D + 5 * D) + V
+    )
     loss = jax.eval_shape(workload.loss_fn, params, workload.abstract_batch(4), KEY)
     assert loss.total.shape == loss.weight.shape == ()
 

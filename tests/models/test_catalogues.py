@@ -27,7 +27,9 @@ def test_messages_are_those_that_gettext_reads() -> None:
             assert found.get(english, english) == known.gettext(english)
 
 
-def test_pairs_are_plain_sentences_gathered_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_plain_sentences_gathered_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = catalogue_pairs("en", "de")
     assert ("Password", "Passwort") in pairs
     assert len(pairs) == len(set(pairs)) > 600
@@ -43,6 +45,8 @@ def test_what_django_cannot_give(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match="unknown language 'klingon'"):
         catalogue_pairs("en", "klingon")
     monkeypatch.setattr(catalogues, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'jvpipe\[translation\]', or give --data FOLDER"):
+    with pytest.raises(
+        MissingExtraError, match=r"pip install 'jvpipe\[translation\]', or give --data FOLDER"
+    ):
         catalogue_pairs("en", "nl")
     assert not list(cache.iterdir())

@@ -5,7 +5,10 @@ import pytest
 from jvpipe.models import corpus, prose
 from jvpipe.models.corpus import Corpus, documents, open_corpus
 
-TEXT = "A first paragraph\nover two lines.\n\n\n  A second one. \n\n" + "Long enough to end a document. " * 100
+TEXT = (
+    "A first paragraph\nover two lines.\n\n\n  A second one. \n\n"
+    + "Long enough to end a document. " * 100
+)
 
 
 def test_files_become_documents_of_one_line_paragraphs(tmp_path: Path) -> None:
@@ -67,7 +70,9 @@ def test_text_without_blank_lines_is_cut_too(tmp_path: Path, lines: str) -> None
         ({"a.txt": b"caf\xe9"}, r"'.*a\.txt' is not UTF-8 text \(byte 3\): convert it"),
     ],
 )
-def test_data_that_cannot_be_used(tmp_path: Path, content: dict[str, bytes] | None, message: str) -> None:
+def test_data_that_cannot_be_used(
+    tmp_path: Path, content: dict[str, bytes] | None, message: str
+) -> None:
     path = tmp_path / "data"
     if content is not None:
         path.mkdir()
@@ -121,8 +126,12 @@ def test_prose_is_found_in_source_that_is_never_run(tmp_path: Path) -> None:
         '    """\n    def __len__(self):\n        """Returns the number of things, which is never below zero."""\n'
         "        '\\d'\n"
     )
-    (tmp_path / "broken.py").write_text('"""A docstring in a file that does not parse, for it ends early."""\n(')
-    texts = [text for name in ("module.py", "broken.py") for text in prose._docstrings(tmp_path / name)]
+    (tmp_path / "broken.py").write_text(
+        '"""A docstring in a file that does not parse, for it ends early."""\n('
+    )
+    texts = [
+        text for name in ("module.py", "broken.py") for text in prose._docstrings(tmp_path / name)
+    ]
     assert [p for text in texts for p in prose.prose_paragraphs(text)] == [
         "A thing that holds other things until they are wanted again.",
         "How many things it may hold before it is full.",

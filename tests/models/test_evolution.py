@@ -7,14 +7,18 @@ from jvpipe.models.architecture import Architecture, Block, SearchSpace
 from jvpipe.models.evolution import RegularizedEvolution
 
 SPACE = SearchSpace(("a", "b", "c"), ("x", "y", "z"), slots=6, fewest=3)
-GOAL = Architecture((Block("a", "z"), Block("b", "y"), Block("c", "x"), None, Block("a", "x"), None))
+GOAL = Architecture(
+    (Block("a", "z"), Block("b", "y"), Block("c", "x"), None, Block("a", "x"), None)
+)
 
 
 def distance(architecture: Architecture) -> float:
     return float(sum(a != b for a, b in zip(architecture.slots, GOAL.slots, strict=True)))
 
 
-def searched(seed: int, steps: int, **options: int) -> tuple[RegularizedEvolution, list[Architecture]]:
+def searched(
+    seed: int, steps: int, **options: int
+) -> tuple[RegularizedEvolution, list[Architecture]]:
     search, seen = RegularizedEvolution(SPACE, seed, **options), []
     for architecture in islice(search, steps):
         search.report(architecture, distance(architecture))
@@ -50,7 +54,12 @@ def test_the_parent_is_the_best_of_the_sample() -> None:
 def test_a_sample_of_one_takes_any_parent() -> None:
     search, seen = searched(0, 8, population=8, sample=1)
     children = list(islice(search, 60))
-    near = {a for a in seen for c in children if sum(x != y for x, y in zip(a.slots, c.slots, strict=True)) == 1}
+    near = {
+        a
+        for a in seen
+        for c in children
+        if sum(x != y for x, y in zip(a.slots, c.slots, strict=True)) == 1
+    }
     assert len(near) > 4
 
 

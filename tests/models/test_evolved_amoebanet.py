@@ -25,7 +25,11 @@ def tiny(**options: Any) -> tuple[Workload, Supernet]:
 
 def fake_batch(size: int = 8) -> Batch:
     images = np.random.default_rng(0).normal(size=(size, 8, 8, 3)).astype(np.float32)
-    return {"images": images, "targets": np.arange(size, dtype=np.int32) % 4, "weights": np.ones(size, np.float32)}
+    return {
+        "images": images,
+        "targets": np.arange(size, dtype=np.int32) % 4,
+        "weights": np.ones(size, np.float32),
+    }
 
 
 @pytest.mark.parametrize("left", LEFT)
@@ -54,9 +58,13 @@ def test_a_mutation_leaves_other_blocks_their_names_and_parameters() -> None:
         parent, before = child, after
 
 
-def layers(workload: Workload, supernet: Supernet, architecture: Architecture) -> dict[str, list[Any]]:
+def layers(
+    workload: Workload, supernet: Supernet, architecture: Architecture
+) -> dict[str, list[Any]]:
     params = jax.eval_shape(lambda: supernet.params_of(architecture, jax.random.key(0)))
-    traced = trace_model(supernet.loss_of(architecture), params, workload.abstract_batch(2), KEY).traced
+    traced = trace_model(
+        supernet.loss_of(architecture), params, workload.abstract_batch(2), KEY
+    ).traced
     found: dict[str, list[Any]] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         name = layer.name.split("/")[0]
@@ -80,7 +88,9 @@ def test_the_layers_of_other_blocks_keep_their_programs() -> None:
     for _ in range(3):
         parent = supernet.space.mutate(parent, rng)
         after = layers(workload, supernet, parent)
-        assert {name for name in before.keys() & after.keys() if before[name] != after[name]} == set()
+        assert {
+            name for name in before.keys() & after.keys() if before[name] != after[name]
+        } == set()
         before = after
 
 
@@ -89,9 +99,12 @@ def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
     params = jax.eval_shape(workload.init, KEY)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
     jaxpr = jax.make_jaxpr(workload.loss_fn)(params, workload.abstract_batch(2), KEY)
-    assert {v.aval.dtype for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" for v in e.outvars} == {
-        jnp.dtype("bfloat16")
-    }
+    assert {
+        v.aval.dtype
+        for e in jaxpr.eqns
+        if e.primitive.name == "conv_general_dilated"
+        for v in e.outvars
+    } == {jnp.dtype("bfloat16")}
     assert {aval.dtype for aval in jaxpr.out_avals} == {np.dtype("float32")}
 
 
@@ -105,8 +118,12 @@ def test_a_block_is_that_of_a_plain_reference() -> None:
         return (y - y.mean((0, 1, 2))) / np.sqrt(y.var((0, 1, 2)) + 1e-5)
 
     wide = x.astype(np.float64)
-    expected = wide + unit(params["left"], wide) + unit(params["right"], unit(params["project"], wide))
-    np.testing.assert_allclose(run_block(block, params, jnp.asarray(x)), expected, rtol=1e-3, atol=1e-4)
+    expected = (
+        wide + unit(params["left"], wide) + unit(params["right"], unit(params["project"], wide))
+    )
+    np.testing.assert_allclose(
+        run_block(block, params, jnp.asarray(x)), expected, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_few_steps_learn() -> None:

@@ -27,7 +27,11 @@ def tiny(**options: Any) -> tuple[Workload, Supernet]:
 def fake_batch(workload: Workload, size: int = 4) -> Batch:
     rng, config = np.random.default_rng(0), workload.config
     tokens = rng.integers(5, config.vocabulary, (size, config.tokens + 1)).astype(np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((size, config.tokens), np.float32)}
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((size, config.tokens), np.float32),
+    }
 
 
 def jaxpr_of(workload: Workload, params: Any, block: Block) -> str:
@@ -65,7 +69,9 @@ def test_a_choice_traces_alike_in_every_slot() -> None:
     traced = trace_model(supernet.loss_of(same), params, workload.abstract_batch(2), KEY).traced
     kinds: dict[str, list[Any]] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        kinds.setdefault(layer.name.split("/")[0], []).append(structure(body.eqns, body.inputs, body.outputs))
+        kinds.setdefault(layer.name.split("/")[0], []).append(
+            structure(body.eqns, body.inputs, body.outputs)
+        )
     names = same.names()
     assert kinds[names[0]] == kinds[names[1]] == kinds[names[2]] == kinds[names[3]]
 
@@ -78,7 +84,9 @@ def test_the_layers_of_other_blocks_keep_their_programs(seed: int) -> None:
 
     def layers(architecture: Architecture) -> dict[str, list[Any]]:
         params = jax.eval_shape(lambda: supernet.params_of(architecture, jax.random.key(0)))
-        traced = trace_model(supernet.loss_of(architecture), params, workload.abstract_batch(2), KEY).traced
+        traced = trace_model(
+            supernet.loss_of(architecture), params, workload.abstract_batch(2), KEY
+        ).traced
         found: dict[str, list[Any]] = {}
         for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
             name = layer.name.split("/")[0]
@@ -89,7 +97,9 @@ def test_the_layers_of_other_blocks_keep_their_programs(seed: int) -> None:
     for _ in range(4):
         parent = supernet.space.mutate(parent, rng)
         after = layers(parent)
-        assert {name for name in before.keys() & after.keys() if before[name] != after[name]} == set()
+        assert {
+            name for name in before.keys() & after.keys() if before[name] != after[name]
+        } == set()
         before = after
 
 
@@ -123,7 +133,9 @@ def test_a_separable_convolution_is_that_of_a_plain_reference() -> None:
                 mixed[t] += p["channels"]["kernel"][k, 0] * y[t + k - 2]
     hidden = np.maximum(mixed + p["channels"]["bias"], 0)
     expected = x[0] + hidden @ p["output"]["kernel"] + p["output"]["bias"]
-    np.testing.assert_allclose(kind.module(params)(jnp.asarray(x), None)[0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        kind.module(params)(jnp.asarray(x), None)[0], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_both_branches_add_up() -> None:
@@ -135,7 +147,9 @@ def test_both_branches_add_up() -> None:
     for side, block in (("left", Block("glu", "none")), ("right", Block("ffn1_relu", "none"))):
         one = {"norm": params["norm"], "left": params[side]}
         found.append(block_kind(workload.config, block).module(one)(x, None) - x)
-    np.testing.assert_allclose(both.module(params)(x, None), x + found[0] + found[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        both.module(params)(x, None), x + found[0] + found[1], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_few_steps_of_a_stream_of_architectures_learn() -> None:
@@ -170,7 +184,10 @@ def test_the_default_is_what_the_workload_trains() -> None:
     batch = fake_batch(workload)
     params, same = workload.init(KEY), supernet.params_of(supernet.default, KEY)
     jax.tree.map(np.testing.assert_array_equal, params, same)
-    one, other = (jax.jit(f)(params, batch, KEY).total for f in (workload.loss_fn, supernet.loss_of(supernet.default)))
+    one, other = (
+        jax.jit(f)(params, batch, KEY).total
+        for f in (workload.loss_fn, supernet.loss_of(supernet.default))
+    )
     np.testing.assert_array_equal(one, other)
 
 

@@ -75,5 +75,7 @@ def test_parameters_of_the_published_sizes(size: str, blocks: int, published: fl
 
 
 def test_one_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="blocks=1: encoder and decoder have two layers each at least"):
+    with pytest.raises(
+        ValueError, match="blocks=1: encoder and decoder have two layers each at least"
+    ):
         load("gnmt", "tiny", blocks=1)

@@ -32,8 +32,13 @@ def plain_loss(params: dict, batch: Batch) -> tuple[float, float]:
     """One block, two heads, written out token by token."""
     p, total, weight = params["blocks"]["000"], 0.0, 0.0
     table = params["embeddings"]["tokens"]["embedding"]
-    for tokens, targets, weights in zip(batch["tokens"], batch["targets"], batch["weights"], strict=True):
-        xs = [table[t] + params["embeddings"]["positions"]["embedding"][i] for i, t in enumerate(tokens)]
+    for tokens, targets, weights in zip(
+        batch["tokens"], batch["targets"], batch["weights"], strict=True
+    ):
+        xs = [
+            table[t] + params["embeddings"]["positions"]["embedding"][i]
+            for i, t in enumerate(tokens)
+        ]
         qkv = [linear(norm(x, p["attention_norm"]), p["attention"]["inputs"]) for x in xs]
         for i, (x, target, w) in enumerate(zip(xs, targets, weights, strict=True)):
             heads = []
@@ -42,7 +47,9 @@ def plain_loss(params: dict, batch: Batch) -> tuple[float, float]:
                 powers = [np.exp(qkv[i][q] @ qkv[j][k] / 8**0.5) for j in range(i + 1)]
                 heads.append(sum(e * qkv[j][v] for j, e in enumerate(powers)) / sum(powers))
             y = x + linear(np.concatenate(heads), p["attention"]["output"])
-            y = y + linear(gelu(linear(norm(y, p["feed_forward_norm"]), p["expand"])), p["contract"])
+            y = y + linear(
+                gelu(linear(norm(y, p["feed_forward_norm"]), p["expand"])), p["contract"]
+            )
             logits = table @ norm(y, params["head"]["norm"])
             total += float(w * (np.log(np.exp(logits).sum()) - logits[target]))
             weight += float(w)
@@ -63,7 +70,9 @@ def test_nobody_looks_ahead() -> None:
     workload = tiny(blocks=2)
     params, batch = shaken(workload), fake_batch(workload)
     loss = jax.jit(
-        lambda tokens, weights: workload.loss_fn(params, batch | {"tokens": tokens, "weights": weights}, KEY)
+        lambda tokens, weights: workload.loss_fn(
+            params, batch | {"tokens": tokens, "weights": weights}, KEY
+        )
     )
     until = np.broadcast_to((np.arange(8) <= 4).astype(np.float32), (3, 8))
     first = loss(batch["tokens"], until).total
@@ -87,7 +96,9 @@ def test_770m_is_planned_without_its_parameters() -> None:
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     workload, exact = tiny(dtype="bfloat16"), tiny()
     params, batch = shaken(workload), fake_batch(workload)
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total))(params)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, KEY).total))(
+        params
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves((params, gradient))} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, jax.jit(exact.loss_fn)(params, batch, KEY).total, rtol=2e-2)
 
@@ -107,7 +118,10 @@ def test_what_load_refuses(arguments: dict, message: str) -> None:
 
 def test_data_fits_the_plan_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words, rng = ["layer", "stage", "schedule", "update", "gradient", "buffer", "device"], np.random.default_rng(0)
+    words, rng = (
+        ["layer", "stage", "schedule", "update", "gradient", "buffer", "device"],
+        np.random.default_rng(0),
+    )
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(" ".join(rng.choice(words, 60)) + "." for _ in range(150)))
     workload = tiny()
@@ -125,7 +139,9 @@ def test_data_fits_the_plan_and_the_model(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_pipeline_trains_it() -> None:
     workload = tiny()
     params, batch = shaken(workload), fake_batch(workload, size=4)
-    pipe = jvpipe.Pipeline(workload.loss_fn, optax.sgd(0.05), stages=2, microbatches=2, planner="even")
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn, optax.sgd(0.05), stages=2, microbatches=2, planner="even"
+    )
     state = pipe.init(params, batch, KEY)
     losses = []
     for _ in range(2):

@@ -21,9 +21,14 @@ def test_data_fits_the_plan(tmp_path: Path) -> None:
 def test_a_model_of_jvpipe_gives_its_batches_as_a_users_does(tmp_path: Path) -> None:
     model: Model = load("amoebanet", "tiny")
     data = load("amoebanet", "tiny").open_data(None, tmp_path, 3, 8)
-    for ours, theirs in zip(model.batches(3, 8), [next(data.train) for _ in range(2)], strict=False):
+    for ours, theirs in zip(
+        model.batches(3, 8), [next(data.train) for _ in range(2)], strict=False
+    ):
         np.testing.assert_array_equal(ours["images"], theirs["images"])
-    assert len(load("amoebanet", "tiny").held_out()[0]["images"]) == load("amoebanet", "tiny").batch_size
+    assert (
+        len(load("amoebanet", "tiny").held_out()[0]["images"])
+        == load("amoebanet", "tiny").batch_size
+    )
 
 
 def test_a_seed_changes_the_order_and_nothing_else() -> None:

@@ -30,7 +30,9 @@ def test_classes_are_folders_in_order(folder: Path) -> None:
     assert found.labels.tolist() == [0] * 8 + [1] * 8
     for i, label in enumerate(found.labels):
         colour = np.array([[-1, 1, -1], [1, -1, -1]][label], np.float32)
-        np.testing.assert_allclose(found.image(i), np.broadcast_to(colour, (8, 8, 3)), atol=0.02)  # JPEG is near
+        np.testing.assert_allclose(
+            found.image(i), np.broadcast_to(colour, (8, 8, 3)), atol=0.02
+        )  # JPEG is near
 
 
 def test_batches_resume_where_they_were(folder: Path) -> None:
@@ -51,20 +53,27 @@ def test_an_image_is_scaled_and_cropped_in_its_middle(tmp_path: Path) -> None:
     pixels[:, 4:8] = 255  # white in the middle third
     Image.fromarray(pixels).save(tmp_path / "wide.png")
     np.testing.assert_array_less(0.7, decoded(tmp_path / "wide.png", 2))
-    np.testing.assert_array_equal(decoded(tmp_path / "wide.png", 4, mask=True), np.ones((4, 4, 1), np.float32))
+    np.testing.assert_array_equal(
+        decoded(tmp_path / "wide.png", 4, mask=True), np.ones((4, 4, 1), np.float32)
+    )
 
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"has 2 folders \(green, red\), the model has 3 classes: give --set classes=2"
+        ValueError,
+        match=r"has 2 folders \(green, red\), the model has 3 classes: give --set classes=2",
     ):
         class_folders(folder, 8, 3)
-    with pytest.raises(ValueError, match=r"has 0 folders \(\), .* each is to hold the images of one class"):
+    with pytest.raises(
+        ValueError, match=r"has 0 folders \(\), .* each is to hold the images of one class"
+    ):
         class_folders(folder / "red", 8, 3)
     whole = (folder / "red" / "0.png").read_bytes()
     for content in (b"no image", whole[: len(whole) // 2]):
         (folder / "red" / "bad.png").write_bytes(content)
-        with pytest.raises(ValueError, match=r"cannot decode '.*/red/bad\.png' \(.*\): repair it, or take it away"):
+        with pytest.raises(
+            ValueError, match=r"cannot decode '.*/red/bad\.png' \(.*\): repair it, or take it away"
+        ):
             class_folders(folder, 8, 2)
     (folder / "blue").mkdir()
     with pytest.raises(ValueError, match=r"blue' has no images \(\.jpg, "):
@@ -82,8 +91,21 @@ def test_of_many_images_one_may_break_later(folder: Path, monkeypatch: pytest.Mo
 
 def test_a_command_says_it_in_a_line_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
     (folder / "red" / "bad.png").write_bytes(b"no image")
-    model = ("--model", "resnet", "--size", "tiny", "--set", "classes=2", "--batch-size", "4", "--microbatches", "2")
-    ended = finished(*model, "--data", str(folder), "--run-dir", str(tmp_path / "run"), "--stages", "1")
+    model = (
+        "--model",
+        "resnet",
+        "--size",
+        "tiny",
+        "--set",
+        "classes=2",
+        "--batch-size",
+        "4",
+        "--microbatches",
+        "2",
+    )
+    ended = finished(
+        *model, "--data", str(folder), "--run-dir", str(tmp_path / "run"), "--stages", "1"
+    )
     assert ended.returncode == 2
     assert [("bad.png" in line) for line in ended.stderr.splitlines()] == [True]
     assert not (tmp_path / "run").exists()

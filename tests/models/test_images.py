@@ -10,7 +10,9 @@ from jvpipe.models.images import digit_images, drawn_images
 def test_images_of_a_class_have_its_spectrum() -> None:
     found = drawn_images(16, 5)
     spectra = [np.abs(np.fft.fft2(found.image(i), axes=(0, 1))).ravel() for i in range(15)]
-    distance = np.array([[np.linalg.norm(a - b) for b in spectra] for a in spectra]) + 1e9 * np.eye(15)
+    distance = np.array([[np.linalg.norm(a - b) for b in spectra] for a in spectra]) + 1e9 * np.eye(
+        15
+    )
     assert (found.labels[distance.argmin(1)] == found.labels[:15]).mean() > 0.9
 
 
@@ -32,9 +34,15 @@ def test_a_file_of_images(tmp_path: Path) -> None:
     [
         (None, "is no .npz file"),
         ({"images": np.zeros((4, 8, 8, 3))}, "is no .npz file of `images` and `labels`"),
-        ({"images": np.zeros((4, 9, 8, 3)), "labels": np.zeros(4)}, r"\(4, 9, 8, 3\).* are not \[N, 8, 8, 3\]"),
+        (
+            {"images": np.zeros((4, 9, 8, 3)), "labels": np.zeros(4)},
+            r"\(4, 9, 8, 3\).* are not \[N, 8, 8, 3\]",
+        ),
         ({"images": np.zeros((4, 8, 8, 3)), "labels": np.zeros(3)}, r"labels \(3,\) are not"),
-        ({"images": np.zeros((4, 8, 8, 3)), "labels": np.arange(4)}, "labels 0 to 3 are not among 2 classes"),
+        (
+            {"images": np.zeros((4, 8, 8, 3)), "labels": np.arange(4)},
+            "labels 0 to 3 are not among 2 classes",
+        ),
         ({"images": np.array([{}], object), "labels": np.arange(1)}, "is no .npz file"),
     ],
 )
@@ -51,4 +59,8 @@ def test_digits_are_enlarged() -> None:
     found = digit_images(16)
     assert found.labels[:3].tolist() == [0, 1, 2]
     assert (found.image(0)[::2, ::2] == found.image(0)[1::2, 1::2]).all()
-    assert (found.image(0).min(), found.image(0).max(), found.image(0).shape) == (-1, 7 / 8, (16, 16, 3))
+    assert (found.image(0).min(), found.image(0).max(), found.image(0).shape) == (
+        -1,
+        7 / 8,
+        (16, 16, 3),
+    )

@@ -52,7 +52,10 @@ def plain_loss(params: Any, batch: Batch, tied: bool) -> float:
             for h in range(4):
                 own, group = slice(4 * h, 4 * h + 4), slice(4 * (h // 2), 4 * (h // 2) + 4)
                 q = turned((y @ a["queries"]["kernel"])[own], t)
-                keys = [turned((y @ a["keys"]["kernel"])[group], s) for s, y in enumerate(normed[: t + 1])]
+                keys = [
+                    turned((y @ a["keys"]["kernel"])[group], s)
+                    for s, y in enumerate(normed[: t + 1])
+                ]
                 weights = np.exp(np.array([q @ k / 2 for k in keys]))
                 values = [(y @ a["values"]["kernel"])[group] for y in normed[: t + 1]]
                 heads.append(weights / weights.sum() @ np.array(values))
@@ -61,12 +64,16 @@ def plain_loss(params: Any, batch: Batch, tied: bool) -> float:
         for x in mixed:
             y = norm(x, p["feed_forward_norm"])
             g = y @ p["gate"]["kernel"]
-            after.append(x + (g / (1 + np.exp(-g)) * (y @ p["expand"]["kernel"])) @ p["contract"]["kernel"])
+            after.append(
+                x + (g / (1 + np.exp(-g)) * (y @ p["expand"]["kernel"])) @ p["contract"]["kernel"]
+            )
         return after
 
     table, total = params["tokens"]["embedding"], 0.0
     head = table.T if tied else params["head"]["kernel"]
-    for tokens, targets, weights in zip(batch["tokens"], batch["targets"], batch["weights"], strict=True):
+    for tokens, targets, weights in zip(
+        batch["tokens"], batch["targets"], batch["weights"], strict=True
+    ):
         xs = [table[token] for token in tokens]
         for i in range(4):
             xs = block(xs, jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]))
@@ -94,9 +101,15 @@ def test_the_scan_is_cut_between_blocks() -> None:
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
-    workload, exact, batch = load("llama", "tiny", dtype="bfloat16"), load("llama", "tiny"), fake_batch()
+    workload, exact, batch = (
+        load("llama", "tiny", dtype="bfloat16"),
+        load("llama", "tiny"),
+        fake_batch(),
+    )
     params = jax.tree.map(np.asarray, jax.jit(exact.init)(quick_key(0)))
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, None).total))(params)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: workload.loss_fn(p, batch, None).total))(
+        params
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves((params, gradient))} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, jax.jit(exact.loss_fn)(params, batch, None).total, rtol=2e-2)
 

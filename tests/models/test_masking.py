@@ -57,7 +57,14 @@ def test_the_marks_of_another_tokenizer_are_never_hidden_and_one_hides() -> None
     record = np.array([101, *range(1000, 1030), 102, *range(1030, 1060), 102], np.int32)
     marks = Marks(101, 102, 103, (0, 100, 101, 102, 103))
     for seed in range(50):
-        item = mask_record(record, np.random.default_rng(seed), vocabulary=2000, masked=K, mask_rate=0.15, marks=marks)
+        item = mask_record(
+            record,
+            np.random.default_rng(seed),
+            vocabulary=2000,
+            masked=K,
+            mask_rate=0.15,
+            marks=marks,
+        )
         assert (item["targets"] >= 1000).all()
         changed = item["tokens"][item["tokens"] != record]
         assert (changed == 103).sum() >= 3
@@ -79,20 +86,29 @@ def test_few_ordinary_tokens_leave_weights_of_zero() -> None:
 
 
 def test_frequency_loss_is_counted_by_hand() -> None:
-    records = np.array([[CLS, 5, 5, 6], [CLS, 5, 7, SEP]], np.int32)  # 5 thrice, 6 and 7 once, 4, 8 and 9 never
-    held_out = {"targets": np.array([[5, 9, 0]]), "weights": np.array([[1.0, 1.0, 0.0]], np.float32)}
+    records = np.array(
+        [[CLS, 5, 5, 6], [CLS, 5, 7, SEP]], np.int32
+    )  # 5 thrice, 6 and 7 once, 4, 8 and 9 never
+    held_out = {
+        "targets": np.array([[5, 9, 0]]),
+        "weights": np.array([[1.0, 1.0, 0.0]], np.float32),
+    }
     expected = -(log(4 / 11) + log(1 / 11)) / 2
     assert frequency_loss(records, [held_out], 10, first=4) == pytest.approx(expected)
 
 
 def test_an_order_of_prediction_is_random_and_hides_nothing() -> None:
     record = np.array([CLS, *range(10, 29), SEP], np.int32)
-    examples = [permute_record(record, np.random.default_rng(i), masked=8, mask_rate=0.3) for i in range(50)]
+    examples = [
+        permute_record(record, np.random.default_rng(i), masked=8, mask_rate=0.3) for i in range(50)
+    ]
     for example in examples:
         np.testing.assert_array_equal(example["tokens"], record)
         count = int(example["weights"].sum())
         assert count == len(set(example["positions"][:count])) == 6
-        np.testing.assert_array_equal(example["targets"][:count], record[example["positions"][:count]])
+        np.testing.assert_array_equal(
+            example["targets"][:count], record[example["positions"][:count]]
+        )
         assert not example["positions"][count:].any()
     firsts = {int(example["positions"][0]) for example in examples}
     assert firsts <= set(range(1, 20))

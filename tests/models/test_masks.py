@@ -45,7 +45,9 @@ def test_digits_stand_before_waves() -> None:
     assert found.count == 1797
     assert 0.03 < masks.mean() < 0.15
     assert masks.any(0).mean() > 0.5  # anywhere
-    inside, outside = (np.stack([found.image(i)[masks[i] == m].mean(0) for i in range(50)]) for m in (1, 0))
+    inside, outside = (
+        np.stack([found.image(i)[masks[i] == m].mean(0) for i in range(50)]) for m in (1, 0)
+    )
     assert inside.std() > 2 * outside.std()
     data = open_masks(None, 0, 8, side=8)
     assert next(data.train)["images"].shape == (8, 8, 8, 3)
@@ -55,11 +57,15 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
     with pytest.raises(ValueError, match="has no folder 'images'"):
         mask_folders(folder / "images", 8)
     Image.new("L", (8, 9)).save(folder / "masks" / "3.gif")
-    with pytest.raises(ValueError, match=r"masks/3\.gif' has 8 x 9 pixels, '.*images/3\.png' 8 x 8"):
+    with pytest.raises(
+        ValueError, match=r"masks/3\.gif' has 8 x 9 pixels, '.*images/3\.png' 8 x 8"
+    ):
         mask_folders(folder, 8)
     (folder / "masks" / "3.gif").write_bytes(b"GIF")
     with pytest.raises(ValueError, match=r"cannot decode '.*masks/3\.gif'"):
         mask_folders(folder, 8)
     (folder / "masks" / "3.gif").unlink()
-    with pytest.raises(ValueError, match=r"images/3\.png' has no mask: '.*masks' has none called 3"):
+    with pytest.raises(
+        ValueError, match=r"images/3\.png' has no mask: '.*masks' has none called 3"
+    ):
         mask_folders(folder, 8)

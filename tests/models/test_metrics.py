@@ -34,7 +34,10 @@ def test_each_token_follows_from_the_one_before(tokenizer: Tokenizer) -> None:
     after = np.zeros(300, np.int32)
     after[[CLS, *ids]] = [*ids, SEP]
     chain = lambda after, batch, key: one_hot(after[batch["tokens"]])  # noqa: E731
-    assert translate(chain, jnp.asarray(after), tokenizer, ["stage"] * 2, tokens=24) == ["layers of memory"] * 2
+    assert (
+        translate(chain, jnp.asarray(after), tokenizer, ["stage"] * 2, tokens=24)
+        == ["layers of memory"] * 2
+    )
     after[ids[-1]] = ids[0]
     (text,) = translate(chain, jnp.asarray(after), tokenizer, ["stage"], tokens=2 * len(ids))
     assert text == "layers of memory layers of memory"

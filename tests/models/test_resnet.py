@@ -51,7 +51,9 @@ def test_loss_is_that_of_a_plain_reference() -> None:
     workload, batch = load("resnet", "tiny"), fake_images()
     params = shaken(jax.eval_shape(workload.init, jax.random.key(0)))
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    loss, averages, aux = jax.jit(workload.loss_fn)(params, workload.initial_state(), batch, jax.random.key(0))
+    loss, averages, aux = jax.jit(workload.loss_fn)(
+        params, workload.initial_state(), batch, jax.random.key(0)
+    )
     np.testing.assert_allclose(loss.total, plain_loss(wide, batch), rtol=1e-4)
     assert aux["top_1"].weight == batch["weights"].sum()
     assert jax.tree.structure(averages) == jax.tree.structure(workload.initial_state())

@@ -22,7 +22,9 @@ def tiny(**options: Any) -> Workload:
 
 def fake_batch(workload: Workload, size: int = 3) -> Batch:
     rng, config = np.random.default_rng(0), workload.config
-    inputs, tokens, targets = rng.integers(5, config.vocabulary, (3, size, config.tokens)).astype(np.int32)
+    inputs, tokens, targets = rng.integers(5, config.vocabulary, (3, size, config.tokens)).astype(
+        np.int32
+    )
     weights = rng.integers(0, 2, (size, config.tokens)).astype(np.float32)
     return {"inputs": inputs, "tokens": tokens, "targets": targets, "weights": weights}
 
@@ -37,7 +39,12 @@ def test_the_decoder_looks_at_all_that_was_read_and_back() -> None:
     batch["weights"] = np.broadcast_to((np.arange(8) <= 4).astype(np.float32), (3, 8))
     loss = jax.jit(lambda changed: workload.loss_fn(params, batch | changed, KEY).total)
     first = loss({})
-    for name, at, told in (("inputs", 0, True), ("inputs", 7, True), ("tokens", 4, True), ("tokens", 5, False)):
+    for name, at, told in (
+        ("inputs", 0, True),
+        ("inputs", 7, True),
+        ("tokens", 4, True),
+        ("tokens", 5, False),
+    ):
         other = batch[name].copy()
         other[:, at] += 1
         assert (loss({name: other}) != first) == told, (name, at)
@@ -54,7 +61,9 @@ def test_cross_attention_is_that_of_a_plain_reference() -> None:
         powers = np.exp(q[:, h] @ k[:, h].T / 8**0.5)
         mixed[:, h] = powers @ v[:, h] / powers.sum(1, keepdims=True)
     expected = mixed @ p["output"]["kernel"] + p["output"]["bias"]
-    np.testing.assert_allclose(attention(jnp.asarray(x), jnp.asarray(read), None)[0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        attention(jnp.asarray(x), jnp.asarray(read), None)[0], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_what_was_read_skips_to_every_block_of_the_decoder() -> None:
@@ -63,7 +72,9 @@ def test_what_was_read_skips_to_every_block_of_the_decoder() -> None:
     graph = trace_model(workload.loss_fn, params, workload.abstract_batch(2), KEY).traced.graph
     read = max(graph.skips(), key=lambda tensor: len(tensor.readers))
     names = {graph.layers[i].name for i in read.readers}
-    assert {f"decoder/{i:03}" for i in range(3)} <= {"/".join(name.split("/")[:2]) for name in names}
+    assert {f"decoder/{i:03}" for i in range(3)} <= {
+        "/".join(name.split("/")[:2]) for name in names
+    }
 
 
 def test_780m_is_planned_without_its_parameters() -> None:
@@ -78,7 +89,10 @@ def test_780m_is_planned_without_its_parameters() -> None:
 
 def test_data_fits_the_plan_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words, rng = ["layer", "stage", "schedule", "update", "gradient", "buffer", "device"], np.random.default_rng(0)
+    words, rng = (
+        ["layer", "stage", "schedule", "update", "gradient", "buffer", "device"],
+        np.random.default_rng(0),
+    )
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(" ".join(rng.choice(words, 60)) + "." for _ in range(150)))
     workload = tiny()

@@ -16,9 +16,16 @@ TEXTS = ["One is short.", "Two has\n\ntwo paragraphs, and an é.", "Three\u2028i
 
 
 def test_the_same_texts_from_every_kind_of_file(tmp_path: Path) -> None:
-    lines = [json.dumps({"id": i, "text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(TEXTS)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + lines[2] + "\n", encoding="utf-8")
-    parquet.write_table(pyarrow.table({"text": [*TEXTS, None], "id": range(4)}), tmp_path / "a.parquet")
+    lines = [
+        json.dumps({"id": i, "text": text}, ensure_ascii=bool(i % 2))
+        for i, text in enumerate(TEXTS)
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(lines[:2]) + "\n\n" + lines[2] + "\n", encoding="utf-8"
+    )
+    parquet.write_table(
+        pyarrow.table({"text": [*TEXTS, None], "id": range(4)}), tmp_path / "a.parquet"
+    )
     assert texts_in(tmp_path / "a.jsonl") == texts_in(tmp_path / "a.parquet") == TEXTS
     (tmp_path / "b.txt").write_text(TEXTS[0])
     assert texts_in(tmp_path / "b.txt") == TEXTS[:1]
@@ -59,7 +66,11 @@ def test_tables_without_texts(tmp_path: Path) -> None:
             texts_in(tmp_path / "a.parquet")
 
 
-def test_the_extra_is_named_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"pyarrow is not installed: pip install 'jvpipe\[parquet\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"pyarrow is not installed: pip install 'jvpipe\[parquet\]'"
+    ):
         texts_in(tmp_path / "a.parquet")

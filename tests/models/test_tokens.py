@@ -8,10 +8,32 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from jvpipe.models import tokens
-from jvpipe.models.tokens import CLS, OURS, SEP, Marks, cached_records, marks_of, open_tokenizer, pack, train_tokenizer
+from jvpipe.models.tokens import (
+    CLS,
+    OURS,
+    SEP,
+    Marks,
+    cached_records,
+    marks_of,
+    open_tokenizer,
+    pack,
+    train_tokenizer,
+)
 
-WORDS = ["layer", "stage", "schedule", "update", "gradient", "buffer", "device", "memory", "forward"]
-DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 40)).capitalize() + "." for i in range(50)]
+WORDS = [
+    "layer",
+    "stage",
+    "schedule",
+    "update",
+    "gradient",
+    "buffer",
+    "device",
+    "memory",
+    "forward",
+]
+DOCUMENTS = [
+    " ".join(np.random.default_rng(i).choice(WORDS, 40)).capitalize() + "." for i in range(50)
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +70,9 @@ def test_too_little_text_gives_no_record(tokenizer: Tokenizer) -> None:
     assert pack([], tokenizer, 16).shape == (0, 16)
 
 
-def test_records_are_made_once(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_made_once(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = cached_records(DOCUMENTS, tokenizer, 16)
     assert isinstance(first, np.memmap)
@@ -78,7 +102,9 @@ def test_tokenizers_of_others_are_known_by_their_special_tokens(
     other = Tokenizer(BPE())
     other.pre_tokenizer = ByteLevel(add_prefix_space=True)
     other.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=280, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=280, special_tokens=special, initial_alphabet=ByteLevel.alphabet()
+    )
     other.train_from_iterator([document.lower() for document in DOCUMENTS], trainer)
     other.enable_padding(length=500)
     other.enable_truncation(3)
@@ -93,7 +119,10 @@ def test_tokenizers_of_others_are_known_by_their_special_tokens(
     assert (records[:, 0] == marks.start).all()
     text = records[:, 1:].reshape(-1)
     assert (text == marks.end).sum() >= len(DOCUMENTS) - 1
-    assert found.decode(text[: int(np.argmax(text == marks.end))].tolist()).strip() == DOCUMENTS[0].lower()
+    assert (
+        found.decode(text[: int(np.argmax(text == marks.end))].tolist()).strip()
+        == DOCUMENTS[0].lower()
+    )
 
 
 def test_our_own_marks(tokenizer: Tokenizer) -> None:

@@ -19,10 +19,18 @@ KEY = quick_key(7)
 
 def fake_batch(workload: Workload, size: int = 3) -> Batch:
     rng, T = np.random.default_rng(0), workload.config.tokens
-    inputs, tokens, targets = rng.integers(5, workload.config.vocabulary, (3, size, T)).astype(np.int32)
+    inputs, tokens, targets = rng.integers(5, workload.config.vocabulary, (3, size, T)).astype(
+        np.int32
+    )
     lengths = rng.integers(3, T, size).astype(np.int32)
     weights = (np.arange(T)[None] < lengths[:, None]).astype(np.float32)
-    return {"inputs": inputs, "lengths": lengths, "tokens": tokens, "targets": targets, "weights": weights}
+    return {
+        "inputs": inputs,
+        "lengths": lengths,
+        "tokens": tokens,
+        "targets": targets,
+        "weights": weights,
+    }
 
 
 def looked(p: dict, x: np.ndarray, read: np.ndarray, allowed: Any) -> np.ndarray:
@@ -32,7 +40,9 @@ def looked(p: dict, x: np.ndarray, read: np.ndarray, allowed: Any) -> np.ndarray
     mixed = np.zeros_like(x)
     for h in (slice(0, 8), slice(8, 16)):
         for i in range(len(x)):
-            powers = np.array([np.exp(q[i, h] @ k[j, h] / 8**0.5) * allowed(i, j) for j in range(len(read))])
+            powers = np.array(
+                [np.exp(q[i, h] @ k[j, h] / 8**0.5) * allowed(i, j) for j in range(len(read))]
+            )
             mixed[i, h] = powers @ v[:, h] / powers.sum()
     return linear(mixed, p["output"])
 
@@ -56,11 +66,17 @@ def plain_logits(p: dict, batch: Batch, b: int) -> np.ndarray:
     """Of one pair of sentences, written out."""
     encoder, decoder, length = p["encoder"]["000"], p["decoder"]["000"], batch["lengths"][b]
     x = embedded(p, batch["inputs"][b])
-    x = normed(x + looked(encoder["attention"], x, x, lambda i, j: j < length), encoder["attention_norm"])
+    x = normed(
+        x + looked(encoder["attention"], x, x, lambda i, j: j < length), encoder["attention_norm"]
+    )
     read = fed(encoder, x)
     y = embedded(p, batch["tokens"][b])
-    y = normed(y + looked(decoder["attention"], y, y, lambda i, j: j <= i), decoder["attention_norm"])
-    y = normed(y + looked(decoder["reading"], y, read, lambda i, j: j < length), decoder["reading_norm"])
+    y = normed(
+        y + looked(decoder["attention"], y, y, lambda i, j: j <= i), decoder["attention_norm"]
+    )
+    y = normed(
+        y + looked(decoder["reading"], y, read, lambda i, j: j < length), decoder["reading_norm"]
+    )
     return fed(decoder, y) @ p["embeddings"]["tokens"]["embedding"].T
 
 
@@ -77,12 +93,16 @@ def test_logits_and_smoothed_loss_are_those_of_a_plain_reference() -> None:
     np.testing.assert_allclose(loss.total, (nats * batch["weights"]).sum(), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("size", "V", "D", "published"), [("base", 37000, 512, 65e6), ("big", 37000, 1024, 213e6)])
+@pytest.mark.parametrize(
+    ("size", "V", "D", "published"), [("base", 37000, 512, 65e6), ("big", 37000, 1024, 213e6)]
+)
 def test_parameters_of_the_published_sizes(size: str, V: int, D: int, published: float) -> None:
     workload = load("transformer", size)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(workload.init, KEY)))
     looking, feeding, scale = 4 * D * D + 4 * D, 8 * D * D + 5 * D, 2 * D
-    assert count == V * D + 6 * (looking + feeding + 2 * scale) + 6 * (2 * looking + feeding + 3 * scale)
+    assert count == V * D + 6 * (looking + feeding + 2 * scale) + 6 * (
+        2 * looking + feeding + 3 * scale
+    )
     assert count == pytest.approx(published, rel=0.03)
 
 
@@ -96,5 +116,9 @@ def test_what_was_read_goes_straight_to_each_stage_of_the_decoder_once() -> None
     home, reading = plan.stage_of(graph.tensors[read].producer), {plan.stage_of(i) for i in readers}
     assert len(reading - {home}) >= 2
     copies = [step.buffers[row.writes[0]].spot for row in step.rows if row.kind is Kind.SEND]
-    sent = [spot.place for spot in copies if (spot.value.kind, spot.value.index) == (ValueKind.TENSOR, read)]
+    sent = [
+        spot.place
+        for spot in copies
+        if (spot.value.kind, spot.value.index) == (ValueKind.TENSOR, read)
+    ]
     assert sorted(sent) == sorted([*(reading - {home})] * 4)

@@ -7,7 +7,13 @@ import pytest
 from jvpipe.models.tokens import CLS, SEP, open_tokenizer
 from jvpipe.models.translation import open_parallel, open_translation, pack_pairs
 
-WORDS = {"layer": "Schicht", "stage": "Stufe", "device": "Rechner", "update": "Neuerung", "memory": "Speicher"}
+WORDS = {
+    "layer": "Schicht",
+    "stage": "Stufe",
+    "device": "Rechner",
+    "update": "Neuerung",
+    "memory": "Speicher",
+}
 
 
 def sentences(count: int) -> list[tuple[str, str]]:
@@ -49,13 +55,19 @@ def test_valid_is_held_out(folder: Path) -> None:
 
 def test_batches_say_what_is_read_and_what_is_written(folder: Path, tmp_path: Path) -> None:
     def opened(seed: int) -> Any:
-        return open_translation(folder, tmp_path / "run", seed, 4, languages="en-de", vocabulary=320, tokens=24)
+        return open_translation(
+            folder, tmp_path / "run", seed, 4, languages="en-de", vocabulary=320, tokens=24
+        )
 
     data: Any = opened(0)
-    tokenizer, known = open_tokenizer(tmp_path / "run", [], 320), {a: b.lower() for a, b in sentences(200)}
+    tokenizer, known = (
+        open_tokenizer(tmp_path / "run", [], 320),
+        {a: b.lower() for a, b in sentences(200)},
+    )
     for batch in [next(data.train), *data.held_out]:
         for inputs, length, tokens, targets, weights in zip(
-            *(batch[name] for name in ("inputs", "lengths", "tokens", "targets", "weights")), strict=True
+            *(batch[name] for name in ("inputs", "lengths", "tokens", "targets", "weights")),
+            strict=True,
         ):
             count = int(weights.sum())
             assert inputs[length - 1] == targets[max(count, 1) - 1] == SEP or count == 0
@@ -63,7 +75,9 @@ def test_batches_say_what_is_read_and_what_is_written(folder: Path, tmp_path: Pa
             assert tokens[0] == CLS
             if count:
                 np.testing.assert_array_equal(tokens[1:count], targets[: count - 1])
-                read, written = (tokenizer.decode(ids.tolist()) for ids in (inputs[:length], targets[:count]))
+                read, written = (
+                    tokenizer.decode(ids.tolist()) for ids in (inputs[:length], targets[:count])
+                )
                 assert known[read.strip()] == written.strip()
     assert 1 < data.baseline_loss < np.log(320)
     again: Any = opened(0)
@@ -76,20 +90,37 @@ def test_batches_say_what_is_read_and_what_is_written(folder: Path, tmp_path: Pa
 
 
 def test_long_pairs_are_left_out(folder: Path, tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(tmp_path / "run", [text for pair in sentences(200) for text in pair], 320)
+    tokenizer = open_tokenizer(
+        tmp_path / "run", [text for pair in sentences(200) for text in pair], 320
+    )
     assert len(pack_pairs([("layer", "Schicht"), ("layer " * 30, "Schicht")], tokenizer, 16)) == 1
     write(folder, "train", [("layer " * 30, "Schicht")] * 9 + [("stage " * 30, "Stufe")])
-    with pytest.raises(ValueError, match=r"texts' gives 0 pairs of at most 8 tokens to train on and 0 to hold out"):
-        open_translation(folder, tmp_path / "run", 0, 4, languages="en-de", vocabulary=320, tokens=8)
+    with pytest.raises(
+        ValueError, match=r"texts' gives 0 pairs of at most 8 tokens to train on and 0 to hold out"
+    ):
+        open_translation(
+            folder, tmp_path / "run", 0, 4, languages="en-de", vocabulary=320, tokens=8
+        )
 
 
 def test_what_cannot_be_read_is_told_and_nothing_is_written(folder: Path, tmp_path: Path) -> None:
     def refused(told: str, languages: str = "en-de", vocabulary: int = 320) -> None:
         with pytest.raises(ValueError, match=told) as problem:
-            open_translation(folder, tmp_path / "run", 0, 4, languages=languages, vocabulary=vocabulary, tokens=16)
+            open_translation(
+                folder,
+                tmp_path / "run",
+                0,
+                4,
+                languages=languages,
+                vocabulary=vocabulary,
+                tokens=16,
+            )
         assert "\n" not in str(problem.value)
 
-    refused(r"no two files such as train\.en and train\.fr in '.*texts': name a folder .* other than en-fr", "en-fr")
+    refused(
+        r"no two files such as train\.en and train\.fr in '.*texts': name a folder .* other than en-fr",
+        "en-fr",
+    )
     refused("languages='en' must be two", "en")
     with (folder / "train.de").open("a") as file:
         file.write("Schicht\n")

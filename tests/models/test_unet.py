@@ -90,10 +90,15 @@ def test_long_skips_go_straight() -> None:
     """Four stages: down, down and bottom, up, up. Each sends what it made to whoever reads it, and nothing else."""
     workload, batch, micro = load("unet", "tiny"), fake_masks(), 2
     names = [layer.name for layer in traced_layers(workload)]
-    ends = [next(i for i, name in enumerate(names) if name.startswith(part)) for part in ("down_1", "up_1", "up_0")]
+    ends = [
+        next(i for i, name in enumerate(names) if name.startswith(part))
+        for part in ("down_1", "up_1", "up_0")
+    ]
     bounds = [0, *ends, len(names)]
     plan = jvpipe.Plan.from_cuts([b - a for a, b in pairwise(bounds)])
-    pipe = jvpipe.Pipeline(workload.loss_fn, optax.sgd(0.1), plan, micro, devices=jax.devices()[:4], has_aux=True)
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn, optax.sgd(0.1), plan, micro, devices=jax.devices()[:4], has_aux=True
+    )
     pipe.init(params_of(), batch, quick_key(0))
     step = pipe.session.compiled.lowered
     sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -103,13 +108,19 @@ def test_long_skips_go_straight() -> None:
             sent[source.memory, target.memory] += target.bytes
     image = 4 * len(batch["images"])  # bytes of one channel's pixel, of all images
     skips = {(0, 3): 64 * 4 * image, (1, 2): 16 * 8 * image}
-    chain = {(0, 1): 64 * 4 * image, (1, 2): 16 * 8 * image, (2, 3): 16 * 4 * image}  # not halved yet, doubled, not yet
+    chain = {
+        (0, 1): 64 * 4 * image,
+        (1, 2): 16 * 8 * image,
+        (2, 3): 16 * 4 * image,
+    }  # not halved yet, doubled, not yet
     assert sent == {pair: skips.get(pair, 0) + chain.get(pair, 0) for pair in {*skips, *chain}}
 
 
 def traced_layers(workload: Workload) -> Sequence[Layer]:
     batch = workload.abstract_batch(2)
-    return trace_model(workload.loss_fn, params_of(), batch, quick_key(0), has_aux=True).traced.graph.layers
+    return trace_model(
+        workload.loss_fn, params_of(), batch, quick_key(0), has_aux=True
+    ).traced.graph.layers
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,15 @@ def test_loss_is_that_of_a_plain_reference() -> None:
     for group in ("0", "1"):
         for i in ("0", "1"):
             p = wide["groups"][group][i]
-            x = np.maximum(np.einsum("hwbyxc,hwcd->byxd", windows(x, 3, 1, 0), p["kernel"]) + p["bias"], 0)
+            x = np.maximum(
+                np.einsum("hwbyxc,hwcd->byxd", windows(x, 3, 1, 0), p["kernel"]) + p["bias"], 0
+            )
         x = x.reshape(len(x), x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).max((2, 4))
     x = x.reshape(len(x), -1)
     for i in ("0", "1", "2"):
-        x = (np.maximum(x, 0) if i > "0" else x) @ wide["maps"][i]["kernel"] + wide["maps"][i]["bias"]
+        x = (np.maximum(x, 0) if i > "0" else x) @ wide["maps"][i]["kernel"] + wide["maps"][i][
+            "bias"
+        ]
     loss, aux = jax.jit(workload.loss_fn)(params, batch, None)
     np.testing.assert_allclose(loss.total, class_nats(x, batch), rtol=1e-4)
     assert aux["top_1"].total == ((x.argmax(1) == batch["targets"]) * batch["weights"]).sum()
@@ -50,8 +54,14 @@ def test_loss_is_that_of_a_plain_reference() -> None:
 
 def test_dropout_is_of_the_key() -> None:
     workload, batch = load("vgg", "tiny", dropout=0.5, units=64), fake_images()
-    params, loss = shaken(jax.eval_shape(workload.init, jax.random.key(0))), jax.jit(workload.loss_fn)
-    found = [float(loss(params, batch, key)[0].total) for key in (jax.random.key(0), jax.random.key(1), None)]
+    params, loss = (
+        shaken(jax.eval_shape(workload.init, jax.random.key(0))),
+        jax.jit(workload.loss_fn),
+    )
+    found = [
+        float(loss(params, batch, key)[0].total)
+        for key in (jax.random.key(0), jax.random.key(1), None)
+    ]
     assert len(set(found)) == 3
 
 
@@ -60,10 +70,14 @@ def test_bfloat16_is_computed_with_and_parameters_are_float32() -> None:
     params = jax.eval_shape(workload.init, jax.random.key(0))
     jaxpr = jax.make_jaxpr(workload.loss_fn)(params, workload.abstract_batch(2), None)
     products = [
-        e.outvars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name in ("conv_general_dilated", "dot_general")
+        e.outvars[0].aval.dtype
+        for e in jaxpr.eqns
+        if e.primitive.name in ("conv_general_dilated", "dot_general")
     ]
     assert set(products) == {jnp.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in (*jax.tree.leaves(params), *jaxpr.out_avals)} == {
+        jnp.dtype("float32")
+    }
 
 
 @pytest.mark.parametrize(

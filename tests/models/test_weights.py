@@ -37,14 +37,18 @@ def logits(name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
     if name == "bert":
         batch["positions"] = jnp.broadcast_to(jnp.arange(12), (2, 12))
     assert float(np.std(told["logits"])) > 0.1
-    return np.asarray(jax.jit(MODELS[name].logits_function(config))(params, batch, None)[:, :, ::7]), told["logits"]
+    return np.asarray(
+        jax.jit(MODELS[name].logits_function(config))(params, batch, None)[:, :, ::7]
+    ), told["logits"]
 
 
 def changed(name: str, into: Path, **settings: Any) -> Path:
     """A copy of a folder whose config.json has other settings; None: it lacks them."""
     shutil.copytree(WEIGHTS / name, into)
     told = json.loads((into / "config.json").read_text()) | settings
-    (into / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    (into / "config.json").write_text(
+        json.dumps({key: value for key, value in told.items() if value is not None})
+    )
     return into
 
 
@@ -73,15 +77,47 @@ def test_whether_logits_are_scaled_is_told_apart_from_whose_head_it_is(
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        ("gpt2", {"rope_theta": 1e4}, "config.json has rope_theta 10000.0, which is not known here: .* take the key"),
-        ("t5", {"quantization_config": {"bits": 8}}, "has quantization_config {'bits': 8}, which is not known"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx True: of such models only False is known"),
-        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings False: of such models only True is known"),
+        (
+            "gpt2",
+            {"rope_theta": 1e4},
+            "config.json has rope_theta 10000.0, which is not known here: .* take the key",
+        ),
+        (
+            "t5",
+            {"quantization_config": {"bits": 8}},
+            "has quantization_config {'bits': 8}, which is not known",
+        ),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "idx True: of such models only False is known",
+        ),
+        (
+            "gpt2",
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings False: of such models only True is known",
+        ),
         ("bert", {"is_decoder": True}, "is_decoder True: of such models only False is known"),
-        ("bert", {"attention_probs_dropout_prob": 0.0}, "prob 0.0: of such models only 0.1 is known"),
-        ("bert", {"pruned_heads": {"0": [1]}}, "pruned_heads {'0': .1.}: of such models only {} or None is known"),
-        ("t5", {"dense_act_fn": "gelu"}, "dense_act_fn 'gelu': of such models only 'relu' is known"),
-        ("t5", {"feed_forward_proj": "gated-silu"}, "'gated-silu': of such models only 'relu' or 'gated-gelu'"),
+        (
+            "bert",
+            {"attention_probs_dropout_prob": 0.0},
+            "prob 0.0: of such models only 0.1 is known",
+        ),
+        (
+            "bert",
+            {"pruned_heads": {"0": [1]}},
+            "pruned_heads {'0': .1.}: of such models only {} or None is known",
+        ),
+        (
+            "t5",
+            {"dense_act_fn": "gelu"},
+            "dense_act_fn 'gelu': of such models only 'relu' is known",
+        ),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-silu"},
+            "'gated-silu': of such models only 'relu' or 'gated-gelu'",
+        ),
         ("t5", {"d_kv": None}, "config.json does not tell 'd_kv'"),
     ],
 )
@@ -151,7 +187,9 @@ def test_a_tensor_that_repeats_another_is_to_be_equal_to_it(
     save_file(tensors | {tensor: tensors[source]}, file)
     given(name, file.parent)
     save_file(tensors | {tensor: tensors[source] + 1}, file)
-    with pytest.raises(ValueError, match=f"{tensor} differs there from .*, here both are one parameter"):
+    with pytest.raises(
+        ValueError, match=f"{tensor} differs there from .*, here both are one parameter"
+    ):
         given(name, file.parent)
 
 
@@ -168,12 +206,20 @@ def test_a_head_that_repeats_the_embedding_is_tied(tmp_path: Path) -> None:
     ("tensors", "told"),
     [
         ({"h.0.attn.lora": np.ones(2, np.float32)}, r"h.0.attn.lora is \[2\] there, missing here"),
-        ({"h.0.attn.c_attn.bias_scale": np.ones(1, np.float32)}, r"bias_scale is \[1\] there, missing here"),
+        (
+            {"h.0.attn.c_attn.bias_scale": np.ones(1, np.float32)},
+            r"bias_scale is \[1\] there, missing here",
+        ),
         ({"wte.weight": np.ones((300, 16), np.float32)}, "are two tensors for one parameter"),
-        ({"transformer.ln_f.weight": np.ones(16, np.int8)}, "ln_f.weight is of I8: save the model in one of F64, F32"),
+        (
+            {"transformer.ln_f.weight": np.ones(16, np.int8)},
+            "ln_f.weight is of I8: save the model in one of F64, F32",
+        ),
     ],
 )
-def test_a_tensor_that_nobody_reads_is_refused(tmp_path: Path, tensors: dict[str, np.ndarray], told: str) -> None:
+def test_a_tensor_that_nobody_reads_is_refused(
+    tmp_path: Path, tensors: dict[str, np.ndarray], told: str
+) -> None:
     file = changed("gpt2", tmp_path / "gpt2") / "model.safetensors"
     save_file(load_file(file) | tensors, file)
     with pytest.raises(ValueError, match=told):
@@ -182,9 +228,16 @@ def test_a_tensor_that_nobody_reads_is_refused(tmp_path: Path, tensors: dict[str
 
 def test_masks_and_positions_are_no_weights(tmp_path: Path) -> None:
     file = changed("gpt2", tmp_path / "gpt2") / "model.safetensors"
-    buffers = {f"transformer.h.1.attn.{name}": np.ones((1, 1, 4, 4), np.float32) for name in ("bias", "masked_bias")}
+    buffers = {
+        f"transformer.h.1.attn.{name}": np.ones((1, 1, 4, 4), np.float32)
+        for name in ("bias", "masked_bias")
+    }
     save_file(load_file(file) | buffers, file)
-    jax.tree.map(np.testing.assert_array_equal, given("gpt2", file.parent)[1], given("gpt2", WEIGHTS / "gpt2")[1])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        given("gpt2", file.parent)[1],
+        given("gpt2", WEIGHTS / "gpt2")[1],
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,7 +248,9 @@ def test_what_is_made_anew_has_the_same_parameters(name: str) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("options", [{"gated": True}, {"tied": False}, {"gated": True, "tied": False}])
+@pytest.mark.parametrize(
+    "options", [{"gated": True}, {"tied": False}, {"gated": True, "tied": False}]
+)
 def test_each_parameter_of_later_t5s_has_a_source(options: dict[str, bool]) -> None:
     config = models.load("t5", "tiny", published=True, **options).config
     shapes = jax.eval_shape(t5.parts(config).init, jax.random.key(0))
@@ -205,12 +260,22 @@ def test_each_parameter_of_later_t5s_has_a_source(options: dict[str, bool]) -> N
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("bert", {"width": 32}, r"embeddings.word_embeddings.weight is \[300, 16\] there, \[300, 32\] here"),
+        (
+            "bert",
+            {"width": 32},
+            r"embeddings.word_embeddings.weight is \[300, 16\] there, \[300, 32\] here",
+        ),
         ("gpt2", {"blocks": 3}, r"h.2.ln_1.weight is missing there, \[16\] here"),
-        ("t5", {"blocks": 1}, r"decoder.block.1.layer.0.SelfAttention.k.weight is \[12, 16\] there, missing here"),
+        (
+            "t5",
+            {"blocks": 1},
+            r"decoder.block.1.layer.0.SelfAttention.k.weight is \[12, 16\] there, missing here",
+        ),
     ],
 )
-def test_the_first_tensor_that_differs_is_named(name: str, options: dict[str, int], told: str) -> None:
+def test_the_first_tensor_that_differs_is_named(
+    name: str, options: dict[str, int], told: str
+) -> None:
     with pytest.raises(ValueError, match=f"{name} is of another architecture: {told}"):
         given(name, WEIGHTS / name, **options)
 
@@ -220,13 +285,17 @@ def test_old_names_parts_and_half_precision_are_read(tmp_path: Path) -> None:
     tensors = load_file(WEIGHTS / "bert" / "model.safetensors")
     old = {"weight": "gamma", "bias": "beta"}
     renamed = {
-        ".".join([*name.split(".")[:-1], old[name.split(".")[-1]]]) if "LayerNorm" in name else name: value
+        ".".join([*name.split(".")[:-1], old[name.split(".")[-1]]])
+        if "LayerNorm" in name
+        else name: value
         for name, value in tensors.items()
     } | {"bert.pooler.dense.weight": np.ones((16, 16), np.float16)}
     names = sorted(renamed)
     weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
     for part in set(weight_map.values()):
-        save_file({name: renamed[name] for name in names if weight_map[name] == part}, tmp_path / part)
+        save_file(
+            {name: renamed[name] for name in names if weight_map[name] == part}, tmp_path / part
+        )
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     _, expected = given("bert", WEIGHTS / "bert")
     _, found = given("bert", tmp_path)
@@ -234,7 +303,9 @@ def test_old_names_parts_and_half_precision_are_read(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_of_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no weights: it should have .* \(.*config.json: No such file"):
+    with pytest.raises(
+        ValueError, match=r"holds no weights: it should have .* \(.*config.json: No such file"
+    ):
         open_folder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no weights"):

@@ -16,7 +16,17 @@ SHAPE: dict[str, Any] = {"blocks": 1, "width": 16, "heads": 2, "vocabulary": 300
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ["layer", "stage", "schedule", "update", "gradient", "buffer", "device", "memory", "forward"]
+    words = [
+        "layer",
+        "stage",
+        "schedule",
+        "update",
+        "gradient",
+        "buffer",
+        "device",
+        "memory",
+        "forward",
+    ]
     rng = np.random.default_rng(0)
     paragraphs = [" ".join(rng.choice(words, 60)) + "." for _ in range(150)]
     path = tmp_path / "text.txt"
@@ -29,7 +39,10 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ({"name": "brt"}, "unknown model 'brt': did you mean 'bert'"),
         ({"name": "bert", "size": "larg"}, "unknown size of bert 'larg': did you mean 'large'"),
-        ({"name": "bert", "dropuot": 0.1}, "unknown option of bert 'dropuot': did you mean 'dropout'"),
+        (
+            {"name": "bert", "dropuot": 0.1},
+            "unknown option of bert 'dropuot': did you mean 'dropout'",
+        ),
         ({"name": "bert", "dtype": "bfloat"}, "unknown dtype 'bfloat': did you mean 'bfloat16'"),
         ({"name": "bert", "heads": 3}, "width=256 is not divisible by heads=3"),
         ({"name": "bert", "dropout": 1.0}, r"dropout=1.0 must lie in \[0, 1\)"),
@@ -55,7 +68,9 @@ def test_data_fits_the_plan_and_the_model(text: Path, tmp_path: Path) -> None:
     assert isinstance(data.train, Batches)
     abstract = workload.abstract_batch(8)
     for batch in [next(data.train), *data.held_out]:
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), abstract
+        )
     assert (tmp_path / "run" / "tokenizer.json").exists()
     assert len(data.digest) == 64
     params = jax.jit(workload.init)(jax.random.key(0))
@@ -76,7 +91,10 @@ def test_a_seed_changes_the_order_and_nothing_else(text: Path, tmp_path: Path) -
 
 def test_text_too_short_for_a_record(tmp_path: Path, text: Path) -> None:
     text.write_text("\n\n".join(text.read_text().split("\n\n")[:12]))
-    with pytest.raises(ValueError, match=r"text\.txt' gives [01] records of 2048 tokens to train on and 0 to hold out"):
+    with pytest.raises(
+        ValueError,
+        match=r"text\.txt' gives [01] records of 2048 tokens to train on and 0 to hold out",
+    ):
         load("bert", **{**SHAPE, "tokens": 2048}).open_data(text, tmp_path / "run", 0, 4)
 
 
@@ -101,7 +119,9 @@ def test_the_optimizer_follows_the_learning_rates(steps: int) -> None:
 def test_large_gradients_are_clipped_and_kernels_decay() -> None:
     optimizer = load("bert", **SHAPE).optimizer(1)
     params: Any = {"bias": np.ones(1, np.float32), "kernel": np.ones((1, 1), np.float32)}
-    updates: Any = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)[0]
+    updates: Any = optimizer.update(
+        jax.tree.map(np.zeros_like, params), optimizer.init(params), params
+    )[0]
     assert updates["bias"] == 0
     assert updates["kernel"] < 0
     state = optimizer.init(params)

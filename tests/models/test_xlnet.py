@@ -10,7 +10,14 @@ from jvpipe.models.xlnet import logits_function
 from tests.models.plain import gelu, linear, norm, shaken
 from tests.zoo import quick_key
 
-SHAPE: dict[str, Any] = {"blocks": 2, "width": 8, "heads": 2, "vocabulary": 300, "tokens": 8, "mask_rate": 0.5}
+SHAPE: dict[str, Any] = {
+    "blocks": 2,
+    "width": 8,
+    "heads": 2,
+    "vocabulary": 300,
+    "tokens": 8,
+    "mask_rate": 0.5,
+}
 KEY = quick_key(7)
 
 
@@ -42,7 +49,10 @@ def looked(p: dict, x: np.ndarray, known: np.ndarray, at: int, seen: list[int]) 
 def plain_logits(p: dict, tokens: np.ndarray, predicted: list[int]) -> np.ndarray:
     """Of the predicted positions of one record, stream by stream."""
     others = [t for t in range(8) if t not in predicted]
-    sees = {t: others + predicted[: predicted.index(t) + 1] if t in predicted else others for t in range(8)}
+    sees = {
+        t: others + predicted[: predicted.index(t) + 1] if t in predicted else others
+        for t in range(8)
+    }
     table = p["embeddings"]["tokens"]["embedding"]
     known, asking = table[tokens], np.stack([p["embeddings"]["unknown"]] * len(predicted))
     for block in (p["blocks"]["000"], p["blocks"]["001"]):
@@ -54,7 +64,8 @@ def plain_logits(p: dict, tokens: np.ndarray, predicted: list[int]) -> np.ndarra
 
         found = [looked(block["attention"], known[t], known, t, sees[t]) for t in range(8)]
         asked = [
-            looked(block["attention"], asking[i], known, t, others + predicted[:i]) for i, t in enumerate(predicted)
+            looked(block["attention"], asking[i], known, t, others + predicted[:i])
+            for i, t in enumerate(predicted)
         ]
         asking = np.stack([after(x, y) for x, y in zip(asking, asked, strict=True)])
         known = np.stack([after(x, y) for x, y in zip(known, found, strict=True)])

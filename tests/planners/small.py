@@ -61,11 +61,17 @@ def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Probl
         n = most_layers - draw(st.integers(0, most_layers - 2))
         size = draw(st.integers(0, 3))
         edges = [Edge(i, (i + 1,), size) for i in range(n - 1)]
-        edges += [Edge(0, (1, n - 1), 1, differentiable=False)] if n > 2 and draw(st.booleans()) else []
-        shared = (Shared((0, n - 1), 2, per_version=draw(st.booleans())),) if draw(st.booleans()) else ()
+        edges += (
+            [Edge(0, (1, n - 1), 1, differentiable=False)] if n > 2 and draw(st.booleans()) else []
+        )
+        shared = (
+            (Shared((0, n - 1), 2, per_version=draw(st.booleans())),) if draw(st.booleans()) else ()
+        )
         a = draw(st.integers(0, n - 2))
         together = ((a, a + 1),) if n > 3 and draw(st.integers(0, 3)) == 0 else ()
-        costs = Costs(tuple(draw(layers(f"layer{i}")) for i in range(n)), tuple(edges), shared, together)
+        costs = Costs(
+            tuple(draw(layers(f"layer{i}")) for i in range(n)), tuple(edges), shared, together
+        )
         stages = min(3, n - len(together)) - draw(st.integers(0, 1))
         links = st.sampled_from([INFINITE, Link(8.0, 0.1), Link(2.0)])
         problem = Problem(
@@ -85,17 +91,27 @@ def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Probl
         return limited(problem, round(least + (most - least) * draw(st.floats(-0.1, 1.1))))
 
 
-def limited(problem: Problem, memory_limit_bytes: int | None, host_limit_bytes: int | None = None) -> Problem:
+def limited(
+    problem: Problem, memory_limit_bytes: int | None, host_limit_bytes: int | None = None
+) -> Problem:
     """The problem under another limit."""
-    return replace(problem, memory_limit_bytes=memory_limit_bytes, host_limit_bytes=host_limit_bytes)
+    return replace(
+        problem, memory_limit_bytes=memory_limit_bytes, host_limit_bytes=host_limit_bytes
+    )
 
 
 def chain(
-    layers: Sequence[LayerCost], stages: int, microbatches: int = 8, schedule: str = "1f1b", **more: Any
+    layers: Sequence[LayerCost],
+    stages: int,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    **more: Any,
 ) -> Problem:
     """These layers one after the other, with edges of one byte."""
     edges = tuple(Edge(i, (i + 1,), 1) for i in range(len(layers) - 1))
-    return Problem(Costs(tuple(layers), edges), stages, find_schedule(schedule), microbatches, **more)
+    return Problem(
+        Costs(tuple(layers), edges), stages, find_schedule(schedule), microbatches, **more
+    )
 
 
 def cuts(problem: Problem) -> list[tuple[int, ...]]:
@@ -111,7 +127,9 @@ def best_bottleneck_s(problem: Problem, swap: bool = True, apart: bool = False) 
 
     @cache
     def best_s(s: int, i: int, j: int) -> float:
-        return min((c.seconds for c, _ in fitting(problem, s, i, j, swap, apart)), default=float("inf"))
+        return min(
+            (c.seconds for c, _ in fitting(problem, s, i, j, swap, apart)), default=float("inf")
+        )
 
     def comm_s(s: int, i: int, j: int) -> float:
         return stage_cost(problem, s, i, j, [0] * len(problem.costs.layers)).comm_s
@@ -131,7 +149,11 @@ def fitting(
     """
     n = len(problem.costs.layers)
     free = [
-        [c for c in range(RECOMPUTE, len(layer.options)) if swap or c == RECOMPUTE or not _swaps(layer.options[c])]
+        [
+            c
+            for c in range(RECOMPUTE, len(layer.options))
+            if swap or c == RECOMPUTE or not _swaps(layer.options[c])
+        ]
         for layer in problem.costs.layers[i:j]
     ]
     fits = []
@@ -139,7 +161,10 @@ def fitting(
         cost = stage_cost(problem, s, i, j, [*[0] * i, *some, *[0] * (n - j)])
         most, beyond = works_with(problem, i, j, [*[0] * i, *some])
         more = most - beyond if apart else 0
-        if problem.memory_limit_bytes is None or cost.peak_bytes + more <= problem.memory_limit_bytes:
+        if (
+            problem.memory_limit_bytes is None
+            or cost.peak_bytes + more <= problem.memory_limit_bytes
+        ):
             fits.append((cost, some))
     return fits
 
@@ -149,7 +174,10 @@ def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tupl
     most = beyond = left = 0
     for at in reversed(range(i, j)):
         layer, choice = problem.costs.layers[at], choices[at]
-        again, option = layer.options[-1], Option(0) if choice == RECOMPUTE else layer.options[choice]
+        again, option = (
+            layer.options[-1],
+            Option(0) if choice == RECOMPUTE else layer.options[choice],
+        )
         works = option.extra_bytes + layer.temporary_bytes
         if choice == RECOMPUTE:  # its backward makes what the last option drops
             works += again.kept_bytes + again.swapped_bytes + again.extra_bytes
@@ -178,7 +206,9 @@ def large(schedule: str, fraction: float) -> Problem:
             *(Option(kept - x, extra_s=0.8 * forward_s * x / kept, extra_bytes=x) for x in some),
             Option(0, extra_s=forward_s, extra_bytes=kept),
         )
-        more = dict.fromkeys(("parameter_bytes", "gradient_bytes", "input_bytes", "temporary_bytes"), 8 * 10**6)
+        more = dict.fromkeys(
+            ("parameter_bytes", "gradient_bytes", "input_bytes", "temporary_bytes"), 8 * 10**6
+        )
         layers.append(LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more))
     problem = chain(layers, 8, 32, schedule, host=Link(12e9, 1e-5), peer=Link(12e9, 1e-5))
     keeps = evaluate(problem, Decision.keeping_all((0, 12, 25, 37, 50, 62, 75, 87, 100))).peak_bytes

@@ -9,13 +9,19 @@ from jvpipe.planners.model.stage_cost import check
 from jvpipe.schedules import SCHEDULES, find_schedule
 
 SECONDS = [3.0, 1.0, 2.0, 2.0, 1.0, 4.0, 1.0, 2.0]
-COSTS = Costs(tuple(LayerCost(f"layer{i}", s, 2 * s, (Option(10),), 4, 4, 8, 3) for i, s in enumerate(SECONDS)))
+COSTS = Costs(
+    tuple(
+        LayerCost(f"layer{i}", s, 2 * s, (Option(10),), 4, 4, 8, 3) for i, s in enumerate(SECONDS)
+    )
+)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("planner", [planner.name for planner in PLANNERS])
 def test_every_planner_gives_a_plan_that_passes_the_validator(planner: str, schedule: str) -> None:
-    for stages in (stages for stages in (1, 2, 3, 4, 8) if stages % find_schedule(schedule).chunks == 0):
+    for stages in (
+        stages for stages in (1, 2, 3, 4, 8) if stages % find_schedule(schedule).chunks == 0
+    ):
         problem = Problem(COSTS, stages, find_schedule(schedule), microbatches=8)
         decision = find_planner(planner).decide(problem)
         check(problem, decision)
@@ -31,5 +37,7 @@ def test_an_unknown_planner_is_refused() -> None:
 
 @pytest.mark.parametrize("stages", [0, 9])
 def test_stages_out_of_range_are_refused(stages: int) -> None:
-    with pytest.raises(ValueError, match=f"{stages} stages: there can be 1 to 8, as many as the model has layers"):
+    with pytest.raises(
+        ValueError, match=f"{stages} stages: there can be 1 to 8, as many as the model has layers"
+    ):
         Problem(COSTS, stages, find_schedule("1f1b"), 8)

@@ -12,7 +12,9 @@ COSTS = chain([layer(s, p, 10) for s, p in ((1.0, 5), (2.0, 60), (1.0, 0), (0.5,
 
 
 @pytest.mark.parametrize("planner", REPLICA_PLANNERS)
-def test_answers_are_the_best_of_their_sizes_and_no_better_than_everything_there_is(planner: str) -> None:
+def test_answers_are_the_best_of_their_sizes_and_no_better_than_everything_there_is(
+    planner: str,
+) -> None:
     problem = ReplicaProblem(COSTS, flat(4, 50.0), 4, 8)
     answer = ask_replicas(planner, problem)
     assert answer.planner == planner
@@ -31,7 +33,12 @@ def test_the_limit_that_is_named_would_do(planner: str) -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="planner 'pipedream' decides stages, replicas and cuts itself"):
+    with pytest.raises(
+        ValueError, match="planner 'pipedream' decides stages, replicas and cuts itself"
+    ):
         ask_replicas("pipedream", ReplicaProblem(COSTS, flat(4, 50.0), 4, 8, pins=Pins(stages=2)))
-    with pytest.raises(ValueError, match=r"5 devices: pipedream replicates .* the model has 4 pieces: use at most 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"5 devices: pipedream replicates .* the model has 4 pieces: use at most 4",
+    ):
         ask_replicas("pipedream", ReplicaProblem(COSTS, flat(8, 50.0), 5, 8))

@@ -28,7 +28,9 @@ def chain() -> LayerGraph:
         )
         for i, name in enumerate(names)
     )
-    tensors = tuple(Tensor(Array(f"{names[i]}:{i}", (2,), "float32", 8), i, (i + 1,), True) for i in range(3))
+    tensors = tuple(
+        Tensor(Array(f"{names[i]}:{i}", (2,), "float32", 8), i, (i + 1,), True) for i in range(3)
+    )
     return LayerGraph(layers, tensors, (), (A,))
 
 
@@ -37,10 +39,16 @@ PLAN = Plan.from_cuts([2, 2])
 
 def test_always_keeps_the_stages_inputs_alone() -> None:
     fates = Fates.of(chain(), checkpointed(chain(), PLAN, "always"))
-    assert fates.edges == {(0, 0): "recompute", (1, 2): "recompute"}  # not edge 1: the second stage's input
+    assert fates.edges == {
+        (0, 0): "recompute",
+        (1, 2): "recompute",
+    }  # not edge 1: the second stage's input
     assert fates.recomputed == {0, 2}
     assert (fates.kept[1], fates.kept[3]) == (frozenset(), frozenset())
-    assert fates.kept[0] == {"dot_0", "dot_1"}  # what is run again leaves everything, for one micro-batch
+    assert fates.kept[0] == {
+        "dot_0",
+        "dot_1",
+    }  # what is run again leaves everything, for one micro-batch
 
 
 def test_the_other_modes() -> None:
@@ -54,7 +62,9 @@ def test_the_other_modes() -> None:
 
 
 def test_patterns_match_names_and_the_later_wins() -> None:
-    plan = with_fates(chain(), PLAN, {"*": "swap", "*/attention/*": "recompute", "*@3/dot_0": "keep"})
+    plan = with_fates(
+        chain(), PLAN, {"*": "swap", "*/attention/*": "recompute", "*@3/dot_0": "keep"}
+    )
     assert plan.stages[0].fates["blocks/0/attention/dot_1"] == "recompute"
     assert plan.stages[1].fates["blocks/0/mlp@2/dot_0"] == "swap"
     assert plan.stages[1].fates["blocks/0/mlp@3/dot_0"] == "keep"
@@ -65,8 +75,15 @@ def test_what_a_stage_receives_cannot_be_made_again() -> None:
     plan = with_fates(chain(), PLAN, {"*": "recompute"})
     assert "blocks/0/attention:1" not in plan.stages[1].fates
     wrong = Plan.from_cuts([2, 2])
-    wrong = Plan((wrong.stages[0], type(wrong.stages[1])((2, 3), (1,), {"blocks/0/attention:1": "recompute"})))
-    with pytest.raises(ValueError, match="stage 1 cannot recompute 'blocks/0/attention:1': it comes from layer 1"):
+    wrong = Plan(
+        (
+            wrong.stages[0],
+            type(wrong.stages[1])((2, 3), (1,), {"blocks/0/attention:1": "recompute"}),
+        )
+    )
+    with pytest.raises(
+        ValueError, match="stage 1 cannot recompute 'blocks/0/attention:1': it comes from layer 1"
+    ):
         Fates.of(chain(), wrong)
 
 
@@ -77,7 +94,9 @@ def test_a_value_that_is_no_candidate_takes_the_nearest(caplog: pytest.LogCaptur
     assert "'blocks/*/attention/softmax' is no candidate: the nearest are taken" in caplog.text
 
 
-@pytest.mark.parametrize("pattern", ["*/atention/*", "*/softmax", "blocks/*/atention/dot_0", "?/atention/*"])
+@pytest.mark.parametrize(
+    "pattern", ["*/atention/*", "*/softmax", "blocks/*/atention/dot_0", "?/atention/*"]
+)
 def test_a_misspelt_pattern_takes_nothing(pattern: str) -> None:
     told = rf"unknown tensor '{re.escape(pattern)}' in fates: no name matches, the nearest are .*blocks/0/"
     with pytest.raises(ValueError, match=told):
@@ -85,21 +104,31 @@ def test_a_misspelt_pattern_takes_nothing(pattern: str) -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown fates \['swop'\]: there are keep, swap, recompute"):
+    with pytest.raises(
+        ValueError, match=r"unknown fates \['swop'\]: there are keep, swap, recompute"
+    ):
         with_fates(chain(), PLAN, {"*": "swop"})
     with pytest.raises(ValueError, match="unknown tensor 'decoder/"):
         with_fates(chain(), PLAN, {"decoder/*": "swap"})
     unknown = Plan((type(PLAN.stages[0])((0, 1, 2, 3), (0,), {"embed/dot_2": "swap"}),))
-    with pytest.raises(ValueError, match="unknown tensor of stage 0 'embed/dot_2': did you mean 'embed/dot_1'"):
+    with pytest.raises(
+        ValueError, match="unknown tensor of stage 0 'embed/dot_2': did you mean 'embed/dot_1'"
+    ):
         Fates.of(chain(), unknown)
 
 
 def test_other_cuts_keep_the_fates_that_can_be() -> None:
-    plan = with_fates(chain(), checkpointed(chain(), PLAN, "always"), {"*@3/dot_0": "swap", "*:1": "swap"})
+    plan = with_fates(
+        chain(), checkpointed(chain(), PLAN, "always"), {"*@3/dot_0": "swap", "*:1": "swap"}
+    )
     other = recut(chain(), plan, (3, 1))
     assert (other.cuts, other.schedule, other.stages[1].devices) == ((3, 1), plan.schedule, (1,))
-    assert {name for name, fate in other.stages[1].fates.items() if fate == "swap"} == {"blocks/0/mlp@3/dot_0"}
-    assert "blocks/0/mlp:2" not in other.stages[1].fates  # made on the other stage now: it cannot be made again
+    assert {name for name, fate in other.stages[1].fates.items() if fate == "swap"} == {
+        "blocks/0/mlp@3/dot_0"
+    }
+    assert (
+        "blocks/0/mlp:2" not in other.stages[1].fates
+    )  # made on the other stage now: it cannot be made again
     fates = Fates.of(chain(), other)
     assert fates.edges[0, 0] == "recompute"
     assert fates.edges[0, 1] == "swap"

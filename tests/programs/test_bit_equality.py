@@ -22,7 +22,9 @@ def model(act: Any = jnp.tanh) -> tuple[Traced, Traced]:
     """A layer of two products as one, and as two."""
     loss = trace_loss(lambda p, x, rng: jnp.sum(act(x @ p[0]) @ p[1]), [W, W], X, None)
     whole = build_graph(loss, cuts=[])
-    return whole, split_layers(whole, {0: split_points(whole, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]})
+    return whole, split_layers(
+        whole, {0: split_points(whole, 0, lambda eqns, outputs: [1.0] * len(eqns))[0]}
+    )
 
 
 def test_halves_that_compute_the_same_have_the_same_bits() -> None:

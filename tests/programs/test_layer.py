@@ -40,11 +40,15 @@ Kept = Callable[[Layer], Collection[str]]
 
 
 def traced(case: Case) -> Traced:
-    return build_graph(trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options))
+    return build_graph(
+        trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options)
+    )
 
 
 def outcome(case: Case, kept: Kept, *, optimize: bool) -> Outcome:
-    return Sequential(traced(case), kept, optimize=optimize).run(case.params, case.batch, case.rng, case.state)
+    return Sequential(traced(case), kept, optimize=optimize).run(
+        case.params, case.batch, case.rng, case.state
+    )
 
 
 def everything(layer: Layer) -> list[str]:
@@ -82,7 +86,8 @@ def plain(case: Case) -> tuple[Any, Any, Any, Any]:
 def assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
     """Leaf by leaf, relative to the norm of all."""
     ours, theirs = (
-        [np.asarray(x, np.result_type(x.dtype, np.float32)) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)
+        [np.asarray(x, np.result_type(x.dtype, np.float32)) for x in jax.tree.leaves(tree)]
+        for tree in (ours, theirs)
     )
     norm = np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in theirs))
     for a, b in zip(ours, theirs, strict=True):
@@ -114,7 +119,9 @@ def test_equals_plain_jax(name: str) -> None:
     case = CASES[name]()
     found = outcome(case, some(seed=1), optimize=False)
     loss, gradients, state, aux = plain(case)
-    assert_close([found.loss, found.weight], list(loss) if isinstance(loss, Weighted) else [loss, None], 1e-6)
+    assert_close(
+        [found.loss, found.weight], list(loss) if isinstance(loss, Weighted) else [loss, None], 1e-6
+    )
     assert_close(found.gradients, gradients, 1e-6)
     assert_close(found.state, state, 1e-6)
     assert_close(found.aux, aux, 1e-6)
@@ -135,7 +142,9 @@ FATES_LOW = [transformer_block, with_dropout, recurrent, cond]
 
 @pytest.mark.parametrize("make", grid(FATES, custom_rules))
 def test_same_bits_whatever_is_kept(make: Callable[[], Case]) -> None:
-    assert_same_bits(outcome(make(), everything, optimize=True), outcome(make(), nothing, optimize=True))
+    assert_same_bits(
+        outcome(make(), everything, optimize=True), outcome(make(), nothing, optimize=True)
+    )
 
 
 @pytest.mark.parametrize("make", grid(FATES_LOW, transformer_block))
@@ -151,14 +160,19 @@ def test_same_bits_whatever_is_kept_in_bfloat16(make: Callable[[], Case]) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    grid(["contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy"], "mixer", "normalised-products"),
+    grid(
+        ["contrastive", "mixer", "stacked-decoder", "normalised-products", "noisy"],
+        "mixer",
+        "normalised-products",
+    ),
 )
 def test_same_bits_of_what_is_normalised_whatever_is_kept(name: str) -> None:
     case = CASES[name]()
     model = trace_model(case.loss_fn, case.params, case.batch, case.rng)
     params = model.stacks.split(case.params)
     kept, made_again = (
-        Sequential(model.traced, choice).run(params, case.batch, case.rng) for choice in (everything, nothing)
+        Sequential(model.traced, choice).run(params, case.batch, case.rng)
+        for choice in (everything, nothing)
     )
     assert_same_bits(kept, made_again)
 

@@ -32,7 +32,9 @@ def test_a_plain_loss_is_a_mean() -> None:
 
 
 def test_a_weighted_loss_is_one_quotient() -> None:
-    loss, weight = reduced(replace(PLAIN, weighted=True), 2, scalars(6, 1), [np.int32(2), np.int32(5)])
+    loss, weight = reduced(
+        replace(PLAIN, weighted=True), 2, scalars(6, 1), [np.int32(2), np.int32(5)]
+    )
     assert (loss, weight) == (1.0, 7)
 
 

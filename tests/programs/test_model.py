@@ -9,7 +9,12 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.user_fates import with_fates
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import backward_program, forward_program, layer_programs, single_backward_program
+from jvpipe.programs.model import (
+    backward_program,
+    forward_program,
+    layer_programs,
+    single_backward_program,
+)
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
@@ -33,14 +38,18 @@ def only(traced: Traced, share: Fates | str) -> LayerPrograms:
 
 
 def test_a_forward_leaves_what_is_kept(traced: Traced) -> None:
-    left = {share: len(only(traced, share).signature.residuals) for share in ("all", "half", "nothing")}
+    left = {
+        share: len(only(traced, share).signature.residuals) for share in ("all", "half", "nothing")
+    }
     assert left == {"all": 2, "half": 1, "nothing": 0}
     plan = with_fates(traced.graph, Plan.from_cuts([1]), {"*/dot_general_0": "recompute"})
     resolved = only(traced, Fates.of(traced.graph, plan)).signature
     assert [array.name for array in resolved.residuals] == ["dot_general_1"]
 
 
-def test_a_backward_overwrites_the_sums_that_it_adds_to_and_one_alone_has_none(traced: Traced) -> None:
+def test_a_backward_overwrites_the_sums_that_it_adds_to_and_one_alone_has_none(
+    traced: Traced,
+) -> None:
     programs = only(traced, "all")
     adding, alone = backward_program(programs), single_backward_program(programs)
     assert len(adding.inputs) - len(alone.inputs) == len(adding.donated) == 2

@@ -36,7 +36,11 @@ def make_params(dtype: Any = np.float32) -> dict[str, Any]:
 
 PARAMS = make_params()
 LEAVES, TREE = jax.tree.flatten(PARAMS)
-GROUPS = {"blocks": {n: {"w": "a", "b": "b"} for n in ("one", "two")}, "embed": "a", "head": {"scale": "b", "w": "a"}}
+GROUPS = {
+    "blocks": {n: {"w": "a", "b": "b"} for n in ("one", "two")},
+    "embed": "a",
+    "head": {"scale": "b", "w": "a"},
+}
 
 
 def is_matrix(params: Any) -> Any:
@@ -44,7 +48,9 @@ def is_matrix(params: Any) -> Any:
 
 
 def cut(optimizer: Any, params: Any = PARAMS, **options: Any) -> OptimizerCut:
-    return cut_optimizer(optimizer, params, OWNERS, READERS, **{"microbatches": MICROBATCHES, **options})
+    return cut_optimizer(
+        optimizer, params, OWNERS, READERS, **{"microbatches": MICROBATCHES, **options}
+    )
 
 
 class Interpreter:
@@ -54,14 +60,18 @@ class Interpreter:
         self.cut = pieces
         self.compiled: dict[Any, Callable[..., Any]] | None = {} if compiled else None
         leaves = enumerate(jax.tree.leaves(params))
-        self.owned: dict[Any, jax.Array] = {(OWNERS[i], Slot(SlotKind.PARAMETER, i)): jnp.array(x) for i, x in leaves}
+        self.owned: dict[Any, jax.Array] = {
+            (OWNERS[i], Slot(SlotKind.PARAMETER, i)): jnp.array(x) for i, x in leaves
+        }
         self.run(pieces.init, {})
 
     def function(self, piece: Piece) -> Callable[..., Any]:
         function = _jax.jaxpr_as_fun(piece.program)
         if self.compiled is None:
             return function
-        return self.compiled.setdefault(piece.key, jax.jit(function, donate_argnums=piece.donated, keep_unused=True))
+        return self.compiled.setdefault(
+            piece.key, jax.jit(function, donate_argnums=piece.donated, keep_unused=True)
+        )
 
     def run(self, pieces: Sequence[Piece], given: dict[Slot, jax.Array]) -> dict[Slot, jax.Array]:
         found = dict(given)
@@ -76,8 +86,14 @@ class Interpreter:
                     found[slot] = value
         return found
 
-    def update(self, gradients: Sequence[Sequence[jax.Array]], **given: jax.Array) -> dict[Slot, jax.Array]:
-        slots = {Slot(SlotKind.GRADIENT, i, r): x for i, parts in enumerate(gradients) for r, x in enumerate(parts)}
+    def update(
+        self, gradients: Sequence[Sequence[jax.Array]], **given: jax.Array
+    ) -> dict[Slot, jax.Array]:
+        slots = {
+            Slot(SlotKind.GRADIENT, i, r): x
+            for i, parts in enumerate(gradients)
+            for r, x in enumerate(parts)
+        }
         others = {Slot(SlotKind(kind)): x for kind, x in given.items()}
         return self.run(self.cut.update, {**slots, **others})
 
@@ -93,7 +109,9 @@ class Interpreter:
     def copies(self) -> list[list[jax.Array]]:
         """All copies of each leaf of the state."""
         slots = [Slot(SlotKind.STATE, i) for i in range(len(self.cut.state))]
-        return [[value for (_, held), value in self.owned.items() if held == slot] for slot in slots]
+        return [
+            [value for (_, held), value in self.owned.items() if held == slot] for slot in slots
+        ]
 
 
 def make_gradients(step: int, dtype: Any = np.float32) -> list[list[jax.Array]]:
@@ -105,7 +123,9 @@ def make_gradients(step: int, dtype: Any = np.float32) -> list[list[jax.Array]]:
 def mean(gradients: Sequence[Sequence[jax.Array]], by: float = MICROBATCHES) -> Any:
     """What plain optax is given. Before a piece takes its gradients: it may overwrite them."""
     sums = [np.sum([np.asarray(x, np.float32) for x in parts], axis=0) for parts in gradients]
-    return TREE.unflatten([jnp.asarray(x / np.float32(by), p[0].dtype) for x, p in zip(sums, gradients, strict=True)])
+    return TREE.unflatten(
+        [jnp.asarray(x / np.float32(by), p[0].dtype) for x, p in zip(sums, gradients, strict=True)]
+    )
 
 
 def numbers(leaf: Any) -> np.ndarray:
@@ -166,9 +186,13 @@ LOCAL = {
     "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "lion": optax.lion(1e-2),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.2, 10)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(
+        optax.linear_schedule(0.1, 0.2, 10)
+    ),
     "multi_transform": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, GROUPS),
-    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), is_matrix), optax.adam(1e-2)),
+    "masked": optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), is_matrix), optax.adam(1e-2)
+    ),
     "muon": contrib.muon(1e-2),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-2)),
@@ -184,14 +208,31 @@ GLOBAL = {
 
 
 @pytest.mark.parametrize(
-    "name", grid(LOCAL, "adamw", "lamb", "adafactor", "inject_hyperparams", "multi_transform", "muon", "MultiSteps")
+    "name",
+    grid(
+        LOCAL,
+        "adamw",
+        "lamb",
+        "adafactor",
+        "inject_hyperparams",
+        "multi_transform",
+        "muon",
+        "MultiSteps",
+    ),
 )
 def test_local_optimizers_have_one_piece_per_layer(name: str) -> None:
     pieces = assert_same_as_optax(LOCAL[name])
-    assert [(piece.layer, piece.phase) for piece in pieces.update] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [(piece.layer, piece.phase) for piece in pieces.update] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
     assert pieces.cross_layer == ()
     keys = {piece.layer: piece.key for piece in pieces.update}
-    assert (keys[1] == keys[2]) == (name != "noisy_sgd")  # there each leaf draws with a key of its own
+    assert (keys[1] == keys[2]) == (
+        name != "noisy_sgd"
+    )  # there each leaf draws with a key of its own
     assert keys[0] != keys[1]
 
 
@@ -199,14 +240,27 @@ def test_local_optimizers_have_one_piece_per_layer(name: str) -> None:
 def test_global_values_take_one_global_piece(name: str) -> None:
     pieces = assert_same_as_optax(GLOBAL[name], nan_at=1 if name == "apply_if_finite" else -1)
     layers = [(layer, phase) for phase in (0, 1) for layer in range(4)]
-    assert [(piece.layer, piece.phase) for piece in pieces.update] == [*layers[:4], (None, 0), *layers[4:]]
+    assert [(piece.layer, piece.phase) for piece in pieces.update] == [
+        *layers[:4],
+        (None, 0),
+        *layers[4:],
+    ]
     assert pieces.cross_layer == (name,)
-    assert {p.key for p in pieces.update if p.layer == 1} == {p.key for p in pieces.update if p.layer == 2}
-    crossing = [(piece, slot) for piece in pieces.update for slot in piece.writes if slot.kind in ("partial", "global")]
+    assert {p.key for p in pieces.update if p.layer == 1} == {
+        p.key for p in pieces.update if p.layer == 2
+    }
+    crossing = [
+        (piece, slot)
+        for piece in pieces.update
+        for slot in piece.writes
+        if slot.kind in ("partial", "global")
+    ]
     assert len(crossing) == 5  # a vector from each layer and one for all
 
 
-@pytest.mark.parametrize("name", grid(["lamb", "inject_hyperparams", "clip_by_global_norm"], "clip_by_global_norm"))
+@pytest.mark.parametrize(
+    "name", grid(["lamb", "inject_hyperparams", "clip_by_global_norm"], "clip_by_global_norm")
+)
 def test_bfloat16(name: str) -> None:
     assert_same_as_optax({**LOCAL, **GLOBAL}[name], jnp.bfloat16, rtol=1e-2, steps=2)
 
@@ -224,10 +278,14 @@ def test_norms_before_and_after_take_two_global_pieces() -> None:
 
 
 def test_costly_values_are_kept_between_phases() -> None:
-    pieces = assert_same_as_optax(optax.chain(contrib.muon(1e-2), optax.clip_by_global_norm(1e-2)), steps=2)
+    pieces = assert_same_as_optax(
+        optax.chain(contrib.muon(1e-2), optax.clip_by_global_norm(1e-2)), steps=2
+    )
     for layer in range(4):
         first, last = (p for p in pieces.update if p.layer == layer)
-        assert [s for s in first.writes if s.kind == "kept"] == [s for s in last.reads if s.kind == "kept"]
+        assert [s for s in first.writes if s.kind == "kept"] == [
+            s for s in last.reads if s.kind == "kept"
+        ]
         assert any(s.kind == "kept" for s in last.reads)
         assert not any("dot_general" in str(eqn.primitive) for eqn in last.program.jaxpr.eqns)
 
@@ -241,7 +299,9 @@ def test_weight_divides_the_gradients() -> None:
     assert_close(interpreter.params, jax.tree.leaves(optax.apply_updates(PARAMS, updates)), 1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))]
+)
 def test_grad_norm_is_a_diagnostic(optimizer: Any) -> None:
     pieces = cut(optimizer, grad_norm=True)
     assert global_pieces(pieces) == 1
@@ -264,10 +324,14 @@ def test_accumulators_are_donated_where_a_result_fits() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(lambda g: -g, updates), updates
 
-    previous = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    previous = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
     pieces = assert_same_as_optax(previous, steps=2)
     for piece in pieces.update:
-        assert [piece.reads[i].kind for i in piece.donated].count(SlotKind.GRADIENT) == len(piece.writes) // 2
+        assert [piece.reads[i].kind for i in piece.donated].count(SlotKind.GRADIENT) == len(
+            piece.writes
+        ) // 2
 
 
 def test_state_belongs_to_layers_by_path() -> None:
@@ -318,7 +382,9 @@ def make_relay() -> optax.GradientTransformation:
     """One layer's norm scales the update of all."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(lambda g: -0.1 * g / (1 + state), updates), jnp.sum(jnp.abs(updates["embed"]))
+        return jax.tree.map(lambda g: -0.1 * g / (1 + state), updates), jnp.sum(
+            jnp.abs(updates["embed"])
+        )
 
     return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
 
@@ -337,7 +403,12 @@ def make_loop(mixes: bool) -> optax.GradientTransformation:
             momentum, factor, count, _ = carry
             unused = jnp.sum(momentum["embed"]) + jnp.sum(momentum["head"]["w"])
             factor = factor * (jnp.mean(momentum["embed"]) if mixes else 0.5)
-            return jax.tree.map(lambda m, g: 0.9 * m + factor * g, momentum, updates), factor, count + 1, unused
+            return (
+                jax.tree.map(lambda m, g: 0.9 * m + factor * g, momentum, updates),
+                factor,
+                count + 1,
+                unused,
+            )
 
         start = (state["m"], jnp.float32(1), state["n"], jnp.float32(0))
         momentum, _, count, _ = jax.lax.fori_loop(0, 3, body, start)
@@ -353,14 +424,21 @@ def test_a_scan_over_several_layers_is_split() -> None:
     pieces = assert_same_as_optax(make_loop(mixes=False))
     assert global_pieces(pieces) == 0
     assert [leaf.owner for leaf in pieces.state] == [*OWNERS, None]
-    assert all(sum(eqn.primitive.name == "scan" for eqn in p.program.jaxpr.eqns) >= 1 for p in pieces.update)
+    assert all(
+        sum(eqn.primitive.name == "scan" for eqn in p.program.jaxpr.eqns) >= 1
+        for p in pieces.update
+    )
 
 
 def make_switch() -> optax.GradientTransformation:
     """Three branches, one of them beyond what the index can reach."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        branches = [lambda g: g, lambda g: jax.tree.map(jnp.sign, g), lambda g: jax.tree.map(jnp.tanh, g)]
+        branches = [
+            lambda g: g,
+            lambda g: jax.tree.map(jnp.sign, g),
+            lambda g: jax.tree.map(jnp.tanh, g),
+        ]
         return jax.lax.switch(state, branches, updates), state + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros((), np.int32), update)
@@ -368,7 +446,9 @@ def make_switch() -> optax.GradientTransformation:
 
 def test_a_switch_becomes_a_choice() -> None:
     pieces = assert_same_as_optax(make_switch())
-    assert not any(eqn.primitive.name == "cond" for p in pieces.update for eqn in p.program.jaxpr.eqns)
+    assert not any(
+        eqn.primitive.name == "cond" for p in pieces.update for eqn in p.program.jaxpr.eqns
+    )
 
 
 def test_weak_types_settle() -> None:
@@ -404,7 +484,10 @@ def make_talkative() -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optax.lbfgs(linesearch=None), r"scale_by_lbfgs mixes, in one scan, arrays of .*'blocks/one/w', .*'embed'"),
+        (
+            optax.lbfgs(linesearch=None),
+            r"scale_by_lbfgs mixes, in one scan, arrays of .*'blocks/one/w', .*'embed'",
+        ),
         (optax.flatten(optax.adam(1e-2)), r"flatten mixes, in one concatenate, .*under 1024 bytes"),
         (make_loop(mixes=True), "make_loop mixes, in one scan"),
         (make_while(), "make_while mixes, in one while"),
@@ -419,6 +502,8 @@ def test_what_cannot_be_cut_is_named(optimizer: Any, message: str) -> None:
 
 
 def test_nothing_is_made_while_cutting() -> None:
-    shapes = jax.eval_shape(lambda: {"a": jnp.zeros((1 << 20, 1 << 20)), "b": jnp.zeros((1 << 20, 1 << 20))})
+    shapes = jax.eval_shape(
+        lambda: {"a": jnp.zeros((1 << 20, 1 << 20)), "b": jnp.zeros((1 << 20, 1 << 20))}
+    )
     pieces = cut_optimizer(optax.adamw(1e-2), shapes, [0, 1], [1, 1], microbatches=4)
     assert pieces.update[0].key == pieces.update[1].key

@@ -8,7 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from jvpipe.programs.optimizer_trace import TracedOptimizer, evaluate, straight_line, trace_optimizer, transformation
+from jvpipe.programs.optimizer_trace import (
+    TracedOptimizer,
+    evaluate,
+    straight_line,
+    trace_optimizer,
+    transformation,
+)
 
 SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
 
@@ -33,7 +39,9 @@ def test_both_branches_run_and_one_is_picked() -> None:
 def test_equations_know_the_transformation_that_they_come_from() -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
     found = trace_optimizer(optimizer, [SHAPE, SHAPE], [1, 1], 2, grad_norm=False)
-    assert {"clip_by_global_norm", "trace"} <= {transformation(eqn) for eqn in found.update.jaxpr.eqns}
+    assert {"clip_by_global_norm", "trace"} <= {
+        transformation(eqn) for eqn in found.update.jaxpr.eqns
+    }
 
 
 def test_gradients_are_summed_in_the_order_of_their_readers_and_divided_once() -> None:
@@ -48,7 +56,9 @@ def test_gradients_are_summed_in_the_order_of_their_readers_and_divided_once() -
 def test_a_weight_is_an_input_where_micro_batches_are_not_counted() -> None:
     found = trace_optimizer(optax.sgd(1.0), [SHAPE], [1], None, grad_norm=False)
     assert [aval.shape for aval in found.update.in_avals] == [(3,), (), (3,)]
-    (params,) = evaluate(found.update, [np.full(3, 6, np.float32), np.float32(2), np.zeros(3, np.float32)])
+    (params,) = evaluate(
+        found.update, [np.full(3, 6, np.float32), np.float32(2), np.zeros(3, np.float32)]
+    )
     np.testing.assert_array_equal(params, np.full(3, -3.0))
 
 
@@ -56,7 +66,9 @@ def test_state_that_begins_as_a_plain_number_has_the_type_of_an_update_from_the_
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, state + jnp.float32(1)
 
-    found = trace_optimizer(optax.GradientTransformation(lambda params: 0, update), [SHAPE], [1], 1, grad_norm=False)
+    found = trace_optimizer(
+        optax.GradientTransformation(lambda params: 0, update), [SHAPE], [1], 1, grad_norm=False
+    )
     assert [(array.dtype, array.shape) for array in found.state] == [("float32", ())]
     assert [aval.dtype for aval in found.init.out_avals] == [np.float32]
 
@@ -65,7 +77,9 @@ def test_state_whose_shape_or_leaves_change_is_refused() -> None:
     def grown(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, jnp.concatenate([state, state])
 
-    with pytest.raises(ValueError, match=r"changes the shape of its state '' from \(1,\) to \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"changes the shape of its state '' from \(1,\) to \(2,\)"
+    ):
         traced(grown)
 
     def more(updates: Any, state: Any, params: Any = None) -> Any:
@@ -76,8 +90,13 @@ def test_state_whose_shape_or_leaves_change_is_refused() -> None:
 
 
 def test_an_optimizer_that_changes_a_parameter_s_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape of parameter '0' from \(\) to \(1,\): give the parameter that shape"):
-        trace_optimizer(optax.scale_by_distance_over_gradients(), [np.float32(1)], [1], 1, grad_norm=False)
+    with pytest.raises(
+        ValueError,
+        match=r"shape of parameter '0' from \(\) to \(1,\): give the parameter that shape",
+    ):
+        trace_optimizer(
+            optax.scale_by_distance_over_gradients(), [np.float32(1)], [1], 1, grad_norm=False
+        )
 
 
 def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_the_reason() -> None:

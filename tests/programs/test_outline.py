@@ -42,7 +42,9 @@ def test_a_value_that_several_calls_need_is_made_once() -> None:
     calls = names(body)
     assert calls["div"] == [["mul", "reduce_sum", "broadcast_in_dim", "add", "sqrt", "div"]]
     assert sorted(len(call) for call in calls["dot_general"]) == [1, 1, 1, 1, 2, 2]
-    assert {first for first, last in (c for c in calls["dot_general"] if len(c) == 2)} == {"transpose"}
+    assert {first for first, last in (c for c in calls["dot_general"] if len(c) == 2)} == {
+        "transpose"
+    }
     assert calls["reduce_sum"] == [["reduce_sum"]]
 
 
@@ -52,7 +54,8 @@ def test_calls_make_every_candidate_and_every_output_from_what_was_made_before()
         return jnp.sum(jnp.sort(x, -1) @ params[1]), x
 
     traced = build_graph(
-        trace_loss(loss_fn, [draws(2)(D, D), draws(3)(D, D)], draws(1)(4, D), None, has_aux=True), cuts=[]
+        trace_loss(loss_fn, [draws(2)(D, D), draws(3)(D, D)], draws(1)(4, D), None, has_aux=True),
+        cuts=[],
     )
     (body,) = traced.bodies
     known = set(body.inputs)
@@ -78,7 +81,10 @@ def test_the_compiler_leaves_calls_apart_and_costs_see_through_them() -> None:
     assert "outlined" not in primitives
     assert primitives.count("dot_general") == 2
     x = draws(1)(4, D)
-    inputs = [params[ref.index] if ref.kind == "parameter" else x for ref in body_of(loss_fn, params).reads]
+    inputs = [
+        params[ref.index] if ref.kind == "parameter" else x
+        for ref in body_of(loss_fn, params).reads
+    ]
     (whole,), (spread,) = _jax.jaxpr_as_fun(made.forward)(*inputs), _jax.jaxpr_as_fun(flat)(*inputs)
     np.testing.assert_allclose(spread, whole, rtol=1e-5)
 
@@ -98,6 +104,8 @@ def test_a_number_that_the_loss_returns_needs_no_call() -> None:
     def loss_fn(params: Any, x: jax.Array, rng: Any) -> tuple[jax.Array, float]:
         return jnp.sum(x @ params), 3.0
 
-    (body,) = build_graph(trace_loss(loss_fn, draws(2)(D, D), draws(1)(4, D), None, has_aux=True), cuts=[]).bodies
+    (body,) = build_graph(
+        trace_loss(loss_fn, draws(2)(D, D), draws(1)(4, D), None, has_aux=True), cuts=[]
+    ).bodies
     assert any(isinstance(v, _jax.Literal) for v in body.outputs)
     assert [len(call.outputs) for call in outline(body).values()] == [1, 1]

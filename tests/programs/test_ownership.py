@@ -16,7 +16,9 @@ LARGE, SCALAR = jax.ShapeDtypeStruct((1000,), np.float32), jax.ShapeDtypeStruct(
 LAYERS = [Input(0, "a"), Input(1, "b")]
 
 
-def placed(fn: Callable[..., Any], shapes: list[Any], homes: list[Any], inputs: list[Input]) -> list[Place]:
+def placed(
+    fn: Callable[..., Any], shapes: list[Any], homes: list[Any], inputs: list[Input]
+) -> list[Place]:
     """The places of the results of a function; `homes` say who needs them."""
     jaxpr = straight_line(fn, *shapes).jaxpr
     named = enumerate(zip(jaxpr.outvars, homes, strict=True))
@@ -28,7 +30,10 @@ def placed(fn: Callable[..., Any], shapes: list[Any], homes: list[Any], inputs: 
 
 
 def test_what_is_made_of_one_layers_values_stays_there() -> None:
-    assert placed(lambda a, b: (a * 2, b + 1), [LARGE, LARGE], [0, 1], LAYERS) == [Place(0, 0), Place(1, 0)]
+    assert placed(lambda a, b: (a * 2, b + 1), [LARGE, LARGE], [0, 1], LAYERS) == [
+        Place(0, 0),
+        Place(1, 0),
+    ]
 
 
 def test_a_norm_goes_by_the_global_program_and_is_back_a_phase_later() -> None:
@@ -42,13 +47,19 @@ def test_a_norm_goes_by_the_global_program_and_is_back_a_phase_later() -> None:
 
 
 def test_what_is_made_of_replicated_values_is_made_everywhere() -> None:
-    assert placed(lambda t: [t + 1], [SCALAR], ["everywhere"], [Input("everywhere")]) == [Place("everywhere", 0)]
+    assert placed(lambda t: [t + 1], [SCALAR], ["everywhere"], [Input("everywhere")]) == [
+        Place("everywhere", 0)
+    ]
 
 
 def test_large_arrays_do_not_cross() -> None:
-    with pytest.raises(ValueError, match=r"mixes, in one add, arrays of several layers, made of 'a', 'b'"):
+    with pytest.raises(
+        ValueError, match=r"mixes, in one add, arrays of several layers, made of 'a', 'b'"
+    ):
         placed(lambda a, b: [a + b], [LARGE, LARGE], [0], LAYERS)
-    with pytest.raises(ValueError, match=r"makes parameter 0 of 'b', which belong to another layer"):
+    with pytest.raises(
+        ValueError, match=r"makes parameter 0 of 'b', which belong to another layer"
+    ):
         placed(lambda a, b: [b * 2], [LARGE, LARGE], [0], LAYERS)
 
 

@@ -42,8 +42,12 @@ def test_the_last_piece_of_a_layer_overwrites_what_it_owns(clipped: OptimizerCut
 
 
 def test_what_layers_tell_is_one_vector_each_as_is_the_answer(clipped: OptimizerCut) -> None:
-    told = [slot for piece in clipped.update for slot in piece.writes if slot.kind is SlotKind.PARTIAL]
-    answer = [slot for piece in clipped.update for slot in piece.writes if slot.kind is SlotKind.GLOBAL]
+    told = [
+        slot for piece in clipped.update for slot in piece.writes if slot.kind is SlotKind.PARTIAL
+    ]
+    answer = [
+        slot for piece in clipped.update for slot in piece.writes if slot.kind is SlotKind.GLOBAL
+    ]
     assert [slot.source for slot in told] == [0, 1]
     assert len(answer) == 1
     (middle,) = (piece for piece in clipped.update if piece.layer is None)
@@ -52,5 +56,8 @@ def test_what_layers_tell_is_one_vector_each_as_is_the_answer(clipped: Optimizer
 
 def test_every_reading_layer_has_a_sum_of_its_own() -> None:
     (first, second) = cut(optax.sgd(0.1), (3, 1)).update
-    sums = [[(s.index, s.source) for s in piece.reads if s.kind is SlotKind.GRADIENT] for piece in (first, second)]
+    sums = [
+        [(s.index, s.source) for s in piece.reads if s.kind is SlotKind.GRADIENT]
+        for piece in (first, second)
+    ]
     assert sums == [[(0, 0), (0, 1), (0, 2)], [(1, 0)]]

@@ -14,9 +14,14 @@ from jvpipe.programs.products import upright
 
 
 def traced(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[str], ClosedJaxpr]:
-    arrays = [jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32) for i, shape in enumerate(shapes)]
+    arrays = [
+        jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32)
+        for i, shape in enumerate(shapes)
+    ]
     turned = upright(jax.make_jaxpr(fn)(*arrays))
-    for mine, plain in zip(jaxpr_as_fun(turned)(*arrays), jax.tree.leaves(fn(*arrays)), strict=True):
+    for mine, plain in zip(
+        jaxpr_as_fun(turned)(*arrays), jax.tree.leaves(fn(*arrays)), strict=True
+    ):
         np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-5)
     return [eqn.primitive.name for eqn in turned.jaxpr.eqns], turned
 
@@ -31,8 +36,12 @@ def traced(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[str],
         ((0, 1, 3, 2), (7, 3, 4, 2), (7, 3, 4, 5), (((2,), (2,)), ((0, 1), (0, 1)))),
     ],
 )
-def test_what_is_only_transposed_is_made_so(permutation: Any, left: Any, right: Any, dimensions: Any) -> None:
-    names, _ = traced(lambda a, b: jnp.transpose(dot_general(a, b, dimensions), permutation), left, right)
+def test_what_is_only_transposed_is_made_so(
+    permutation: Any, left: Any, right: Any, dimensions: Any
+) -> None:
+    names, _ = traced(
+        lambda a, b: jnp.transpose(dot_general(a, b, dimensions), permutation), left, right
+    )
     assert names == ["dot_general"]
 
 
@@ -53,7 +62,9 @@ def test_the_rest_is_left_alone() -> None:
     assert names == both  # the product itself is wanted too
     names, _ = traced(lambda a, b: (c := dot_general(a, b, matrix)).T @ c, (4, 2), (4, 3))
     assert names == [*both, "dot_general"]
-    names, _ = traced(lambda a, b: jnp.transpose(dot_general(a, b, matrix), (1, 0, 2)), (4, 2, 5), (4, 3))
+    names, _ = traced(
+        lambda a, b: jnp.transpose(dot_general(a, b, matrix), (1, 0, 2)), (4, 2, 5), (4, 3)
+    )
     assert names == both  # another permutation
     names, _ = traced(lambda a: a.T, (4, 2))
     assert names == ["transpose"]

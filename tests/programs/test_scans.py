@@ -13,7 +13,9 @@ ONE, TWO, NONE = frozenset({1}), frozenset({2}), frozenset[int]()
 A, B = np.arange(3.0, dtype=np.float32), np.arange(4.0, 7.0, dtype=np.float32)
 
 
-def split(step: Callable[..., Any], carry: tuple[Any, ...], operands: list[frozenset[int]]) -> SplitScan:
+def split(
+    step: Callable[..., Any], carry: tuple[Any, ...], operands: list[frozenset[int]]
+) -> SplitScan:
     traced = jax.make_jaxpr(lambda *xs: jax.lax.scan(step, xs, jnp.arange(3.0)))(*carry)
     (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
     return split_scan(eqn, operands, [True] * len(eqn.outvars))

@@ -17,7 +17,9 @@ def like(x: np.ndarray) -> jax.ShapeDtypeStruct:
 
 
 def test_parts_that_are_cut_and_joined_are_the_whole() -> None:
-    parts = [cut_program(like(X), SliceRun(EDGE, 1, a, b)).fn(X)[0] for a, b in ((0, 1), (1, 3), (3, 4))]
+    parts = [
+        cut_program(like(X), SliceRun(EDGE, 1, a, b)).fn(X)[0] for a, b in ((0, 1), (1, 3), (3, 4))
+    ]
     assert [part.shape for part in parts] == [(6, 1), (6, 2), (6, 1)]
     (whole,) = join_program([like(np.asarray(part)) for part in parts], 1).fn(*parts)
     np.testing.assert_array_equal(whole, X)
@@ -28,7 +30,9 @@ def test_sums_are_added_up_in_the_order_of_replicas() -> None:
     program = reduce_program([like(large), like(X)], 3)
     assert [array.shape for array in program.inputs] == [(1,)] * 3 + [(6, 4)] * 3
     first, second = program.fn(large, small, small, X, X, X)
-    assert first == np.float32(2**24), "each of the small ones is lost; added up first they would not be"
+    assert first == np.float32(2**24), (
+        "each of the small ones is lost; added up first they would not be"
+    )
     assert program.fn(small, small, large, X, X, X)[0] == np.float32(2**24 + 2)
     np.testing.assert_array_equal(second, 3 * X)
     assert reduce_program([like(X), like(X)], 2, in_place=True).donated == (0, 2)

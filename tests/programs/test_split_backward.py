@@ -46,7 +46,9 @@ def left_by_forwards(
     case: Case, traced: Traced, params: Any, programs: tuple[LayerPrograms, ...]
 ) -> Iterator[dict[Source, np.ndarray]]:
     """What each layer's backward may read, from a forward through all of them."""
-    values: dict[Ref, Any] = {Ref(ValueKind.CONSTANT, i): c for i, c in enumerate(traced.loss.constants)}
+    values: dict[Ref, Any] = {
+        Ref(ValueKind.CONSTANT, i): c for i, c in enumerate(traced.loss.constants)
+    }
     trees = {ValueKind.PARAMETER: params, ValueKind.BATCH: case.batch, ValueKind.STATE: case.state}
     for kind, tree in trees.items():
         values |= {Ref(kind, i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
@@ -77,7 +79,9 @@ def both_ways(made: LayerPrograms, left: dict[Source, np.ndarray]) -> tuple[Arra
     first = run(input_program(made), [*read(split.input), *sums])
     count = len(signature.returned)
     returned, handed = first[:count], first[count:]
-    assert [(x.shape, str(x.dtype), x.nbytes) for x in handed] == [(a.shape, a.dtype, a.bytes) for a in split.handed]
+    assert [(x.shape, str(x.dtype), x.nbytes) for x in handed] == [
+        (a.shape, a.dtype, a.bytes) for a in split.handed
+    ]
     gradients = run(weight_program(made), [*read(split.weight), *handed, *accumulators])
     return whole, [*gradients, *returned]
 
@@ -89,25 +93,38 @@ def products(closed: ClosedJaxpr) -> int:
 def check(case: Case, share: Share) -> int:
     """Compares all layers of a model; how many backwards were split."""
     model = trace_model(
-        case.loss_fn, case.params, case.batch, case.rng, case.state, has_aux=case.has_aux, has_state=case.has_state
+        case.loss_fn,
+        case.params,
+        case.batch,
+        case.rng,
+        case.state,
+        has_aux=case.has_aux,
+        has_state=case.has_state,
     )
     programs = layer_programs(shared_store(), model.traced, share)
     split = 0
     for made, left in zip(
-        programs, left_by_forwards(case, model.traced, model.stacks.split(case.params), programs), strict=True
+        programs,
+        left_by_forwards(case, model.traced, model.stacks.split(case.params), programs),
+        strict=True,
     ):
         if made.halves is not None:
             split += 1
             for x, y in zip(*both_ways(made, left), strict=True):
                 assert np.isfinite(x.astype(np.complex128)).all()
                 np.testing.assert_array_equal(x, y)
-            assert products(made.halves.input) + products(made.halves.weight) == products(made.backward)
+            assert products(made.halves.input) + products(made.halves.weight) == products(
+                made.backward
+            )
     return split
 
 
 FULL: dict[str, tuple[Share, int]] = {
     "pre-norm": ("all", 5),  # embedding, softmax with a mask, dropout, tied weights
-    "mixer": ("nothing", 3),  # what is normalised and divided: the two programs divide differently without calls
+    "mixer": (
+        "nothing",
+        3,
+    ),  # what is normalised and divided: the two programs divide differently without calls
     "normalised-products": ("half", 1),
     "recurrent": ("half", 2),
     "custom-rules": ("nothing", 4),
@@ -121,7 +138,9 @@ FULL: dict[str, tuple[Share, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", grid(FULL, "pre-norm", "mixer", "normalised-products", "recurrent", "custom-rules"))
+@pytest.mark.parametrize(
+    "name", grid(FULL, "pre-norm", "mixer", "normalised-products", "recurrent", "custom-rules")
+)
 def test_halves_have_the_bits_of_the_whole(name: str) -> None:
     share, split = FULL[name]
     assert check(CASES[name](), share) == split
@@ -140,7 +159,9 @@ LOW: list[tuple[Callable[[], Case], Share]] = [
 
 
 @pytest.mark.parametrize(("make", "share"), grid(LOW, LOW[0], LOW[3]))
-def test_halves_have_the_bits_of_the_whole_in_bfloat16(make: Callable[[], Case], share: Share) -> None:
+def test_halves_have_the_bits_of_the_whole_in_bfloat16(
+    make: Callable[[], Case], share: Share
+) -> None:
     assert check(in_bfloat16(make()), share) > 0
 
 
@@ -148,7 +169,9 @@ def programs_of(
     loss_fn: Callable[..., jax.Array], params: Any, *, cuts: list[int] | None = None
 ) -> list[LayerPrograms]:
     x = np.ones((B, D), np.float32)
-    return list(layer_programs(ProgramStore(), build_graph(trace_loss(loss_fn, params, x, None), cuts=cuts)))
+    return list(
+        layer_programs(ProgramStore(), build_graph(trace_loss(loss_fn, params, x, None), cuts=cuts))
+    )
 
 
 def test_a_backward_of_one_kind_does_not_split() -> None:
@@ -159,7 +182,11 @@ def test_a_backward_of_one_kind_does_not_split() -> None:
     first, *_ = programs_of(loss_fn, weights)
     assert not first.signature.returned
     assert first.halves is None, "nobody waits for a cotangent"
-    found = [made for made in programs_of(loss_fn, weights, cuts=[1, 2, 4]) if not made.signature.gradients]
+    found = [
+        made
+        for made in programs_of(loss_fn, weights, cuts=[1, 2, 4])
+        if not made.signature.gradients
+    ]
     assert found
     assert all(made.halves is None for made in found), "nobody waits for a gradient"
 

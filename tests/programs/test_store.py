@@ -38,7 +38,9 @@ def letters(found: list[LayerPrograms]) -> str:
 
 def test_layers_alike_share_programs() -> None:
     assert letters(programs(transformer(4), ProgramStore())) == "abcbcbcbde"
-    assert letters(programs(mlp(7, jax.nn.relu), ProgramStore())) == "abbbbbc"  # nothing flows back to the batch
+    assert (
+        letters(programs(mlp(7, jax.nn.relu), ProgramStore())) == "abbbbbc"
+    )  # nothing flows back to the batch
 
 
 def test_a_partial_sum_makes_another_program() -> None:
@@ -58,7 +60,9 @@ def closed(scale: float) -> ClosedJaxpr:
 def test_a_program_is_compiled_once_per_device() -> None:
     store, (first, second) = ProgramStore(), jax.devices()[:2]
     doubled, tripled = (Program.of(closed(s), key=s) for s in (2.0, 3.0))
-    run, same, there, other = store.compile([(doubled, first), (doubled, first), (doubled, second), (tripled, first)])
+    run, same, there, other = store.compile(
+        [(doubled, first), (doubled, first), (doubled, second), (tripled, first)]
+    )
     assert run is same
     assert len({id(run), id(there), id(other)}) == 3
     assert store.compile([(doubled, second)])[0] is there
@@ -69,7 +73,9 @@ def test_a_program_is_compiled_once_per_device() -> None:
 
 
 def test_marks_and_donations() -> None:
-    (run,) = ProgramStore().compile([(Program.of(closed(2.0), [0], marked=True, key="marked"), jax.devices()[0])])
+    (run,) = ProgramStore().compile(
+        [(Program.of(closed(2.0), [0], marked=True, key="marked"), jax.devices()[0])]
+    )
     x = jnp.asarray(X) + 0
     found, mark = run(x)
     np.testing.assert_array_equal(found, 2 * X)

@@ -40,13 +40,17 @@ def test_the_last_update_is_the_difference_and_takes_the_place_of_the_one_before
 def test_an_update_of_pipemare_is_scaled_and_its_mean_is_kept(t: int, anneal: int) -> None:
     tau, decay = 3, 0.5
     before, after, mean = drawn(), drawn(), drawn()
-    out = run(weights.settled(SHAPES, tau, decay, anneal), *before, *after, *mean, np.asarray(t, np.int32))
+    out = run(
+        weights.settled(SHAPES, tau, decay, anneal), *before, *after, *mean, np.asarray(t, np.int32)
+    )
     scale = tau ** -(1 - min(t / anneal, 1)) if anneal else 1.0
     gamma = decay ** (1 / tau)
     for i, (a, b, d) in enumerate(zip(before, after, mean, strict=True)):
         update = (b - a) * scale
         np.testing.assert_allclose(out[i], a + update, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(out[2 + i], gamma * d + (1 - gamma) * update, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            out[2 + i], gamma * d + (1 - gamma) * update, rtol=1e-5, atol=1e-6
+        )
     assert out[-1] == t + 1
 
 

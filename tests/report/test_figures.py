@@ -17,7 +17,11 @@ from jvpipe.simulate.stages import StageLoad
 
 def words(path: Path) -> str:
     """What an svg says: its writer leaves each text in a comment."""
-    return "\n".join(line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- "))
+    return "\n".join(
+        line.strip()[5:-4]
+        for line in path.read_text().splitlines()
+        if line.strip().startswith("<!-- ")
+    )
 
 
 def sends_by_row(path: Path) -> np.ndarray:
@@ -33,7 +37,9 @@ def sends_by_row(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("width_s", [0.0, 1e-4, 3e-3])
 def test_every_box_is_seen_however_thin(tmp_path: Path, width_s: float) -> None:
     starts_s = np.linspace(0.1, 0.9, 48) + np.random.default_rng(0).uniform(0, 1e-3, 48)
-    sends = [Span("stage 0 to 1", f"0SEND{m}", s, s + width_s, Kind.SEND) for m, s in enumerate(starts_s)]
+    sends = [
+        Span("stage 0 to 1", f"0SEND{m}", s, s + width_s, Kind.SEND) for m, s in enumerate(starts_s)
+    ]
     path = tmp_path / "sends.png"
     timeline_figure([Span("stage 0", "0F0", 0.0, 1.0, Kind.F), *sends], path)
     assert 48 in sends_by_row(path)
@@ -41,7 +47,9 @@ def test_every_box_is_seen_however_thin(tmp_path: Path, width_s: float) -> None:
 
 def test_a_thin_box_between_wide_ones_is_seen(tmp_path: Path) -> None:
     work = [Span("stage 0", f"0F{m}", 0.1 * m, 0.1 * (m + 1), Kind.F) for m in range(10)]
-    copies = [Span("stage 0", f"0SEND{m}", 0.1 * m, 0.1 * m + 1e-5, Kind.SEND) for m in range(1, 10)]
+    copies = [
+        Span("stage 0", f"0SEND{m}", 0.1 * m, 0.1 * m + 1e-5, Kind.SEND) for m in range(1, 10)
+    ]
     path = tmp_path / "between.png"
     timeline_figure([*copies, *work], path)
     assert 9 in sends_by_row(path)
@@ -51,18 +59,37 @@ def test_the_picture_of_the_readme_shows_all_sends() -> None:
     by_row = sends_by_row(Path(__file__).parents[2] / "docs" / "plan.png")
     edges = np.flatnonzero(np.diff(np.pad(by_row == 8, 1)))
     heights = edges[1::2] - edges[::2]
-    assert (heights > 10).sum() == 6  # a row for each direction between four stages, eight sends in each
+    assert (
+        heights > 10
+    ).sum() == 6  # a row for each direction between four stages, eight sends in each
 
 
 def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:
     load = StageLoad(
-        1.0, 2.0, 0.5, out_s=0.5, in_s=0.5, send_s=0.2, static_bytes=2**30, kept_bytes=2**20, swapped_bytes=2**21
+        1.0,
+        2.0,
+        0.5,
+        out_s=0.5,
+        in_s=0.5,
+        send_s=0.2,
+        static_bytes=2**30,
+        kept_bytes=2**20,
+        swapped_bytes=2**21,
     )
     found = simulate_lists(one_f_one_b(4, 8), [load] * 4)
     path = tmp_path / "timeline.svg"
     timeline_figure(found, path, limits=(2 * 2**30,), title="four stages")
     said = words(path).split("\n")
-    for what in ["four stages", "stage 3", "stage 0 host", "stage 0 to 1", "forward", "recompute", "swap out", "send"]:
+    for what in [
+        "four stages",
+        "stage 3",
+        "stage 0 host",
+        "stage 0 to 1",
+        "forward",
+        "recompute",
+        "swap out",
+        "send",
+    ]:
         assert what in said
     assert "stage 3 to 4" not in said
     assert said.count("7") >= 8  # a forward and a backward on each stage
@@ -71,7 +98,10 @@ def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:
 
 
 def test_draws_measured_spans_as_well(tmp_path: Path) -> None:
-    spans = [Span("cpu:0", "0F0", 5.0, 6.0, Kind.F, {"microbatch": 0}), Span("cpu:1", "weird", 6.0, 7.0, Kind.ZERO)]
+    spans = [
+        Span("cpu:0", "0F0", 5.0, 6.0, Kind.F, {"microbatch": 0}),
+        Span("cpu:1", "weird", 6.0, 7.0, Kind.ZERO),
+    ]
     path = tmp_path / "spans.svg"
     timeline_figure(spans, path)
     assert {"cpu:0", "cpu:1", "forward", "other"} <= set(words(path).split("\n"))

@@ -30,7 +30,9 @@ def test_one_named_row_per_device(tmp_path: Path) -> None:
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {0: "cpu:0", 1: "cpu:1"}
     drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    expected = [(s.device, s.name, (s.start_s - 10.0) * 1e6, (s.end_s - s.start_s) * 1e6) for s in SPANS]
+    expected = [
+        (s.device, s.name, (s.start_s - 10.0) * 1e6, (s.end_s - s.start_s) * 1e6) for s in SPANS
+    ]
     assert sorted(drawn) == sorted(expected)
     (backward,) = (e for e in events if e["name"] == "1B0")
     assert backward["cat"] == "B"
@@ -40,7 +42,11 @@ def test_one_named_row_per_device(tmp_path: Path) -> None:
 def test_devices_are_in_the_order_of_their_numbers() -> None:
     spans = tuple(Span(f"cpu:{i}", "F", 0.0, 1.0, Kind.F) for i in (10, 2, 0))
     events = timeline.chrome_trace(Picture(spans))["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["cpu:0", "cpu:2", "cpu:10"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [
+        "cpu:0",
+        "cpu:2",
+        "cpu:10",
+    ]
 
 
 def test_bubble_fraction_of_the_drawing() -> None:

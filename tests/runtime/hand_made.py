@@ -45,4 +45,10 @@ class Executable:
 
 def bound(run: Callable[..., Any], *, watched: bool = False, lowered: Lowered = STEP) -> Bound:
     """The step bound to two devices; the program of F is `run`."""
-    return bind(lowered, jax.devices()[:2], lambda row: run, lambda row: watched and row.kind is Kind.F, lambda b: None)
+    return bind(
+        lowered,
+        jax.devices()[:2],
+        lambda row: run,
+        lambda row: watched and row.kind is Kind.F,
+        lambda b: None,
+    )

@@ -17,7 +17,9 @@ from tests.runtime.hand_made import STEP, Executable, bound
 
 def test_bytes_are_counted_where_they_are_born_and_where_they_die() -> None:
     feed, forward, send = bound(Executable()).instructions
-    assert [(it.target, it.born_bytes, it.source, it.freed_bytes) for it in (feed, forward, send)] == [
+    assert [
+        (it.target, it.born_bytes, it.source, it.freed_bytes) for it in (feed, forward, send)
+    ] == [
         (0, 8, 0, 0),
         (0, 8, 0, 8),
         (1, 8, 0, 8),
@@ -28,7 +30,10 @@ def test_bytes_are_counted_where_they_are_born_and_where_they_die() -> None:
 
 def test_a_row_takes_its_inputs_in_the_order_in_which_it_reads_them() -> None:
     table: list[Any] = ["parameter", "batch", "made", None]
-    step = bound(Executable(), lowered=replace(STEP, rows=(STEP.rows[0], replace(STEP.rows[1], reads=(1, 0)))))
+    step = bound(
+        Executable(),
+        lowered=replace(STEP, rows=(STEP.rows[0], replace(STEP.rows[1], reads=(1, 0)))),
+    )
     assert [tuple(it.gather(table)) for it in step.instructions] == [(), ("batch", "parameter")]
     assert tuple(bound(Executable()).instructions[2].gather(table)) == ("made",)
 

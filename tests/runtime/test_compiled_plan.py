@@ -38,7 +38,13 @@ def test_a_stream_that_repeats_itself_runs_the_same_rows_for_ever(stream: Compil
     steps = len(stream.stream.steps)
     assert stream.stream_step(steps - 1) is stream.stream_step(steps + 100)
     assert stream.drain(steps) is stream.drain(steps + 100)
-    assert [stream.representative(n) for n in (0, 1, steps, steps + 1, steps + 100)] == [0, 1, steps, steps, steps]
+    assert [stream.representative(n) for n in (0, 1, steps, steps + 1, steps + 100)] == [
+        0,
+        1,
+        steps,
+        steps,
+        steps,
+    ]
 
 
 def test_a_drain_begins_with_what_the_step_before_left(stream: CompiledPlan) -> None:
@@ -53,7 +59,10 @@ def test_the_plan_before_is_dropped_once_nothing_of_it_is_in_flight(stream: Comp
     pipe, _ = begun(HERE, schedule="pipedream")
     there = pipe.session.compiled_plans.with_plan(THERE)
     moved = replace(there, previous=(pipe.session.compiled, 2 * MICRO))
-    assert [(span.start, span.layout.plan.cuts) for span in moved.spans] == [(0, HERE.cuts), (4, THERE.cuts)]
+    assert [(span.start, span.layout.plan.cuts) for span in moved.spans] == [
+        (0, HERE.cuts),
+        (4, THERE.cuts),
+    ]
     assert moved.stream.switch_step == 2
     assert moved.without_previous(2) == (moved, 2), "the step of the move is still to come"
     alone, steps = moved.without_previous(len(moved.stream.steps))
@@ -61,5 +70,7 @@ def test_the_plan_before_is_dropped_once_nothing_of_it_is_in_flight(stream: Comp
 
 
 def test_a_schedule_that_the_plan_does_not_fit_is_refused(stream: CompiledPlan) -> None:
-    with pytest.raises(ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"):
+    with pytest.raises(
+        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"
+    ):
         replace(stream, schedule=TwoBW(), plan=jvpipe.Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]))

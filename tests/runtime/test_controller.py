@@ -35,7 +35,9 @@ def test_a_step_gives_what_lasts_and_its_metrics_and_leaves_no_other_byte() -> N
     np.testing.assert_array_equal(metric, [11.0, 12.0])
     assert metric.devices() == {jax.devices()[1]}
     assert it.ledger.live == [4, 0, 0]
-    assert it.ledger.peak == [4 + 8 + 8 + 100, 8, 0], "the parameter, the batch, what F makes, what it needs meanwhile"
+    assert it.ledger.peak == [4 + 8 + 8 + 100, 8, 0], (
+        "the parameter, the batch, what F makes, what it needs meanwhile"
+    )
 
 
 def test_a_program_that_raises_is_named_and_its_bytes_are_forgotten() -> None:
@@ -78,11 +80,17 @@ def test_what_a_failed_step_dispatched_concerns_nobody_any_more() -> None:
     it = controller()
     run(it, bound(Executable(), watched=True))
     step = bound(Executable(), watched=True)
-    broken = [*step.instructions[:2], step.instructions[2]._replace(run=Executable(OSError("no link")))]
+    broken = [
+        *step.instructions[:2],
+        step.instructions[2]._replace(run=Executable(OSError("no link"))),
+    ]
     with pytest.raises(StageError, match="no link"):
         run(it, replace(step, instructions=tuple(broken)))
     assert len(it.marks) == 1, "that of the step before"
 
 
 def test_an_error_without_a_row_says_so() -> None:
-    assert str(controller().failure(OSError("gone"))) == "something outside of all steps failed: OSError: gone"
+    assert (
+        str(controller().failure(OSError("gone")))
+        == "something outside of all steps failed: OSError: gone"
+    )

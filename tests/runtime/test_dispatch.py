@@ -12,7 +12,13 @@ from jvpipe.ir.rows import Row
 from jvpipe.runtime.dispatch import dispatch_ready
 
 
-def row(kind: Kind, place: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), layer: int = 0) -> Row:
+def row(
+    kind: Kind,
+    place: int,
+    reads: tuple[int, ...] = (),
+    writes: tuple[int, ...] = (),
+    layer: int = 0,
+) -> Row:
     return Row(kind, place, place, layer, 0, reads, writes)
 
 
@@ -50,7 +56,9 @@ def order(
 
     def is_ready(array: Any) -> bool:
         asked.append(array)
-        return len(done) >= ready_after or len(asked) > 100  # at last it comes, though nothing else happens
+        return (
+            len(done) >= ready_after or len(asked) > 100
+        )  # at last it comes, though nothing else happens
 
     monkeypatch.setattr(_jax, "is_ready", is_ready)
     for index in dispatch_ready(ROWS, targets, table, leaves_host):
@@ -73,10 +81,25 @@ def test_a_device_goes_on_as_soon_as_its_copy_is_there(monkeypatch: pytest.Monke
     assert found == [0, 1, 3, 6, 2, 4, 5, 7, 8, 9, 10, 11]
 
 
-def test_nothing_goes_to_a_limited_host_before_what_was_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_to_a_limited_host_before_what_was_to_leave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     unlimited = order(monkeypatch, 99, SWAPPING)
     assert unlimited == [0, 1, 3, 6, 8, 11, 2, 4, 5, 7, 9, 10]
-    assert order(monkeypatch, 99, SWAPPING, {4}) == [0, 1, 3, 6, 11, 2, 4, 5, 7, 8, 9, 10]  # the late device's row 4
+    assert order(monkeypatch, 99, SWAPPING, {4}) == [
+        0,
+        1,
+        3,
+        6,
+        11,
+        2,
+        4,
+        5,
+        7,
+        8,
+        9,
+        10,
+    ]  # the late device's row 4
     assert order(monkeypatch, 99, SWAPPING, {9}) == unlimited  # what leaves later is not waited for
 
 
@@ -89,7 +112,9 @@ def test_each_device_keeps_its_order(monkeypatch: pytest.MonkeyPatch, ready_afte
         assert mine == sorted(mine)
 
 
-def test_nothing_is_dropped_before_all_that_moves_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_dropped_before_all_that_moves_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Layers change places; what comes to device 0 is late. Of another device's swap nobody has to wait."""
     rows = [
         row(Kind.MOVE, 0, (0,), (2,), -1),

@@ -18,12 +18,17 @@ from jvpipe.runtime.binding import Bound
 
 D, MICRO = 4, 4
 SHAPE = jax.ShapeDtypeStruct((), np.float32)
-PARAMS = [{"w": 0.3 * np.eye(D, dtype=np.float32) + 0.1 * i, "b": np.zeros(D, np.float32)} for i in range(4)]
+PARAMS = [
+    {"w": 0.3 * np.eye(D, dtype=np.float32) + 0.1 * i, "b": np.zeros(D, np.float32)}
+    for i in range(4)
+]
 armed: set[str] = set()  # what is to fail now that no batch can tell
 
 
 def tripped(flag: np.ndarray) -> np.ndarray:
-    if np.asarray(flag) > 0:  # a comparison of JAX's own would wait for a place among the programs that wait for this
+    if (
+        np.asarray(flag) > 0
+    ):  # a comparison of JAX's own would wait for a place among the programs that wait for this
         raise RuntimeError("no such luck")
     return np.zeros((), np.float32)
 
@@ -91,7 +96,9 @@ def pipeline(name: str) -> jvpipe.Pipeline:
     schedule, devices, options = CASES[name]
     optimizer = optax.chain(optax.sgd(0.1, momentum=0.9), guarded_updates())
     used = (jax.devices()[:devices] * 2)[:2]
-    return jvpipe.Pipeline(loss_fn, optimizer, 2, MICRO, schedule, planner="even", devices=used, **options)
+    return jvpipe.Pipeline(
+        loss_fn, optimizer, 2, MICRO, schedule, planner="even", devices=used, **options
+    )
 
 
 def advanced(pipe: jvpipe.Pipeline, state: jvpipe.State, batches: Iterable[Any]) -> jvpipe.State:
@@ -123,7 +130,9 @@ def coming(pipe: jvpipe.Pipeline, state: jvpipe.State) -> tuple[Callable[[Bound]
 
 
 @contextmanager
-def failing(pipe: jvpipe.Pipeline, state: jvpipe.State, kind: str, error: BaseException) -> Iterator[Row]:
+def failing(
+    pipe: jvpipe.Pipeline, state: jvpipe.State, kind: str, error: BaseException
+) -> Iterator[Row]:
     """Has the last row of a kind fail at its dispatch in the next step."""
     replace, bound = coming(pipe, state)
     rows = list(bound.instructions)
@@ -163,18 +172,25 @@ def test_every_failure_is_named_and_forgotten_after_a_restore(name: str, tmp_pat
         for kind, (stage, layer) in enumerate([(1, 2), (0, 1)]):
             task = f"{stage}{'FB'[kind]}{m}"
             text = told(pipe, restored(), [batch(1, (m, kind)), *later], 1 if kind == 0 else late)
-            assert text.startswith(f"step 1, micro-batch {m}: stage {stage}, task {task}[layer {layer}], device ")
+            assert text.startswith(
+                f"step 1, micro-batch {m}: stage {stage}, task {task}[layer {layer}], device "
+            )
             assert text.endswith("RuntimeError: no such luck")
         assert_goes_on(restored())
     state = restored()
     armed.add("update")
     text = told(pipe, state, [batch(1), *later], 1)
     armed.clear()
-    assert re.match(r"step [01](, micro-batch \d)?: stage \d, task \dU\d?\[layer \d\], device \d failed", text)
+    assert re.match(
+        r"step [01](, micro-batch \d)?: stage \d, task \dU\d?\[layer \d\], device \d failed", text
+    )
     assert_goes_on(restored())
     # An evaluation leaves the state as it is
     state = restored()
-    with pytest.raises(jvpipe.StageError, match=r"step 1, micro-batch 2: stage 1, task 1E2\[layer 2\].*no such luck"):
+    with pytest.raises(
+        jvpipe.StageError,
+        match=r"step 1, micro-batch 2: stage 1, task 1E2\[layer 2\].*no such luck",
+    ):
         pipe.evaluate(state, batch(1, (2, 0)))
     assert_goes_on(state)
     # Every kind of row, at its dispatch
@@ -183,7 +199,9 @@ def test_every_failure_is_named_and_forgotten_after_a_restore(name: str, tmp_pat
         with failing(pipe, state, kind, RuntimeError("no link")) as row:
             text = told(pipe, state, [batch(1)], 0)
         step, m = divmod(row.microbatch, MICRO)
-        assert text.startswith((f"step {1 + step}, micro-batch {m}: ", "step 1: " if row.microbatch == -1 else "micro"))
+        assert text.startswith(
+            (f"step {1 + step}, micro-batch {m}: ", "step 1: " if row.microbatch == -1 else "micro")
+        )
         assert f"{kind}" in text
         assert text.endswith(" failed: RuntimeError: no link")
     assert_goes_on(restored())

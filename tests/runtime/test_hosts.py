@@ -50,22 +50,38 @@ def each(count: int, act: Callable[[Hosts], Any], timeout_s: float = 5.0) -> lis
 
 
 def test_everybody_learns_of_everybody() -> None:
-    assert each(3, lambda hosts: hosts.exchange("name", bytes([hosts.process]))) == [[b"\0", b"\1", b"\2"]] * 3
+    assert (
+        each(3, lambda hosts: hosts.exchange("name", bytes([hosts.process])))
+        == [[b"\0", b"\1", b"\2"]] * 3
+    )
 
 
 def test_what_is_alike_is_agreed_on() -> None:
-    assert each(2, lambda hosts: hosts.agree("options", [("a", "1"), ("b", "x\ty\nz")])) == [None, None]
+    assert each(2, lambda hosts: hosts.agree("options", [("a", "1"), ("b", "x\ty\nz")])) == [
+        None,
+        None,
+    ]
 
 
 def test_the_first_part_that_differs_is_named_with_both_processes() -> None:
-    told = each(2, lambda hosts: hosts.agree("options", [("a", "1"), ("b", f"it is {hosts.process}"), ("c", "")]))
+    told = each(
+        2,
+        lambda hosts: hosts.agree(
+            "options", [("a", "1"), ("b", f"it is {hosts.process}"), ("c", "")]
+        ),
+    )
     assert all(isinstance(error, Disagreement) for error in told)
-    assert str(told[0]) == "options differ between processes: b is 'it is 0' in process 0 and 'it is 1' in process 1"
+    assert (
+        str(told[0])
+        == "options differ between processes: b is 'it is 0' in process 0 and 'it is 1' in process 1"
+    )
 
 
 def test_parts_that_one_lacks_are_a_difference_too() -> None:
     told = each(2, lambda hosts: hosts.agree("rows", [("a", "1"), ("b", "2")][: 1 + hosts.process]))
-    assert [str(error) for error in told] == [f"rows differ between process {i} and process {1 - i}" for i in (0, 1)]
+    assert [str(error) for error in told] == [
+        f"rows differ between process {i} and process {1 - i}" for i in (0, 1)
+    ]
 
 
 def test_what_one_fails_at_all_raise() -> None:
@@ -86,7 +102,9 @@ def test_a_limit_that_one_cannot_keep_is_told_to_all_with_one_that_would_do() ->
         hosts.together("limits", keep)
 
     told = each(3, act)
-    assert [(type(error), error.smallest_limit_bytes) for error in told] == [(MemoryLimitExceeded, 200)] * 3
+    assert [(type(error), error.smallest_limit_bytes) for error in told] == [
+        (MemoryLimitExceeded, 200)
+    ] * 3
     assert [str(error) for error in told[1:]] == ["process 2 says: too much at 2", "too much at 2"]
 
 
@@ -103,11 +121,18 @@ def test_who_knows_of_a_process_that_is_gone_does_not_wait_for_it() -> None:
 
 
 def test_the_first_process_decides() -> None:
-    assert each(3, lambda hosts: hosts.decided("plan", lambda: f"plan of {hosts.process}")) == ["plan of 0"] * 3
+    assert (
+        each(3, lambda hosts: hosts.decided("plan", lambda: f"plan of {hosts.process}"))
+        == ["plan of 0"] * 3
+    )
 
 
 def test_who_says_nothing_is_named() -> None:
-    (error,) = [e for e in each(2, lambda h: h.process or h.exchange("data", b""), 0.05) if isinstance(e, Exception)]
+    (error,) = [
+        e
+        for e in each(2, lambda h: h.process or h.exchange("data", b""), 0.05)
+        if isinstance(e, Exception)
+    ]
     assert isinstance(error, HostLost)
     assert str(error).startswith("process 1 has not told its data for 0.05 s")
 

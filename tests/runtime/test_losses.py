@@ -12,7 +12,10 @@ import pytest
 import jvpipe
 
 D, MICRO = 4, 2
-PARAMS = [{"w": 0.3 * np.eye(D, dtype=np.float32) + 0.1 * i, "b": np.zeros(D, np.float32)} for i in range(3)]
+PARAMS = [
+    {"w": 0.3 * np.eye(D, dtype=np.float32) + 0.1 * i, "b": np.zeros(D, np.float32)}
+    for i in range(3)
+]
 BAD = np.float32(np.nan)
 
 
@@ -33,7 +36,9 @@ def loss_scaled(inner: optax.GradientTransformation) -> optax.GradientTransforma
         return new, Scale(jnp.where(finite, state.scale, state.scale / 2), kept)
 
     inner_update = inner.update
-    return optax.GradientTransformation(lambda params: Scale(jnp.float32(8), inner.init(params)), update)
+    return optax.GradientTransformation(
+        lambda params: Scale(jnp.float32(8), inner.init(params)), update
+    )
 
 
 GUARDS = {
@@ -61,7 +66,9 @@ def pipeline(optimizer: Any, schedule: str, stages: int = 2) -> jvpipe.Pipeline:
     return jvpipe.Pipeline(loss_fn, optimizer, stages, MICRO, schedule, planner="even")
 
 
-def advanced(pipe: jvpipe.Pipeline, state: jvpipe.State, bad: tuple[int, ...], steps: range) -> jvpipe.State:
+def advanced(
+    pipe: jvpipe.Pipeline, state: jvpipe.State, bad: tuple[int, ...], steps: range
+) -> jvpipe.State:
     """Reads every loss, so that it is known at the next step."""
     for newest, metrics in pipe.run(state, (batch(i, bad=i in bad) for i in steps)):
         assert np.isfinite(float(metrics["loss"])) == (newest.step - 1 not in bad)
@@ -80,17 +87,25 @@ def test_what_leaves_a_bad_step_out_trains_on_and_resumes(
     state = pipe.wait(advanced(pipe, state, bad, range(2, 6)))
     params = jax.tree.leaves(pipe.params(state))
     assert all(np.isfinite(x).all() for x in params)
-    told = [r.message for r in caplog.records if "no parameter is NaN, so training goes on" in r.message]
+    told = [
+        r.message for r in caplog.records if "no parameter is NaN, so training goes on" in r.message
+    ]
     between = schedule == "pipedream"  # in a stream also after a micro-batch of the same step
     assert len(told) == 2 + between, "once, and once more after the loss had been a number"
     if schedule == "pipedream":
-        assert told[0].startswith("the loss of micro-batch 1 (step 0) is nan at stage 1, read with versions [0, 1]")
+        assert told[0].startswith(
+            "the loss of micro-batch 1 (step 0) is nan at stage 1, read with versions [0, 1]"
+        )
     else:
-        assert [text.split(";")[0] for text in told] == [f"the loss of step {i} is nan at stage 1" for i in (0, 2)]
+        assert [text.split(";")[0] for text in told] == [
+            f"the loss of step {i} is nan at stage 1" for i in (0, 2)
+        ]
 
         @jax.jit
         def step(params: Any, moments: Any, batch: Any) -> tuple[Any, Any]:
-            updates, moments = optimizer.update(jax.grad(loss_fn)(params, batch, None), moments, params)
+            updates, moments = optimizer.update(
+                jax.grad(loss_fn)(params, batch, None), moments, params
+            )
             return optax.apply_updates(params, updates), moments
 
         plain, moments = PARAMS, optimizer.init(PARAMS)  # what optax does alone
@@ -109,7 +124,11 @@ def test_without_a_guard_the_run_stops_and_the_state_is_not_lost(schedule: str) 
     pipe = pipeline(optax.adam(1e-2), schedule)
     seen = [(pipe.init(PARAMS, batch(0), None), 0.0)]
     stream = pipe.run(seen[0][0], (batch(i, bad=i == 2) for i in range(9)))
-    with pytest.raises(ValueError, match=r"the loss of .*step 2\)? is nan at stage 1.* and parameter '0/b' is NaN"):
+    with pytest.raises(
+        ValueError, match=r"the loss of .*step 2\)? is nan at stage 1.* and parameter '0/b' is NaN"
+    ):
         seen.extend((state, float(metrics["loss"])) for state, metrics in stream)
-    assert len(seen) == 4 + (schedule == "pipedream")  # told with the next step, or once that is under way
+    assert len(seen) == 4 + (
+        schedule == "pipedream"
+    )  # told with the next step, or once that is under way
     assert np.isnan(pipe.params(seen[-1][0])[0]["b"]).all()

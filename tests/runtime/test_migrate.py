@@ -46,13 +46,19 @@ def pipeline(m: Case, stages: Any, schedule: str = "1f1b", **options: Any) -> jv
     )
 
 
-def started(m: Case, stages: Any, schedule: str = "1f1b", **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
+def started(
+    m: Case, stages: Any, schedule: str = "1f1b", **options: Any
+) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe = pipeline(m, stages, schedule, **options)
     return pipe, pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state)
 
 
 def trained(
-    m: Case, pipe: jvpipe.Pipeline, state: jvpipe.State, moves: Sequence[Moment] = (), steps: int = STEPS
+    m: Case,
+    pipe: jvpipe.Pipeline,
+    state: jvpipe.State,
+    moves: Sequence[Moment] = (),
+    steps: int = STEPS,
 ) -> tuple[list[float], list[Any]]:
     """Losses and final parameters; the moves are asked for at the start."""
     for at, plan in moves:
@@ -89,7 +95,10 @@ def random_plan(pipe: jvpipe.Pipeline, draw: random.Random) -> jvpipe.Plan:
     ("name", "schedule"),
     grid(
         [
-            *((name, "1f1b") for name in ("one-hot", "resnet", "with-aux", "three-readers", "chained-keys")),
+            *(
+                (name, "1f1b")
+                for name in ("one-hot", "resnet", "with-aux", "three-readers", "chained-keys")
+            ),
             *((name, "gpipe") for name in ("resnet", "three-readers")),
         ],
         ("one-hot", "1f1b"),
@@ -103,7 +112,9 @@ def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
     pipe, state = started(m, random_plan(pipe, draw), schedule)
     moves = [((step, draw.randrange(MICRO)), random_plan(pipe, draw)) for step in range(STEPS)]
     assert_same(trained(m, pipe, state, moves), expected)
-    assert [(c.step, c.new.cuts) for c in pipe.session.history] == [(at[0], plan.cuts) for at, plan in moves]
+    assert [(c.step, c.new.cuts) for c in pipe.session.history] == [
+        (at[0], plan.cuts) for at, plan in moves
+    ]
     assert any(c.how == "inside" for c in pipe.session.history)
 
 
@@ -151,7 +162,10 @@ def test_a_move_is_counted_to_the_byte() -> None:
     for row, counted, real in found:
         assert counted == real, f"before {row}"
     assert pipe.session.history[0].moved_bytes == sum(
-        bound.lowered.buffers[b].bytes for row in bound.lowered.rows if row.kind == "MOVE" for b in row.writes
+        bound.lowered.buffers[b].bytes
+        for row in bound.lowered.rows
+        if row.kind == "MOVE"
+        for b in row.writes
     )
     idle = [compiled.placing.peaks({}) for compiled in (migration.old, pipe.session.compiled)]
     most = zip(pipe.session.compiled.peaks_of(bound), *idle, strict=True)
@@ -246,10 +260,16 @@ def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
         pipe.session.migrations.queue.append(migration)
         with pytest.raises(StageError, match="no link") as error:
             pipe.step(state, batch_of(m, MICRO))
-        assert (pipe.plan.cuts, pipe.session.history, len(pipe.session.migrations.queue)) == ((2, 2), [], 0)
+        assert (pipe.plan.cuts, pipe.session.history, len(pipe.session.migrations.queue)) == (
+            (2, 2),
+            [],
+            0,
+        )
         assert pipe.plan.stages[0].devices == (0,)
         if any(x.is_deleted() for x in state.arrays):
-            with pytest.raises(ValueError, match="if that step failed, go on from the last checkpoint"):
+            with pytest.raises(
+                ValueError, match="if that step failed, go on from the last checkpoint"
+            ):
                 pipe.step(state, batch_of(m, MICRO))
             way = "checkpoint" if error.value.state is None else "error"
             state = error.value.state or pipe.restore(tmp_path / "state")
@@ -259,7 +279,12 @@ def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
         assert_same(trained(m, pipe, state, steps=1), expected)
         ways.add(way)
     assert (
-        ways == {"inside": {"state", "checkpoint"}, "between": {"state", "error"}, "by host": {"state", "error"}}[how]
+        ways
+        == {
+            "inside": {"state", "checkpoint"},
+            "between": {"state", "error"},
+            "by host": {"state", "error"},
+        }[how]
     )
 
 
@@ -289,7 +314,9 @@ def test_a_copy_that_fails_in_another_process_leaves_this_one_whole_too() -> Non
     arrays = moved_between_steps(migration, state, session.controller)
     assert all(x.is_deleted() for x in state.arrays)
     assert sum(pipe.ledger.live) == sum(x.nbytes for x in arrays)
-    assert [x.devices() for x in arrays] == [{new.devices[buffer.place]} for buffer in new.persistent]
+    assert [x.devices() for x in arrays] == [
+        {new.devices[buffer.place]} for buffer in new.persistent
+    ]
 
 
 def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:
@@ -306,14 +333,19 @@ def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:
         pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(0, 1))
 
 
-def test_a_move_that_comes_while_another_waits_is_queued_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_that_comes_while_another_waits_is_queued_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, jvpipe.Plan.from_cuts([2, 3]))
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(1, 2))
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([4, 1]))
     assert "the next one waits for step 2" in caplog.text
     trained(m, pipe, state)
-    assert [(c.step, c.microbatch, c.new.cuts) for c in pipe.session.history] == [(1, 2, (3, 2)), (2, 0, (4, 1))]
+    assert [(c.step, c.microbatch, c.new.cuts) for c in pipe.session.history] == [
+        (1, 2, (3, 2)),
+        (2, 0, (4, 1)),
+    ]
 
 
 def test_another_run_finds_no_move_that_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,6 +368,8 @@ def test_any_cut_restores_what_another_saved_and_moves_on(tmp_path: Any) -> None
         state, _ = pipe.step(state, batch_of(m, MICRO))
     pipe.save(tmp_path / "state", state)
     other = pipeline(m, jvpipe.Plan.from_cuts([4, 3]))
-    losses, params = trained(m, other, other.restore(tmp_path / "state"), [((2, 1), pipe.plan)], steps=2)
+    losses, params = trained(
+        m, other, other.restore(tmp_path / "state"), [((2, 1), pipe.plan)], steps=2
+    )
     assert losses == expected[0][2:]
     assert_same(([], params), ([], expected[1]))

@@ -37,7 +37,12 @@ def pipeline(m: Case, stages: Any, schedule: str, **options: Any) -> jvpipe.Pipe
 
 
 def run(
-    m: Case, schedule: str, stages: Any, moves: dict[tuple[int, int], Any], steps: int = STEPS, **options: Any
+    m: Case,
+    schedule: str,
+    stages: Any,
+    moves: dict[tuple[int, int], Any],
+    steps: int = STEPS,
+    **options: Any,
 ) -> tuple[jvpipe.Pipeline, jvpipe.State, list[float]]:
     """A stream whose plan changes at these (step, micro-batch); a plan may be a function of the pipeline."""
     pipe, batches = pipeline(m, stages, schedule, **options), batches_of(m, steps)
@@ -47,7 +52,9 @@ def run(
     while len(losses) < steps:
         for at, plan in moves.items():
             if at[0] == len(losses):
-                state = pipe.migrate(state, plan if isinstance(plan, jvpipe.Plan) else plan(pipe), at)
+                state = pipe.migrate(
+                    state, plan if isinstance(plan, jvpipe.Plan) else plan(pipe), at
+                )
         for found in pipe.run(state, stream, 1):
             state, metrics = found
             losses.append(float(metrics["loss"]))
@@ -63,9 +70,14 @@ def run(
 )
 def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
     m, draw = CASES[case](), random.Random(f"{case} {schedule}")
-    moves = {(step, draw.randrange(MICRO)): lambda pipe: random_plan(pipe, draw) for step in range(1, STEPS - 1)}
+    moves = {
+        (step, draw.randrange(MICRO)): lambda pipe: random_plan(pipe, draw)
+        for step in range(1, STEPS - 1)
+    }
     pipe, state, losses = run(m, schedule, 3, moves)
-    again, each = jvpipe.replay(pipe.ledger, pipe, m.params, batches_of(m, STEPS), key_of(m), m.state)
+    again, each = jvpipe.replay(
+        pipe.ledger, pipe, m.params, batches_of(m, STEPS), key_of(m), m.state
+    )
     assert_same(pipe.params(state), again)
     assert len(each) == STEPS * MICRO
     assert all(np.isfinite(losses))
@@ -82,7 +94,10 @@ def lawful(pipe: jvpipe.Pipeline, name: str) -> None:
     schedule = find_schedule(SCHEDULES[name])
     moments = [(c.step * MICRO + c.microbatch, c.new) for c in pipe.session.history]
     plans = [(0, pipe.session.history[0].old), *moments]
-    tables = {S: versions(schedule, schedule.with_updates(S, MICRO, 2 * STEPS), MICRO) for S in range(1, 5)}
+    tables = {
+        S: versions(schedule, schedule.with_updates(S, MICRO, 2 * STEPS), MICRO)
+        for S in range(1, 5)
+    }
     for (layer, m), reads in pipe.ledger.versions.table().items():
         start, plan = [leg for leg in plans if leg[0] <= m][-1]
         before = plans[max(plans.index((start, plan)) - 1, 0)][1]
@@ -122,7 +137,11 @@ def test_a_run_saved_on_the_way_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_run_that_broke_on_the_way_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    m, here, there = CASES["mlp"](), jvpipe.Plan.from_cuts([1, 2, 2]), jvpipe.Plan.from_cuts([2, 2, 1])
+    m, here, there = (
+        CASES["mlp"](),
+        jvpipe.Plan.from_cuts([1, 2, 2]),
+        jvpipe.Plan.from_cuts([2, 2, 1]),
+    )
     pipe, state, _ = run(m, "pipedream", here, {}, 1)
     pipe.save(tmp_path / "plain", pipe.drain(state))
     pipe, state, _ = run(m, "pipedream", here, {(1, 1): there}, 2)
@@ -133,7 +152,9 @@ def test_a_run_that_broke_on_the_way_goes_on_from_its_checkpoint(tmp_path: Path)
         for state, _ in one.run(state, batches_of(m, 3)[1:]):  # noqa: B007, B020
             pass
         state = jax.block_until_ready(one.drain(state))
-        assert sum(one.ledger.live) == sum(x.nbytes for x in state.arrays), "nothing of the broken run is counted"
+        assert sum(one.ledger.live) == sum(x.nbytes for x in state.arrays), (
+            "nothing of the broken run is counted"
+        )
         found.append(one.params(state))
     assert_same(*found)
 

@@ -56,13 +56,17 @@ def batches() -> Any:
         yield {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
-def started(stages: Any = 2, names: Names = A, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
+def started(
+    stages: Any = 2, names: Names = A, **options: Any
+) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     optimizer = options.pop("optimizer", OPTIMIZER)
     pipe = jvpipe.Pipeline(loss_of(names), optimizer, stages, MICRO, planner="even", **options)
     return pipe, pipe.init(params_of(names), next(batches()), None)
 
 
-def stepped(pipe: jvpipe.Pipeline, state: jvpipe.State, given: Any, steps: int = 2) -> tuple[jvpipe.State, list[float]]:
+def stepped(
+    pipe: jvpipe.Pipeline, state: jvpipe.State, given: Any, steps: int = 2
+) -> tuple[jvpipe.State, list[float]]:
     losses = []
     for batch in islice(given, steps):
         state, metrics = pipe.step(state, batch)
@@ -101,11 +105,16 @@ def plainly(stream: Sequence[Names]) -> tuple[list[float], dict[Names, Any]]:
         params: Any = {name: values[name] for name in kept}
         first: Any = OPTIMIZER.init(params)
         clip, (adam, *rest) = first
-        mu, nu = ({n: moments[n][i] if n in moments else fresh[n] for n in kept} for i, fresh in enumerate(adam[1:]))
+        mu, nu = (
+            {n: moments[n][i] if n in moments else fresh[n] for n in kept}
+            for i, fresh in enumerate(adam[1:])
+        )
         state: Any = (clip, (adam._replace(count=count, mu=mu, nu=nu), *rest))
 
         @jax.jit
-        def step(params: Any, state: Any, batch: Any, names: Names = names) -> tuple[Any, Any, jax.Array]:
+        def step(
+            params: Any, state: Any, batch: Any, names: Names = names
+        ) -> tuple[Any, Any, jax.Array]:
             loss, gradient = jax.value_and_grad(loss_of(names))(params, batch, None)
             updates, state = OPTIMIZER.update(gradient, state, params)
             return optax.apply_updates(params, updates), state, loss
@@ -125,7 +134,11 @@ def test_a_stream_of_models_is_what_dictionaries_by_name_make_of_it() -> None:
     expected, plain = plainly(STREAM)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for names in after:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after[names], plain[names])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            after[names],
+            plain[names],
+        )
 
 
 @pytest.mark.parametrize("stages", [3, jvpipe.Plan.from_cuts([1, 4])])
@@ -161,7 +174,13 @@ def test_what_is_removed_comes_back_as_it_left() -> None:
     shapes = jax.eval_shape(lambda: params_of(A))
     state = pipe.update_model(state, loss_of(A), shapes)
     back = pipe.params(state)
-    for name, found in (("a", trained), ("c", trained), ("head", trained), ("b", left), ("d", left)):
+    for name, found in (
+        ("a", trained),
+        ("c", trained),
+        ("head", trained),
+        ("b", left),
+        ("d", left),
+    ):
         jax.tree.map(np.testing.assert_array_equal, back[name], found[name])
     assert (trained["a"]["kernel"] != left["a"]["kernel"]).any()
     assert pipe.session.model_history[-1].returned == change.parked
@@ -180,7 +199,9 @@ def test_the_host_holds_what_is_parked_within_its_limit() -> None:
 
     pipe, state = started(host_memory_limit=2 * block - 1)
     state, before = stepped(pipe, state, given := batches())
-    with pytest.raises(MemoryLimitExceeded, match=f"the host would hold {2 * block:,} bytes") as error:
+    with pytest.raises(
+        MemoryLimitExceeded, match=f"the host would hold {2 * block:,} bytes"
+    ) as error:
         pipe.update_model(state, loss_of(B), params_of(B))
     assert error.value.smallest_limit_bytes == 2 * block
     assert (pipe.session.model_history, pipe.ledger.host_bytes) == ([], 0)
@@ -262,7 +283,9 @@ def compiled_in(run: Callable[[], Any]) -> int:
     return len(found)
 
 
-def test_a_model_seen_before_is_neither_traced_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_seen_before_is_neither_traced_nor_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pipe, state = started()
     _, after = streamed(pipe, state)
     assert after
@@ -282,7 +305,9 @@ def test_a_model_is_compiled_ahead_in_the_background() -> None:
     pipe, state = started(optimizer=optax.adamw(0.02))
     names: Names = ("a", "x", "q", "c", "d", "r")
     state, _ = stepped(pipe, state, given := batches(), 1)
-    ahead = threading.Thread(target=pipe.precompile, args=(loss_of(names), jax.eval_shape(lambda: params_of(names))))
+    ahead = threading.Thread(
+        target=pipe.precompile, args=(loss_of(names), jax.eval_shape(lambda: params_of(names)))
+    )
     ahead.start()
     state, losses = stepped(pipe, state, given, 1)
     ahead.join()
@@ -297,8 +322,12 @@ def test_a_model_is_compiled_ahead_in_the_background() -> None:
     assert compiled_in(change) == 0
 
 
-@pytest.mark.parametrize(("optimizer", "programs"), [(optax.adamw(0.02), 0), (optax.chain(OPTIMIZER), 1)])
-def test_an_unseen_model_of_known_layers_compiles_nothing_but_a_norm_over_all(optimizer: Any, programs: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "programs"), [(optax.adamw(0.02), 0), (optax.chain(OPTIMIZER), 1)]
+)
+def test_an_unseen_model_of_known_layers_compiles_nothing_but_a_norm_over_all(
+    optimizer: Any, programs: int
+) -> None:
     """Whatever its number of layers and wherever they are cut; the norm is compiled once for each device."""
     pipe, state = started(optimizer=optimizer)
     pipe.precompile(loss_of(B), params_of(B))
@@ -335,7 +364,9 @@ def test_the_limit_is_kept_or_nothing_happens() -> None:
     assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
 
 
-def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_in_the_room_that_the_present_model_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A wide layer is not: its seconds are estimated, and the plan keeps the limit."""
     needs, estimated = list[int](), list[Any]()
     timed, guessed = measure._seconds, measure._estimated
@@ -353,7 +384,10 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(monkeypatch:
         return jnp.mean((x - batch["y"]) ** 2)
 
     def kernels(*widths: int) -> dict[str, np.ndarray]:
-        return {f"{n}_{width}": np.full((WIDTH, width), 0.1, np.float32) for n, width in enumerate(widths)}
+        return {
+            f"{n}_{width}": np.full((WIDTH, width), 0.1, np.float32)
+            for n, width in enumerate(widths)
+        }
 
     def guesses(*args: Any) -> measure.Runs:
         found = guessed(*args)
@@ -390,25 +424,39 @@ def test_mistakes_are_told_and_nothing_has_happened() -> None:
     wider["a"]["bias"] = np.zeros((2, WIDTH), np.float32)
     with pytest.raises(ValueError, match="reads parameter 'x/bias', which params lack"):
         pipe.update_model(state, loss_of(C), lacking)
-    with pytest.raises(ValueError, match=r"'a/bias' is float32\[2, 4\] in the new model, float32\[1, 4\] in the pres"):
+    with pytest.raises(
+        ValueError,
+        match=r"'a/bias' is float32\[2, 4\] in the new model, float32\[1, 4\] in the pres",
+    ):
         pipe.update_model(state, loss_of(C), wider)
     with pytest.raises(ValueError, match="parameter 'x/bias' is new: its values must be given"):
         pipe.update_model(state, loss_of(C), shapes)
     with pytest.raises(ValueError, match="2 stages need as many layers"):
         pipe.update_model(
-            state, lambda params, batch, rng: jnp.mean(params["a"] * batch["x"]), {"a": np.ones((1, 1), np.float32)}
+            state,
+            lambda params, batch, rng: jnp.mean(params["a"] * batch["x"]),
+            {"a": np.ones((1, 1), np.float32)},
         )
     assert pipe.session.model_history == []
     losses = [float(metrics["loss"]) for _, metrics in pipe.run(state, given, 2)]
     other = started(schedule="pipedream", optimizer=optax.sgd(0.1))
-    assert losses == [float(metrics["loss"]) for _, metrics in other[0].run(other[1], batches(), 4)][2:]
+    assert (
+        losses
+        == [float(metrics["loss"]) for _, metrics in other[0].run(other[1], batches(), 4)][2:]
+    )
 
 
 @pytest.mark.parametrize("how", ["beside", "by host", "in flight"])
-@pytest.mark.parametrize("target", ["jvpipe.runtime.state.Placing.initialise_optimizer", "jax.device_put"])
-def test_a_failure_on_the_way_leaves_the_state_whole(how: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "target", ["jvpipe.runtime.state.Placing.initialise_optimizer", "jax.device_put"]
+)
+def test_a_failure_on_the_way_leaves_the_state_whole(
+    how: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: Names = ("a", "v", "w", "t") if how == "by host" else B
-    options: Any = {"schedule": "pipedream", "optimizer": optax.sgd(0.1)} if how == "in flight" else {}
+    options: Any = (
+        {"schedule": "pipedream", "optimizer": optax.sgd(0.1)} if how == "in flight" else {}
+    )
     pipe, state = started(**options)
     smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
     if how == "by host":  # room for one model at a time

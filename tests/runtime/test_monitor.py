@@ -59,7 +59,10 @@ def copied_bytes(pipe: jvpipe.Pipeline, links: Sequence[tuple[int, int]]) -> lis
     names = [str(device) for device in pipe.session.settings.devices]
     spans = [span for span in pipe.session.measured().spans if span.kind == "MOVE"]
     assert all(span.start_s <= span.end_s for span in spans)
-    return [sum(s.args["bytes"] for s in spans if s.device == f"{names[a]} to {names[b]}") for a, b in links]
+    return [
+        sum(s.args["bytes"] for s in spans if s.device == f"{names[a]} to {names[b]}")
+        for a, b in links
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -108,7 +111,9 @@ def test_what_comes_from_another_process_is_told_with_its_link() -> None:
 def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
     seconds = {Kind.F: (1.0, 1.0, 9.0), Kind.B: (2.0, 8.0, 2.5), Kind.R: (0.5, 0.25, 0.75)}
     spans = [
-        Span("a", f"0{kind}{m}", 0.0, s, kind, {"layer": 0}) for kind, row in seconds.items() for m, s in enumerate(row)
+        Span("a", f"0{kind}{m}", 0.0, s, kind, {"layer": 0})
+        for kind, row in seconds.items()
+        for m, s in enumerate(row)
     ]
     found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, Kind.F, {"layer": 1})), 0, 0.0, 0.0, 0.0)
     assert found.layer_s(2) == pytest.approx([1.0 + 2.5 + 0.5, 0.0])

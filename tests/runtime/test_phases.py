@@ -12,7 +12,11 @@ from tests.session.tiny import begun
 def test_phases_are_told_in_turn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jvpipe"):
         begun(2)
-    told = [m[1] for message in caplog.messages if (m := re.fullmatch(r"(.*) took \d+\.\d\d s", message))]
+    told = [
+        m[1]
+        for message in caplog.messages
+        if (m := re.fullmatch(r"(.*) took \d+\.\d\d s", message))
+    ]
     first, *middle, last = dict.fromkeys(told)
     assert (first, last) == ("tracing and cutting the loss", "making and placing the parameters")
     assert middle == [

@@ -16,7 +16,9 @@ from tests.zoo import CASES
 PLAN = jvpipe.Plan.from_cuts([2, 3])
 
 
-def drawn(schedule: str = "1f1b", steps: int = 3, **options: Any) -> tuple[jvpipe.Pipeline, list[Picture]]:
+def drawn(
+    schedule: str = "1f1b", steps: int = 3, **options: Any
+) -> tuple[jvpipe.Pipeline, list[Picture]]:
     m = CASES["mlp"]()
     pipe, state = started(m, PLAN, schedule, **options)
     pipe.session.monitor(kept=steps)
@@ -27,7 +29,12 @@ def drawn(schedule: str = "1f1b", steps: int = 3, **options: Any) -> tuple[jvpip
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("1f1b", {}), ("1f1b", {"fates": {"*": "swap"}}), ("1f1b", {"fates": {"*": "recompute"}}), ("pipedream", {})],
+    [
+        ("1f1b", {}),
+        ("1f1b", {"fates": {"*": "swap"}}),
+        ("1f1b", {"fates": {"*": "recompute"}}),
+        ("pipedream", {}),
+    ],
 )
 def test_the_most_bytes_are_the_peak_of_the_ledger(schedule: str, options: dict[str, Any]) -> None:
     pipe, pictures = drawn(schedule, **options)
@@ -40,7 +47,9 @@ def test_the_most_bytes_are_the_peak_of_the_ledger(schedule: str, options: dict[
             assert all(earlier <= later for (earlier, _), (later, _) in pairwise(levels))
             most[place] = max(most.get(place, 0), *(held for _, held in levels))
     peaks = {str(device): peak for device, peak in pipe.ledger.peak_bytes.items()}
-    assert most == {name: peak for name, peak in (peaks | {"host": pipe.ledger.host_peak_bytes}).items() if peak}
+    assert most == {
+        name: peak for name, peak in (peaks | {"host": pipe.ledger.host_peak_bytes}).items() if peak
+    }
     assert ("host" in most) == (options.get("fates") == {"*": "swap"})
 
 
@@ -48,7 +57,10 @@ def test_a_level_is_what_is_held_where_a_step_ends() -> None:
     pipe, (*_, picture) = drawn()
     last = {place: held for place, _, held in picture.levels}
     metrics = sum(
-        b.bytes for b in (pipe.session.compiled.lowered.buffers[i] for i in pipe.session.compiled.lowered.metrics)
+        b.bytes
+        for b in (
+            pipe.session.compiled.lowered.buffers[i] for i in pipe.session.compiled.lowered.metrics
+        )
     )
     assert sum(last.values()) == sum(pipe.ledger.live) + metrics
 
@@ -62,7 +74,10 @@ def test_each_copy_leaves_what_made_it_and_arrives_where_it_is_read() -> None:
     links = Counter((both[False][0], both[True][0]) for both in ends.values() if len(both) == 2)
     assert links[first, second] >= MICRO  # activations; losses are summed elsewhere too
     assert links[second, first] >= MICRO  # their gradients
-    spans = {device: [(s.start_s, s.end_s) for s in picture.spans if s.device == device] for device in (first, second)}
+    spans = {
+        device: [(s.start_s, s.end_s) for s in picture.spans if s.device == device]
+        for device in (first, second)
+    }
     for hop in picture.hops:
         assert any(start_s <= hop.at_s <= end_s for start_s, end_s in spans[hop.device])
 
@@ -70,7 +85,9 @@ def test_each_copy_leaves_what_made_it_and_arrives_where_it_is_read() -> None:
 def test_tasks_have_the_names_of_their_layers() -> None:
     pipe, (picture, *_) = drawn(steps=1)
     labels = [pipe.session.graph.label(layer) for layer in pipe.session.graph.layers]
-    named = {span.args["layer"]: span.args["layer_name"] for span in picture.spans if span.kind is Kind.F}
+    named = {
+        span.args["layer"]: span.args["layer_name"] for span in picture.spans if span.kind is Kind.F
+    }
     assert named == dict(enumerate(labels))
 
 

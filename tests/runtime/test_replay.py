@@ -22,7 +22,9 @@ def gradients(params: Sequence[Any], m: int) -> list[np.ndarray]:
 def replayed(schedule: str, uses: Sequence[Sequence[Use]]) -> tuple[list[Any], list[float]]:
     compiled = begun(HERE, schedule=schedule)[0].session.compiled
     run = Replay(compiled, PARAMS, {}, [], compiled.traced.loss.constants)
-    losses = [run.microbatch(compiled, uses[m], [MICRO_BATCHES[m]["x"]], None) for m in range(MICRO)]
+    losses = [
+        run.microbatch(compiled, uses[m], [MICRO_BATCHES[m]["x"]], None) for m in range(MICRO)
+    ]
     return run.parameters, losses
 
 
@@ -33,8 +35,13 @@ def assert_close(a: Sequence[Any], b: Sequence[Any]) -> None:
 
 def test_a_synchronous_step_is_one_update_by_the_mean_gradient() -> None:
     uses = synchronous_uses(3, MICRO)
-    parameters, losses = replayed("1f1b", [[use for use in uses if use.microbatch == m] for m in range(MICRO)])
-    mean = [np.mean(each, axis=0) for each in zip(*(gradients(PARAMS, m) for m in range(MICRO)), strict=True)]
+    parameters, losses = replayed(
+        "1f1b", [[use for use in uses if use.microbatch == m] for m in range(MICRO)]
+    )
+    mean = [
+        np.mean(each, axis=0)
+        for each in zip(*(gradients(PARAMS, m) for m in range(MICRO)), strict=True)
+    ]
     assert_close(parameters, [w - 0.5 * g for w, g in zip(PARAMS, mean, strict=True)])
     assert_close(losses, [loss_fn(PARAMS, batch, None) for batch in MICRO_BATCHES])
 
@@ -57,8 +64,16 @@ def test_a_micro_batch_reads_the_version_that_it_is_told(read: int) -> None:
 def test_a_backward_may_read_other_weights_than_its_forward() -> None:
     """By hand: what the forward left is of the first weights, cotangents pass the newest."""
     uses = [
-        [Use(kind, layer, 0, v) for kind, v in ((Kind.F, 0), (Kind.B, 0), (Kind.U, 1)) for layer in range(3)],
-        [Use(kind, layer, 1, v) for kind, v in ((Kind.F, 0), (Kind.B, 1), (Kind.U, 2)) for layer in range(3)],
+        [
+            Use(kind, layer, 0, v)
+            for kind, v in ((Kind.F, 0), (Kind.B, 0), (Kind.U, 1))
+            for layer in range(3)
+        ],
+        [
+            Use(kind, layer, 1, v)
+            for kind, v in ((Kind.F, 0), (Kind.B, 1), (Kind.U, 2))
+            for layer in range(3)
+        ],
     ]
     parameters, _ = replayed("pipedream", uses)
     once = [w - 0.5 * g for w, g in zip(PARAMS, gradients(PARAMS, 0), strict=True)]

@@ -41,22 +41,33 @@ def test_pinned_replicas_are_dealt_out_stage_by_stage() -> None:
     assert begun(2, replicas=(1, 1))[0].plan.replicas == (1, 1)
 
 
-def test_replicas_have_the_same_parameters_after_a_step_and_share_the_optimizers_state_out() -> None:
+def test_replicas_have_the_same_parameters_after_a_step_and_share_the_optimizers_state_out() -> (
+    None
+):
     pipe, state = begun(jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), (2, 3)]), **STATEFUL)
     state, _ = pipe.step(state, BATCH)
     copies: dict[Any, list[np.ndarray]] = {}
     for buffer, array in zip(pipe.session.compiled.persistent, state.arrays, strict=True):
         assert array.devices() == {pipe.session.settings.devices[buffer.place]}
         copies.setdefault(buffer.value, []).append(np.asarray(array))
-    assert {value.kind: len(found) for value, found in copies.items()} == {"parameter": 2, "optimizer": 1}
+    assert {value.kind: len(found) for value, found in copies.items()} == {
+        "parameter": 2,
+        "optimizer": 1,
+    }
     for first, *others in copies.values():
         for other in others:
             np.testing.assert_array_equal(first, other)
     state_bytes = [
-        sum(b.bytes for b in pipe.session.compiled.persistent if b.value.kind == "optimizer" and b.place == d)
+        sum(
+            b.bytes
+            for b in pipe.session.compiled.persistent
+            if b.value.kind == "optimizer" and b.place == d
+        )
         for d in range(4)
     ]
-    assert state_bytes == [36, 36, 36, 0], "two moments of four numbers, and a count, for each of three layers"
+    assert state_bytes == [36, 36, 36, 0], (
+        "two moments of four numbers, and a count, for each of three layers"
+    )
 
 
 def test_the_ledger_the_lists_and_the_simulator_count_the_same_bytes() -> None:
@@ -64,7 +75,9 @@ def test_the_ledger_the_lists_and_the_simulator_count_the_same_bytes() -> None:
     pipe.step(state, BATCH)
     compiled = pipe.session.compiled
     assert list(pipe.ledger.peak) == [peak.bytes for peak in compiled.peaks]
-    timeline = simulate(compiled.lowered, lambda row: 1.0, temporary_bytes=compiled.step.temporary_bytes)
+    timeline = simulate(
+        compiled.lowered, lambda row: 1.0, temporary_bytes=compiled.step.temporary_bytes
+    )
     assert list(timeline.peak_bytes)[:3] == list(pipe.ledger.peak)[:3]
 
 
@@ -74,7 +87,11 @@ def test_no_program_holds_a_collective() -> None:
     programs: dict[Any, Any] = {one.row.kind: one.run for one in compiled.step.instructions}
     told = [run.as_text() for run in programs.values() if hasattr(run, "as_text")]
     assert len(told) >= 7
-    assert not [text for text in told if "all-reduce" in text or "collective" in text or "all-gather" in text]
+    assert not [
+        text
+        for text in told
+        if "all-reduce" in text or "collective" in text or "all-gather" in text
+    ]
 
 
 def test_a_checkpoint_knows_no_replicas(tmp_path: Path) -> None:
@@ -91,7 +108,12 @@ def test_a_checkpoint_knows_no_replicas(tmp_path: Path) -> None:
 def test_layers_move_between_stages_of_other_widths() -> None:
     plain, alone = begun(optimizer=optax.adam(0.1))
     pipe, state = begun(**STATEFUL)
-    plans = [TWO_ONE, ONE_TWO, jvpipe.Plan.from_cuts([1, 2], devices=[(2, 3), (0, 1)]), jvpipe.Plan.from_cuts([3])]
+    plans = [
+        TWO_ONE,
+        ONE_TWO,
+        jvpipe.Plan.from_cuts([1, 2], devices=[(2, 3), (0, 1)]),
+        jvpipe.Plan.from_cuts([3]),
+    ]
     for plan in plans:
         state, metrics = pipe.step(state, BATCH)
         alone, wanted = plain.step(alone, BATCH)
@@ -117,7 +139,10 @@ def test_a_loss_of_one_example_may_be_mapped_over_all() -> None:
 
     batch = {"x": np.linspace(0, 1, 24, dtype=np.float32).reshape(12, 2)}
     outs = []
-    for plan in (jvpipe.Plan.from_cuts([1, 2], devices=[(0, 1), (2, 3, 4)]), jvpipe.Plan.from_cuts([3])):
+    for plan in (
+        jvpipe.Plan.from_cuts([1, 2], devices=[(0, 1), (2, 3, 4)]),
+        jvpipe.Plan.from_cuts([3]),
+    ):
         pipe = jvpipe.Pipeline(mapped, optax.sgd(0.5), plan, 2, devices=jax.devices()[:5])
         state, metrics = pipe.step(pipe.init(PARAMS, batch, None), batch)
         outs.append((pipe.params(state), metrics))
@@ -144,7 +169,9 @@ def test_without_a_flush_whole_micro_batches_take_turns(widths: tuple[int, ...])
     for row in rows:
         assert row.place == places[row.stage][row.microbatch % widths[row.stage]]
     versions = {
-        use.microbatch: use.version for use in pipe.ledger.versions.uses() if (use.kind, use.layer) == (Kind.F, 0)
+        use.microbatch: use.version
+        for use in pipe.ledger.versions.uses()
+        if (use.kind, use.layer) == (Kind.F, 0)
     }
     if schedule.rule == "newest":  # four are in flight there
         assert versions == {m: max(0, m + 1 - 4) // every for m in versions}
@@ -153,9 +180,12 @@ def test_without_a_flush_whole_micro_batches_take_turns(widths: tuple[int, ...])
     assert list(pipe.ledger.peak) == [peak.bytes for peak in compiled.peaks]
     again, _ = jvpipe.replay(pipe.ledger, pipe, PARAMS, [batch] * 4, None)
     np.testing.assert_array_equal(np.stack(jax.tree.leaves(pipe.params(state))), np.stack(again))
-    plain = jvpipe.Pipeline(loss_fn, optax.adam(0.1), jvpipe.Plan.from_cuts([2, 1]), 6, devices=jax.devices()[:5])
+    plain = jvpipe.Pipeline(
+        loss_fn, optax.adam(0.1), jvpipe.Plan.from_cuts([2, 1]), 6, devices=jax.devices()[:5]
+    )
     close(
-        pipe.evaluate(state, batch)["loss"], plain.evaluate(plain.init(pipe.params(state), batch, None), batch)["loss"]
+        pipe.evaluate(state, batch)["loss"],
+        plain.evaluate(plain.init(pipe.params(state), batch, None), batch)["loss"],
     )
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2], devices=[4, 0]))
     assert sum(pipe.ledger.live) == sum(x.nbytes for x in state.arrays)
@@ -175,7 +205,9 @@ def test_another_model_has_the_replicas_of_the_one_before() -> None:
         pipe = jvpipe.Pipeline(short, optax.adam(0.1), stages, 2, planner="even", **DEVICES)
         state = pipe.init({"before": PARAMS}, BATCH, None)
         state, _ = pipe.step(state, BATCH)
-        state = pipe.update_model(state, longer, {"before": PARAMS, "new": np.eye(2, dtype=np.float32)})
+        state = pipe.update_model(
+            state, longer, {"before": PARAMS, "new": np.eye(2, dtype=np.float32)}
+        )
         assert pipe.plan.replicas == stages.replicas
         state, metrics = pipe.step(state, BATCH)
         state = pipe.update_model(state, short, {"before": PARAMS})
@@ -188,7 +220,10 @@ def normed(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, An
     x = batch["x"] @ params[0]
     mean, variance = jnp.mean(x, 0), jnp.var(x, 0)
     out = jnp.tanh((x - mean[None]) * jax.lax.rsqrt(variance + 0.1)[None] @ params[1]) @ params[2]
-    return jnp.mean(out**2), {"mean": 0.5 * state["mean"] + 0.5 * mean, "var": 0.5 * state["var"] + 0.5 * variance}
+    return jnp.mean(out**2), {
+        "mean": 0.5 * state["mean"] + 0.5 * mean,
+        "var": 0.5 * state["var"] + 0.5 * variance,
+    }
 
 
 STATISTICS = {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32)}
@@ -204,8 +239,13 @@ def test_batch_norm_has_statistics_of_each_replica_and_their_means_are_kept() ->
     parts = x[:2], x[2:]
     found = pipe.model_state(state)
     np.testing.assert_allclose(found["mean"], 0.5 * x.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(found["var"], 0.5 + 0.5 * np.mean([part.var(0) for part in parts], 0), rtol=1e-5)
-    outs = [np.tanh((part - part.mean(0)) / np.sqrt(part.var(0) + 0.1) @ PARAMS[1]) @ PARAMS[2] for part in parts]
+    np.testing.assert_allclose(
+        found["var"], 0.5 + 0.5 * np.mean([part.var(0) for part in parts], 0), rtol=1e-5
+    )
+    outs = [
+        np.tanh((part - part.mean(0)) / np.sqrt(part.var(0) + 0.1) @ PARAMS[1]) @ PARAMS[2]
+        for part in parts
+    ]
     np.testing.assert_allclose(metrics["loss"], np.mean(np.concatenate(outs) ** 2), rtol=1e-5)
     states = [
         np.asarray(a)
@@ -218,7 +258,10 @@ def test_batch_norm_has_statistics_of_each_replica_and_their_means_are_kept() ->
 
 
 def test_statistics_are_carried_from_micro_batch_to_micro_batch() -> None:
-    plan, batch = jvpipe.Plan.from_cuts([3], devices=[(0, 1)]), {"x": np.arange(16, dtype=np.float32).reshape(8, 2) / 8}
+    plan, batch = (
+        jvpipe.Plan.from_cuts([3], devices=[(0, 1)]),
+        {"x": np.arange(16, dtype=np.float32).reshape(8, 2) / 8},
+    )
     pipe = jvpipe.Pipeline(normed, optax.sgd(0.0), plan, 2, has_state=True, **DEVICES)
     state = pipe.init(PARAMS, batch, None, STATISTICS)
     expected = np.zeros(2, np.float32)
@@ -241,14 +284,27 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
     refused("each of replicas must be a whole number", replicas=(2, 0))
     refused("is named twice", replicas=(2, 1), devices=[jax.devices()[i] for i in (0, 1, 0)])
     refused("whose stages have", stages=TWO_ONE, replicas=(1, 2))
-    refused("device 1 is named for stage 0 and for stage 1", stages=jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), 1]))
+    refused(
+        "device 1 is named for stage 0 and for stage 1",
+        stages=jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), 1]),
+    )
     for schedule in ("pipemare", "interleaved", "auto", "zb-v"):
         refused("cannot run under", replicas=(2, 1), schedule=schedule, planner="jvpipe")
-    refused("an update every 1 micro-batches needs one of each replica", stages=TWO_ONE, schedule="pipedream")
-    refused("2bw on stages of .2, 1. devices needs at least 4 micro-batches", stages=TWO_ONE, schedule="2bw")
+    refused(
+        "an update every 1 micro-batches needs one of each replica",
+        stages=TWO_ONE,
+        schedule="pipedream",
+    )
+    refused(
+        "2bw on stages of .2, 1. devices needs at least 4 micro-batches",
+        stages=TWO_ONE,
+        schedule="2bw",
+    )
     coupled = lambda p, b, _: jnp.mean((b["x"] @ p[0] - jnp.mean(b["x"] @ p[0], 0)[None]) @ p[1])  # noqa: E731
     other = jvpipe.Pipeline(coupled, optax.sgd(0.1), TWO_ONE, 2, **DEVICES)
-    with pytest.raises(ValueError, match=r"layer .* cannot be replicated: .* gives single examples"):
+    with pytest.raises(
+        ValueError, match=r"layer .* cannot be replicated: .* gives single examples"
+    ):
         other.init(PARAMS, BATCH, None)
 
 
@@ -272,16 +328,24 @@ def _params_after(plan: jvpipe.Plan, **options: Any) -> Any:
 
 def test_deferred_batch_norm_remembers_the_mean_of_whole_batches() -> None:
     def loss(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-        x, state = jvpipe.deferred_batch_norm(batch["x"] @ params[0], state, microbatches=2, momentum=0.5)
+        x, state = jvpipe.deferred_batch_norm(
+            batch["x"] @ params[0], state, microbatches=2, momentum=0.5
+        )
         return jnp.mean(jnp.tanh(x @ params[1]) ** 2), state
 
     batch = {"x": np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)}
     options: dict[str, Any] = {"replicas": (2, 1), "has_state": True, **DEVICES}
-    pipe = jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, model_state_reduce={"*items": "same"}, **options)
+    pipe = jvpipe.Pipeline(
+        loss, optax.sgd(0.1), 2, 2, model_state_reduce={"*items": "same"}, **options
+    )
     state = pipe.init(PARAMS, batch, None, jvpipe.BatchStatistics.of(2))
     state, _ = pipe.step(state, batch)
     found = pipe.model_state(state)
     np.testing.assert_allclose(found.mean, 0.5 * (batch["x"] @ PARAMS[0]).mean(0), rtol=1e-4)
     assert (found.items, found.seen) == (0, 0)
-    with pytest.raises(ValueError, match=r"model state 'items' .* model_state_reduce={'items': 'mean'}"):
-        jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, **options).init(PARAMS, batch, None, jvpipe.BatchStatistics.of(2))
+    with pytest.raises(
+        ValueError, match=r"model state 'items' .* model_state_reduce={'items': 'mean'}"
+    ):
+        jvpipe.Pipeline(loss, optax.sgd(0.1), 2, 2, **options).init(
+            PARAMS, batch, None, jvpipe.BatchStatistics.of(2)
+        )

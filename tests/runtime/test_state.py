@@ -24,7 +24,10 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
 
 def init(key: jax.Array) -> Any:
     """Each matrix takes more while it is made than it holds."""
-    return [jnp.sort(jax.random.normal(k, (64, D * D)), axis=0)[31].reshape(D, D) for k in jax.random.split(key, 3)]
+    return [
+        jnp.sort(jax.random.normal(k, (64, D * D)), axis=0)[31].reshape(D, D)
+        for k in jax.random.split(key, 3)
+    ]
 
 
 def pipeline(**options: Any) -> jvpipe.Pipeline:
@@ -35,7 +38,10 @@ def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> N
     batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
     pipe = pipeline()
     pipe.init(init, batch, key)
-    while_made, step = pipe.ledger.peak_bytes, max(peak.bytes for peak in pipe.session.compiled.peaks)
+    while_made, step = (
+        pipe.ledger.peak_bytes,
+        max(peak.bytes for peak in pipe.session.compiled.peaks),
+    )
     most = max(while_made.values())
     assert most > step, "the case shows nothing"
     pipeline(memory_limit=most).init(init, batch, key)
@@ -48,7 +54,9 @@ def test_a_limit_that_is_named_is_enough_to_make_the_parameters() -> None:
     batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
 
     def pipeline(limit: int) -> jvpipe.Pipeline:
-        return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, 2, devices=jax.devices()[:2], memory_limit=limit)
+        return jvpipe.Pipeline(
+            loss_fn, optax.sgd(0.1), 2, 2, devices=jax.devices()[:2], memory_limit=limit
+        )
 
     with pytest.raises(jvpipe.MemoryLimitExceeded) as told:
         pipeline(1).init(init, batch, key)

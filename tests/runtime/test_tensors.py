@@ -10,7 +10,10 @@ from jvpipe.ir.rows import Row
 from jvpipe.runtime.tensors import Ledger, Limits, MemoryLimitExceeded
 
 DEVICES = tuple(jax.devices()[:2])
-LOW, HIGH = Peak(10, None, (("parameter", 10),)), Peak(1200, Row(Kind.B, 1, 1, 4, 2, (), ()), (("residual", 1100),))
+LOW, HIGH = (
+    Peak(10, None, (("parameter", 10),)),
+    Peak(1200, Row(Kind.B, 1, 1, 4, 2, (), ()), (("residual", 1100),)),
+)
 EMPTY = Peak(0, None, ())
 
 
@@ -41,7 +44,9 @@ def test_an_exceeded_limit_names_the_device_the_task_the_holders_and_one_that_wo
     with pytest.raises(MemoryLimitExceeded) as refused:
         Limits(1199).check((LOW, HIGH, EMPTY), DEVICES)
     told = str(refused.value)
-    assert told.startswith(f"{DEVICES[1]} would hold 1,200 bytes at task 1B2[layer 4], the limit is 1,199")
+    assert told.startswith(
+        f"{DEVICES[1]} would hold 1,200 bytes at task 1B2[layer 4], the limit is 1,199"
+    )
     assert "It holds residual 1,100" in told
     Limits(refused.value.smallest_limit_bytes).check((LOW, HIGH, EMPTY), DEVICES)
 
@@ -49,7 +54,9 @@ def test_an_exceeded_limit_names_the_device_the_task_the_holders_and_one_that_wo
 def test_what_is_parked_lies_beside_what_is_swapped() -> None:
     parked = {("parameter", Array("gone", (4,), "float32", 16)): None}
     peaks = (LOW, LOW, Peak(10, None, (("residual", 10),)))
-    with pytest.raises(MemoryLimitExceeded, match=r"the host would hold 26 bytes while asleep.*parked 16") as refused:
+    with pytest.raises(
+        MemoryLimitExceeded, match=r"the host would hold 26 bytes while asleep.*parked 16"
+    ) as refused:
         Limits(None, 25, parked).check(peaks, DEVICES, "while asleep")
     Limits(None, refused.value.smallest_limit_bytes, parked).check(peaks, DEVICES)
     Limits(None, 25).check(peaks, DEVICES)

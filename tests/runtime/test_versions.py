@@ -55,16 +55,24 @@ def test_numbers_count_from_those_of_the_run() -> None:
     assert ledger.table() == {(0, 6): Reads(3, 3, 4)}
     assert ledger.staleness(2) == (0, 0)
     assert VersionLedger.from_json(ledger.to_json()).table() == ledger.table()
-    assert VersionLedger.from_json(ledger.to_json()["runs"]).table() == ledger.table()  # as it was once saved
+    assert (
+        VersionLedger.from_json(ledger.to_json()["runs"]).table() == ledger.table()
+    )  # as it was once saved
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 5), st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_what_is_saved_knows_all_that_is_not_over(layers: int, steps: int, late: int, every: int) -> None:
+def test_what_is_saved_knows_all_that_is_not_over(
+    layers: int, steps: int, late: int, every: int
+) -> None:
     ledger = stream(layers, steps, late, 3 * every, every)
     saved = VersionLedger.from_json(json.loads(json.dumps(ledger.to_json())))
     known = saved.table()
-    assert all(known[at] == reads for at, reads in ledger.table().items() if at in known or reads.update is None)
+    assert all(
+        known[at] == reads
+        for at, reads in ledger.table().items()
+        if at in known or reads.update is None
+    )
     assert saved.staleness(layers) == ledger.staleness(layers)
     assert saved.complete == (known == ledger.table())
 

@@ -29,7 +29,9 @@ STAGES = range(2, 9)
 CHUNKS = (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize(("schedule", "lists"), [(Interleaved(), INTERLEAVED), (ZBH1(), ZB_H1)], ids=["v = 2", "zb-h1"])
+@pytest.mark.parametrize(
+    ("schedule", "lists"), [(Interleaved(), INTERLEAVED), (ZBH1(), ZB_H1)], ids=["v = 2", "zb-h1"]
+)
 def test_lists_are_those_of_the_table(schedule: Schedule, lists: str) -> None:
     assert letters(schedule.lists(4, 8)) == table(lists)
 
@@ -44,7 +46,9 @@ def test_runs_as_its_own_documentation_draws() -> None:
 @pytest.mark.parametrize("stages", STAGES)
 def test_one_whole_chunk_is_1f1b(stages: int) -> None:
     for microbatches in range(1, 4 * stages):
-        assert Interleaved(chunks=1).lists(stages, microbatches) == one_f_one_b(stages, microbatches)
+        assert Interleaved(chunks=1).lists(stages, microbatches) == one_f_one_b(
+            stages, microbatches
+        )
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -55,7 +59,10 @@ def test_whole_backwards_take_what_the_formula_says(stages: int, chunks: int) ->
         if m >= stages:
             assert clock.step == 3 * (m + Fraction(stages - 1, chunks))
         if m % stages == 0 and chunks > 1:
-            most = [Fraction((chunks - 1) * stages + 2 * (stages - 1 - d) + 1, chunks) for d in range(stages)]
+            most = [
+                Fraction((chunks - 1) * stages + 2 * (stages - 1 - d) + 1, chunks)
+                for d in range(stages)
+            ]
             assert clock.peaks() == [min(k, Fraction(m)) for k in most]
 
 
@@ -72,7 +79,12 @@ def test_split_backwards_take_what_the_formula_says(stages: int, chunks: int) ->
 
 @pytest.mark.parametrize(("F", "I", "W"), [(2, 3, 2), (1, 4, 1), (5, 3, 1)])
 @pytest.mark.parametrize("stages", STAGES)
-def test_zb_h1_takes_what_the_formula_says_of_uneven_halves(stages: int, F: int, I: int, W: int) -> None:  # noqa: E741
+def test_zb_h1_takes_what_the_formula_says_of_uneven_halves(
+    stages: int,
+    F: int,
+    I: int,  # noqa: E741 - the papers' letter
+    W: int,
+) -> None:
     for m in range(stages, 4 * stages):
         clock = Clock(ZBH1().lists(stages, m), 1, {"F": F, "I": I, "W": W})
         assert clock.step == m * (F + I + W) + (stages - 1) * (F + I - W)
@@ -81,34 +93,62 @@ def test_zb_h1_takes_what_the_formula_says_of_uneven_halves(stages: int, F: int,
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_every_stage_adds_its_gradients_in_ascending_order(stages: int, chunks: int, split: bool) -> None:
+def test_every_stage_adds_its_gradients_in_ascending_order(
+    stages: int, chunks: int, split: bool
+) -> None:
     for microbatches in range(1, 4 * stages):
-        checked_order(Interleaved(chunks=chunks, split=split).lists(stages, microbatches), chunks, microbatches)
+        checked_order(
+            Interleaved(chunks=chunks, split=split).lists(stages, microbatches),
+            chunks,
+            microbatches,
+        )
 
 
 def test_lateness_is_chosen_per_device() -> None:
     lists = ZBH1(late=[0, 0, 2]).lists(3, 3)
     assert letters(lists)[1:] == ["F0 F1 B0 F2 B1 B2", "F0 I0 F1 I1 F2 I2 W0 W1 W2"]
-    with pytest.raises(ValueError, match=r"late=\(0, 1\) names 2 devices, there are 3: give a number each"):
+    with pytest.raises(
+        ValueError, match=r"late=\(0, 1\) names 2 devices, there are 3: give a number each"
+    ):
         ZBH1(late=[0, 1]).lists(3, 3)
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"late=\(1,\) is for the second halves of backwards: add split=True"):
+    with pytest.raises(
+        ValueError, match=r"late=\(1,\) is for the second halves of backwards: add split=True"
+    ):
         Interleaved(late=[1])
-    with pytest.raises(ValueError, match="each of late must be a whole number of at least 0, not -1"):
+    with pytest.raises(
+        ValueError, match="each of late must be a whole number of at least 0, not -1"
+    ):
         ZBH1(late=[-1, 0])
     with pytest.raises(ValueError, match="chunks must be a whole number of at least 1, not 0"):
         Interleaved(chunks=0)
-    with pytest.raises(ValueError, match="chunks=1000000000 are more than a model has layers: use 2 or 4"):
+    with pytest.raises(
+        ValueError, match="chunks=1000000000 are more than a model has layers: use 2 or 4"
+    ):
         Interleaved(chunks=10**9)
-    with pytest.raises(ValueError, match=r"late must be whole numbers, such as \(0, 1\), not \[0.5, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"late must be whole numbers, such as \(0, 1\), not \[0.5, 1\]"
+    ):
         numbers_of(0, "late", [0.5, 1])
 
 
 def test_schedules_of_equal_options_are_equal() -> None:
-    some = [Interleaved(), Interleaved(chunks=3), Interleaved(split=True), ZBH1(), ZBH1(late=(0, 1))]
-    again = [Interleaved(), Interleaved(chunks=3), Interleaved(split=True), ZBH1(), ZBH1(late=[0, 1])]
+    some = [
+        Interleaved(),
+        Interleaved(chunks=3),
+        Interleaved(split=True),
+        ZBH1(),
+        ZBH1(late=(0, 1)),
+    ]
+    again = [
+        Interleaved(),
+        Interleaved(chunks=3),
+        Interleaved(split=True),
+        ZBH1(),
+        ZBH1(late=[0, 1]),
+    ]
     assert some == again
     assert len({*some, *again}) == len({schedule.name for schedule in some}) == 5
     assert ZBH1(late=[0, 1]).options["late"] == [0, 1]

@@ -14,7 +14,9 @@ from jvpipe.schedules.vee import VSchedule
 def test_a_micro_batch_has_been_all_the_way_before_the_next_one_begins(placed: Schedule) -> None:
     schedule, stages = one_by_one(placed), placed.stages_on(3)
     lists = schedule.tasks(3, 2)
-    assert [schedule.device_of(s, 3) for s in range(stages)] == [placed.device_of(s, 3) for s in range(stages)]
+    assert [schedule.device_of(s, 3) for s in range(stages)] == [
+        placed.device_of(s, 3) for s in range(stages)
+    ]
     assert schedule.in_flight(3, 2) == (1,) * stages
     for tasks in lists:
         mine = sorted({task.stage for task in tasks})

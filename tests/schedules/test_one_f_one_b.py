@@ -33,7 +33,9 @@ def test_runs_as_drawn(stages: int, drawing: str) -> None:
 
 
 def test_runs_as_its_own_documentation_draws() -> None:
-    assert started(one_f_one_b(3, 4)) == parse(import_module("jvpipe.schedules.one_f_one_b").__doc__ or "")
+    assert started(one_f_one_b(3, 4)) == parse(
+        import_module("jvpipe.schedules.one_f_one_b").__doc__ or ""
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
@@ -47,7 +49,9 @@ def test_keeps_as_many_in_flight_as_stages_follow(stages: int, microbatches: int
         assert most == min(stages - stage, microbatches)
         assert in_flight == 0
         for kind in (Kind.F, Kind.B):
-            assert [task.microbatch for task in tasks if task.kind == kind] == list(range(microbatches))
+            assert [task.microbatch for task in tasks if task.kind == kind] == list(
+                range(microbatches)
+            )
 
 
 def test_eager_holds_twice_as_many_but_one() -> None:
@@ -58,7 +62,9 @@ def test_eager_holds_twice_as_many_but_one() -> None:
 
 
 def test_numbers_in_flight_that_would_stop_the_pipeline_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"most=\[1, 2\] must fall from device to device, to 1 or more"):
+    with pytest.raises(
+        ValueError, match=r"most=\[1, 2\] must fall from device to device, to 1 or more"
+    ):
         OneFOneB(most=[1, 2])
     with pytest.raises(ValueError, match=r"most=\(2, 1\) names 2 devices, there are 3"):
         OneFOneB(most=[2, 1]).lists(3, 3)

@@ -18,11 +18,15 @@ def test_an_update_follows_one_backward_of_each_device() -> None:
     first, last = taking_turns(PipeDream(update_every=2), PLAN).with_updates(2, 6)
     assert text(first) == "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0U1 0F5 0B2 0B3 0U3 0B4 0B5 0U5"
     assert text(last) == "1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U3 1F4 1B4 1F5 1B5 1U5"
-    assert taking_turns(TwoBW(), Plan.from_cuts([1, 1])).with_updates(2, 2) == TwoBW().with_updates(2, 2)
+    assert taking_turns(TwoBW(), Plan.from_cuts([1, 1])).with_updates(2, 2) == TwoBW().with_updates(
+        2, 2
+    )
 
 
 @pytest.mark.parametrize("replicas", [*product((1, 2, 4), repeat=3)])
-def test_where_each_device_has_as_much_to_do_all_of_them_are_busy(replicas: tuple[int, ...]) -> None:
+def test_where_each_device_has_as_much_to_do_all_of_them_are_busy(
+    replicas: tuple[int, ...],
+) -> None:
     count = 64
 
     def waits_for(task: Task) -> list[Task]:

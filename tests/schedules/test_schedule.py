@@ -25,19 +25,29 @@ def test_lists_are_read_from_csv_as_they_were_written(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_what_devices_hold_jointly_is_the_peak_of_its_lists(name: str, microbatches: int) -> None:
     schedule = SCHEDULES[name]
-    clock = Clock(schedule.lists(4, microbatches), schedule.chunks, {"F": 1, "B": 2, "I": 1, "W": 1})
+    clock = Clock(
+        schedule.lists(4, microbatches), schedule.chunks, {"F": 1, "B": 2, "I": 1, "W": 1}
+    )
     for between in (0, 1, 2):
         held = schedule.held(4, microbatches)
-        most = [max(sum(k + between * w for k, w in vector) for vector in vectors) for vectors in held]
+        most = [
+            max(sum(k + between * w for k, w in vector) for vector in vectors) for vectors in held
+        ]
         within = [peak * schedule.chunks for peak in clock.peaks(between)]
         # on the first stage backwards are run whole, and hold nothing between
-        assert most == within or (between > 1 and all(m <= w for m, w in zip(most, within, strict=True)))
+        assert most == within or (
+            between > 1 and all(m <= w for m, w in zip(most, within, strict=True))
+        )
 
 
 def test_no_vector_is_within_another() -> None:
     for vectors in find_schedule("v-half").held(6, 24):
         flat = [[n for pair in vector for n in pair] for vector in vectors]
-        assert not any(a is not b and all(x <= y for x, y in zip(a, b, strict=True)) for a in flat for b in flat)
+        assert not any(
+            a is not b and all(x <= y for x, y in zip(a, b, strict=True))
+            for a in flat
+            for b in flat
+        )
 
 
 def test_in_flight_counts_each_stage_for_itself() -> None:
@@ -52,17 +62,24 @@ def test_stages_are_chunks_of_devices() -> None:
 
 def test_more_stages_than_layers_are_refused_with_the_chunks_that_would_do() -> None:
     Interleaved(chunks=4).check_layers(3, 12)
-    with pytest.raises(ValueError, match=r"needs 4 x 3 = 12 stages, .* 11 layers: 3 chunks per device would"):
+    with pytest.raises(
+        ValueError, match=r"needs 4 x 3 = 12 stages, .* 11 layers: 3 chunks per device would"
+    ):
         Interleaved(chunks=4).check_layers(3, 11)
     with pytest.raises(ValueError, match="one chunk per device would do: use '1f1b' or 'zb-h1'"):
         Interleaved(chunks=4).check_layers(3, 5)
-    with pytest.raises(ValueError, match=r"zb-v needs 2 x 3 = 6 stages, the model has 5 layers: a vee has two chunks"):
+    with pytest.raises(
+        ValueError,
+        match=r"zb-v needs 2 x 3 = 6 stages, the model has 5 layers: a vee has two chunks",
+    ):
         find_schedule("zb-v").check_layers(3, 5)
 
 
 def test_streams_of_split_backwards_or_chunks_are_refused() -> None:
     split = Schedule(name="mine", lists=InterleavedLists(split=True), synchronous=False)
-    with pytest.raises(ValueError, match=r"backwards in two halves and updates before the step ends.*'zb-h1'"):
+    with pytest.raises(
+        ValueError, match=r"backwards in two halves and updates before the step ends.*'zb-h1'"
+    ):
         split.check(2, 4)
     with pytest.raises(ValueError, match=r"2 chunks per device and updates before the step ends"):
         Schedule(name="mine", lists=InterleavedLists(2), chunks=2, synchronous=False).check(2, 4)

@@ -38,7 +38,10 @@ def test_a_stage_holds_so_many_versions(schedule: Schedule, held: list[int]) -> 
 
 def test_an_update_follows_every_backward_or_the_last_of_some() -> None:
     assert text(PipeDream().with_updates(2, 2)[1]) == "1F0 1B0 1U0 1F1 1B1 1U1"
-    assert text(XPipe(update_every=2).with_updates(2, 4)[1]) == "1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U3"
+    assert (
+        text(XPipe(update_every=2).with_updates(2, 4)[1])
+        == "1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U3"
+    )
     assert text(TwoBW().with_updates(1, 3)[0]) == "0F0 0B0 0F1 0B1 0F2 0B2 0U2"
 
 
@@ -60,11 +63,19 @@ def test_a_last_stage_neither_predicts_nor_corrects(stages: int) -> None:
 
 
 def test_options_are_named_where_they_are_refused() -> None:
-    with pytest.raises(ValueError, match="update_every must be a whole number of at least 1, not 0"):
+    with pytest.raises(
+        ValueError, match="update_every must be a whole number of at least 1, not 0"
+    ):
         PipeDream(update_every=0)
-    with pytest.raises(ValueError, match="anneal_updates must be a whole number of at least 0, not -1"):
+    with pytest.raises(
+        ValueError, match="anneal_updates must be a whole number of at least 0, not -1"
+    ):
         PipeMare(anneal_updates=-1)
-    with pytest.raises(ValueError, match="update_every must be a whole number of at least 1, not '2'"):
+    with pytest.raises(
+        ValueError, match="update_every must be a whole number of at least 1, not '2'"
+    ):
         at_least(1, update_every="2")
-    with pytest.raises(ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"):
+    with pytest.raises(
+        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"
+    ):
         TwoBW().check(3, 2)

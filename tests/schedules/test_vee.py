@@ -51,7 +51,10 @@ def test_lists_are_those_of_the_table(memory: Memory, lists: str) -> None:
 
 def test_runs_as_its_own_documentation_draws() -> None:
     full, half = drawings(import_module("jvpipe.schedules.vee").__doc__ or "")
-    for schedule, microbatches, drawing in ((VSchedule(), 5, full), (VSchedule(memory="half"), 4, half)):
+    for schedule, microbatches, drawing in (
+        (VSchedule(), 5, full),
+        (VSchedule(memory="half"), 4, half),
+    ):
         lists = schedule.lists(3, microbatches)
         assert drawn(lists, Clock(lists, 2, ONCE)) == drawing
 
@@ -71,7 +74,8 @@ def test_zb_v_takes_what_the_formula_says(stages: int) -> None:
 def test_half_and_least_hold_no_more_than_they_promise(stages: int) -> None:
     for m in range(1, 4 * stages):
         half, least = (
-            max(Clock(VSchedule(memory=memory).lists(stages, m), 2, ONCE).peaks()) for memory in ("half", "least")
+            max(Clock(VSchedule(memory=memory).lists(stages, m), 2, ONCE).peaks())
+            for memory in ("half", "least")
         )
         assert half <= Fraction(stages, 2) + Fraction(3, 2)
         assert least <= Fraction(stages, 3) + Fraction(3, 2)

@@ -21,7 +21,12 @@ class Ticks:
         self.order = [[(t.kind, t.microbatch) for t in tasks] for tasks in lists]
         self.start: dict[Name, int] = {}
         self.end: dict[Name, int] = {}
-        transfers = [name for s, tasks in enumerate(self.order) for k, m in tasks for name in self._around(s, k, m)]
+        transfers = [
+            name
+            for s, tasks in enumerate(self.order)
+            for k, m in tasks
+            for name in self._around(s, k, m)
+        ]
         programs = [
             [(s, part, m) for kind, m in tasks for part in ("RB" if kind == "B" else "F")]
             for s, tasks in enumerate(self.order)
@@ -84,7 +89,13 @@ class Ticks:
 
     def _around(self, s: int, kind: str, m: int) -> list[Name]:
         swap = "OUT" if kind == "F" else "IN"
-        send = [(s, "SEND", m)] if kind == "F" and s < self.last else [(s, "RETURN", m)] if kind == "B" and s else []
+        send = (
+            [(s, "SEND", m)]
+            if kind == "F" and s < self.last
+            else [(s, "RETURN", m)]
+            if kind == "B" and s
+            else []
+        )
         return [(s, swap, m)] * self._swapped(s, m) + send
 
     def _swapped(self, s: int, m: int) -> bool:
@@ -103,7 +114,11 @@ class Ticks:
         s, part, m = name
         match part:
             case "F":
-                before = [n for n in self._forwards(s, self.order[s].index((Kind.F, m))) if self._swapped(s, n)]
+                before = [
+                    n
+                    for n in self._forwards(s, self.order[s].index((Kind.F, m)))
+                    if self._swapped(s, n)
+                ]
                 room = len(before) < 2 or self._ended((s, "OUT", before[-2]))
                 return room and (s == 0 or self._ended((s - 1, "SEND", m)))
             case "OUT" | "SEND":
@@ -122,8 +137,14 @@ class Ticks:
         backwards = [i for i, (kind, _) in enumerate(tasks) if kind == "B"]
         if backwards and (s, "R", tasks[backwards[-1]][1]) not in self.start:
             return False
-        until = backwards[-1] if backwards else max(i for i, (kind, _) in enumerate(tasks) if kind == "F")
-        return all(self._ended((s, "OUT", n)) for n in self._forwards(s, until) if self._swapped(s, n))
+        until = (
+            backwards[-1]
+            if backwards
+            else max(i for i, (kind, _) in enumerate(tasks) if kind == "F")
+        )
+        return all(
+            self._ended((s, "OUT", n)) for n in self._forwards(s, until) if self._swapped(s, n)
+        )
 
     def _forwards(self, s: int, until: int) -> list[int]:
         return [m for kind, m in self.order[s][:until] if kind == "F"]

@@ -56,7 +56,10 @@ class Clock:
     @property
     def period(self) -> Fraction:
         """How far apart steps are on a stream: no device waits for another between them."""
-        ran = [(min(self.start[t] for t in tasks), max(self.end[t] for t in tasks)) for tasks in self.lists]
+        ran = [
+            (min(self.start[t] for t in tasks), max(self.end[t] for t in tasks))
+            for tasks in self.lists
+        ]
         return Fraction(max(last - first for first, last in ran), TICKS)
 
     def peaks(self, between: Fraction | int = 1) -> list[Fraction]:
@@ -89,7 +92,9 @@ def drawn(lists: TaskLists, clock: Clock) -> str:
     for d, tasks in enumerate(lists):
         line = f"device {d}  "
         for task in tasks:
-            line = line.ljust(10 + 3 * clock.start[task] * clock.chunks // TICKS) + _letter(task, len(lists))
+            line = line.ljust(10 + 3 * clock.start[task] * clock.chunks // TICKS) + _letter(
+                task, len(lists)
+            )
         lines.append(line)
     return "\n".join(lines)
 

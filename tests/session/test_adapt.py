@@ -26,7 +26,9 @@ class Devices:
     slowness = dict.fromkeys(range(4), 1.0)
 
     def seen(self, measured: Measured, compiled: CompiledPlan) -> Seen:
-        layer_s = [self.slowness[stage.devices[0]] for stage in compiled.plan.stages for _ in stage.layers]
+        layer_s = [
+            self.slowness[stage.devices[0]] for stage in compiled.plan.stages for _ in stage.layers
+        ]
         assert all(s > 0 for s in measured.layer_s(len(layer_s))), "every layer's tasks were seen"
         return Seen(layer_s, [0.0] * len(compiled.plan.stages))
 
@@ -39,7 +41,12 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 def trained(
-    m: Case, pipe: jvpipe.Pipeline, state: jvpipe.State, devices: Devices, slow: Sequence[int] = (), steps: int = 16
+    m: Case,
+    pipe: jvpipe.Pipeline,
+    state: jvpipe.State,
+    devices: Devices,
+    slow: Sequence[int] = (),
+    steps: int = 16,
 ) -> tuple[list[float], list[Any]]:
     """Losses and final parameters; in the steps `slow` devices are so."""
     losses = []
@@ -54,7 +61,9 @@ def trained(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(schedule: str, devices: Devices) -> None:
+def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(
+    schedule: str, devices: Devices
+) -> None:
     m = CASES["mlp"]()
     expected = trained(m, *started(m, HOME, schedule), devices)
     pipe, state = started(m, HOME, schedule)
@@ -80,11 +89,15 @@ def test_layers_leave_slow_replicas_and_no_bit_changes(devices: Devices) -> None
     pipe, state = started(m, home)
     pipe.adapt()
     assert_same(trained(m, pipe, state, devices, range(5, 11), steps=10), expected)
-    assert [(c.step, c.new.cuts, c.new.replicas) for c in pipe.session.history] == [(7, (4, 1), (2, 2))]
+    assert [(c.step, c.new.cuts, c.new.replicas) for c in pipe.session.history] == [
+        (7, (4, 1), (2, 2))
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_what_was_made_ready_is_used_as_it_is(schedule: str, devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_ready_is_used_as_it_is(
+    schedule: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although the stream has gone on by a step since it was asked for."""
 
     def prepared(*args: Any) -> Any:
@@ -95,13 +108,17 @@ def test_what_was_made_ready_is_used_as_it_is(schedule: str, devices: Devices, m
     pipe, state = started(m, HOME, schedule)
     pipe.adapt()
     offer = pipe.session.adapter.offer
-    monkeypatch.setattr(pipe.session.adapter, "offer", lambda step: None if step % 2 else offer(step))
+    monkeypatch.setattr(
+        pipe.session.adapter, "offer", lambda step: None if step % 2 else offer(step)
+    )
     trained(m, pipe, state, devices, range(5, 11))
     assert [(c.step, c.new.cuts) for c in pipe.session.history] == [(8, (4, 1)), (14, (3, 2))]
     assert {c.how for c in pipe.session.history} == {"between" if schedule == "1f1b" else "inside"}
 
 
-def test_what_does_not_fit_is_said_and_left(devices: Devices, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_said_and_left(
+    devices: Devices, caplog: pytest.LogCaptureFixture
+) -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, HOME)
     smallest = max(peak.bytes for peak in pipe.session.compiled.peaks)
@@ -111,7 +128,9 @@ def test_what_does_not_fit_is_said_and_left(devices: Devices, caplog: pytest.Log
     assert pipe.session.history == []
     said = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: ")
+    assert said[0].startswith(
+        "stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: "
+    )
     assert f"the limit is {smallest:,}" in said[0]
 
 

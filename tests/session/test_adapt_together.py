@@ -18,7 +18,9 @@ def adapting(**options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe, state = started(CASES["mlp"](), HOME, **options)
     session = pipe.session
     hosts = Hosts(0, 1, Store(), link=INFINITE)
-    session.adapter = AdapterOfAll(session.compiled_plans, session.migrations.queue, session.limits, hosts)
+    session.adapter = AdapterOfAll(
+        session.compiled_plans, session.migrations.queue, session.limits, hosts
+    )
     pipe.adapt()
     return pipe, state
 
@@ -34,7 +36,10 @@ def test_what_was_seen_is_told_then_proposed_then_made_in_three_rounds(devices: 
     assert history[0].why == "stage 1 takes 2.5 times what was planned"
 
 
-def test_what_does_not_fit_is_said_once_and_left(devices: Devices, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_what_does_not_fit_is_said_once_and_left(
+    devices: Devices,  # noqa: F811 - the fixture's
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     m = CASES["mlp"]()
     pipe, _ = started(m, HOME)
     pipe, state = adapting(memory_limit=max(peak.bytes for peak in pipe.session.compiled.peaks))
@@ -42,10 +47,14 @@ def test_what_does_not_fit_is_said_once_and_left(devices: Devices, caplog: pytes
     assert pipe.session.history == []
     said = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: ")
+    assert said[0].startswith(
+        "stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: "
+    )
 
 
-def test_a_proposal_for_a_plan_that_another_has_replaced_meanwhile_is_dropped(devices: Devices) -> None:  # noqa: F811
+def test_a_proposal_for_a_plan_that_another_has_replaced_meanwhile_is_dropped(
+    devices: Devices,  # noqa: F811 - the fixture's
+) -> None:
     m = CASES["mlp"]()
     pipe, state = adapting()
     state = pipe.migrate(state, jvpipe.Plan.from_cuts([2, 3]), at=(10, 1))

@@ -33,7 +33,9 @@ def wide() -> dict[str, np.ndarray]:
 
 
 def pipeline(loss: Any = loss_fn, **kwargs: Any) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss, optax.sgd(0.1), **({"stages": 2, "microbatches": 2, "planner": "even"} | kwargs))
+    return jvpipe.Pipeline(
+        loss, optax.sgd(0.1), **({"stages": 2, "microbatches": 2, "planner": "even"} | kwargs)
+    )
 
 
 def losses(batch: Any, later: Any = None, loss: Any = loss_fn) -> list[float]:
@@ -58,13 +60,28 @@ def refused(call: Any, message: str) -> None:
     ("given", "message"),
     [
         ({"loss": None}, r"the loss must be a function of \(params, batch, rng\), not None"),
-        ({"loss": lambda p, b: 0.0}, r"the loss <lambda>\(p, b\) is called with \(params, batch, rng\).*wrap it"),
-        ({"loss": lambda *, params, batch, rng: 0.0}, r"too many positional arguments; wrap it, lambda params, batch,"),
-        ({"has_state": True}, r"is called with \(params, model_state, batch, rng\), has_state=True: too many"),
-        ({"optimizer": optax.adam}, r"must be an optax transformation, not the function adam: call it, adam\(...\)"),
+        (
+            {"loss": lambda p, b: 0.0},
+            r"the loss <lambda>\(p, b\) is called with \(params, batch, rng\).*wrap it",
+        ),
+        (
+            {"loss": lambda *, params, batch, rng: 0.0},
+            r"too many positional arguments; wrap it, lambda params, batch,",
+        ),
+        (
+            {"has_state": True},
+            r"is called with \(params, model_state, batch, rng\), has_state=True: too many",
+        ),
+        (
+            {"optimizer": optax.adam},
+            r"must be an optax transformation, not the function adam: call it, adam\(...\)",
+        ),
         ({"optimizer": "adam"}, "must be an optax transformation, not 'adam'"),
         ({"optimizer": None}, "must be an optax transformation, not None"),
-        ({"devices": [0, 1]}, r"devices must be a list of JAX devices.*\[jax.devices\(\)\[i\] for.*, not \[0, 1\]"),
+        (
+            {"devices": [0, 1]},
+            r"devices must be a list of JAX devices.*\[jax.devices\(\)\[i\] for.*, not \[0, 1\]",
+        ),
         ({"devices": 2}, "devices must be a list of JAX devices"),
         ({"devices": []}, "devices must be a list of JAX devices"),
         ({"planner": None}, "planner must be a name such as 'jvpipe', not None"),
@@ -72,7 +89,10 @@ def refused(call: Any, message: str) -> None:
         ({"schedule": None}, "schedule must be a name such as '1f1b', not None"),
         ({"schedule": PipeDream}, r"not the class PipeDream: call it, PipeDream\(...\)"),
         ({"stages": 2.0}, "stages must be a whole number of at least 1, not 2.0"),
-        ({"stages": [2, 1]}, r"stages must be .*not \[2, 1\]; for layers per stage write jvpipe.Plan.from_cuts"),
+        (
+            {"stages": [2, 1]},
+            r"stages must be .*not \[2, 1\]; for layers per stage write jvpipe.Plan.from_cuts",
+        ),
         ({"stages": "2"}, "stages must be a whole number of at least 1, not '2'"),
         ({"microbatches": np.bool_(True)}, "microbatches must be a whole number"),
         ({"microbatches": np.int64(0)}, "microbatches must be a whole number of at least 1"),
@@ -81,7 +101,10 @@ def refused(call: Any, message: str) -> None:
         ({"fates": {"*": ["swap"]}}, "fates must map names of tensors"),
         ({"fates": 0}, "fates must map names of tensors, such as .*, not 0"),
         ({"devices": np.array(2)}, r"devices must be a list of JAX devices.*, not array\(2\)"),
-        ({"replicas": np.array(2)}, r"replicas must be the devices of each stage, .*, not array\(2\)"),
+        (
+            {"replicas": np.array(2)},
+            r"replicas must be the devices of each stage, .*, not array\(2\)",
+        ),
         ({"remeasure": "no"}, "remeasure must be True or False, not 'no'"),
         ({"optimizer": optax.sgd(0.1)._replace(update=None)}, "must be an optax transformation"),
         ({"checkpoint": True}, "checkpoint must be a name such as 'always', not True"),
@@ -96,10 +119,13 @@ def test_what_cannot_be_an_argument(given: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize("answer", [3, (), ([1.0], ()), ([1.0] * 3, (), ())])
 def test_what_no_update_returns(answer: Any) -> None:
-    wrong = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: answer)
+    wrong = optax.GradientTransformation(
+        lambda params: (), lambda updates, state, params=None: answer
+    )
     pipe = jvpipe.Pipeline(loss_fn, wrong, stages=2, microbatches=2, planner="even")
     refused(
-        lambda: pipe.init(PARAMS, narrow(), None), r"update must return \(updates, state\), the updates in the .* not"
+        lambda: pipe.init(PARAMS, narrow(), None),
+        r"update must return \(updates, state\), the updates in the .* not",
     )
 
 
@@ -107,13 +133,18 @@ def test_what_a_member_refuses() -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, narrow(), None)
     for at in (5, (1,), ("1", 0), (1, 0.0), (None, None)):
-        refused(lambda at=at: pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2]), at=cast(Any, at)), "at.* must be")
+        refused(
+            lambda at=at: pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2]), at=cast(Any, at)),
+            "at.* must be",
+        )
     refused(lambda: pipe.adapt(rule=cast(Any, 3)), "rule must be a jvpipe.session.trigger.Rule")
     refused(
-        lambda: pipe.evaluate(state, narrow(), params=jax.eval_shape(lambda: PARAMS)), "'0' is a shape: give an array"
+        lambda: pipe.evaluate(state, narrow(), params=jax.eval_shape(lambda: PARAMS)),
+        "'0' is a shape: give an array",
     )
     refused(
-        lambda: pipe.save("nowhere", state, {"seen": np.float32(1)}), "extra must be what JSON holds by name.*float32"
+        lambda: pipe.save("nowhere", state, {"seen": np.float32(1)}),
+        "extra must be what JSON holds by name.*float32",
     )
     pipe.step(state, narrow())
     refused(lambda: pipe.wait(state), "this state was consumed by an earlier step")
@@ -134,7 +165,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("seed", r"rng must be a random key, not 'seed', such as jax\.random\.key\(0\)"),
         (np.zeros(3, np.uint32), r"rng must be one random key, not uint32\[3\]"),
         (np.zeros(2, np.int32), r"rng must be one random key, not int32\[2\]"),
-        (jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 2), r"rng must be one random key, not key<urbg>\[2\]"),
+        (
+            jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 2),
+            r"rng must be one random key, not key<urbg>\[2\]",
+        ),
     ],
 )
 def test_what_is_no_key(rng: Any, message: str) -> None:
@@ -144,7 +178,10 @@ def test_what_is_no_key(rng: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"w": PARAMS, "name": "block"}, "parameter 'name' is of type str, no array: keep it out of the parameters"),
+        (
+            {"w": PARAMS, "name": "block"},
+            "parameter 'name' is of type str, no array: keep it out of the parameters",
+        ),
         ({"w": PARAMS, "act": np.tanh}, "parameter 'act' is of type ufunc, no array"),
         ({"w": PARAMS, "n": 3}, "parameter 'n' is of type int32, which has no gradient"),
         (jax.eval_shape(lambda: PARAMS), "parameter '0' is a shape: give an array"),
@@ -164,13 +201,20 @@ def test_parameters_that_are_gone() -> None:
 
 
 def test_a_model_state_that_nobody_carries() -> None:
-    refused(lambda: pipeline().init(PARAMS, narrow(), None, {"n": 1.0}), "the loss carries none: say has_state=True")
+    refused(
+        lambda: pipeline().init(PARAMS, narrow(), None, {"n": 1.0}),
+        "the loss carries none: say has_state=True",
+    )
 
 
 @pytest.mark.parametrize(
     ("returned", "options", "message"),
     [
-        (lambda loss: (loss, {"name": "x"}), {"has_aux": True}, "leaf of aux 'name' is of type str, no array: return"),
+        (
+            lambda loss: (loss, {"name": "x"}),
+            {"has_aux": True},
+            "leaf of aux 'name' is of type str, no array: return",
+        ),
         (
             lambda loss: (loss, jax.random.key(0)),
             {"has_aux": True},
@@ -178,7 +222,11 @@ def test_a_model_state_that_nobody_carries() -> None:
         ),
         (lambda loss: {"loss": loss}, {}, "the loss must be a scalar or jvpipe.Weighted, not dict"),
         (lambda loss: (loss, 1), {}, "not tuple; say has_aux=True if it returns"),
-        (lambda loss: jvpipe.Weighted(loss, np.bool_(True)), {}, "its type is bool: sum up the mask"),
+        (
+            lambda loss: jvpipe.Weighted(loss, np.bool_(True)),
+            {},
+            "its type is bool: sum up the mask",
+        ),
     ],
 )
 def test_what_cannot_be_returned(returned: Any, options: Any, message: str) -> None:
@@ -202,8 +250,13 @@ def test_what_is_no_state_of_the_pipeline() -> None:
         refused(lambda wrong=wrong: pipe.drain(wrong), message)
         refused(lambda wrong=wrong: pipe.migrate(wrong, plan), message)
         refused(lambda wrong=wrong: pipe.update_model(wrong, loss_fn, PARAMS), message)
-    refused(lambda: pipe.migrate(state, cuts), r"migrate needs a jvpipe.Plan, such as .*, not \[2, 1\]")
-    refused(lambda: list(pipe.run(state, narrow())), "run takes a stream of batches, such as a list, not one dict")
+    refused(
+        lambda: pipe.migrate(state, cuts), r"migrate needs a jvpipe.Plan, such as .*, not \[2, 1\]"
+    )
+    refused(
+        lambda: list(pipe.run(state, narrow())),
+        "run takes a stream of batches, such as a list, not one dict",
+    )
     pipe.step(state, narrow())
 
 
@@ -219,9 +272,13 @@ def test_a_batch_that_the_loss_does_not_take_is_shown_beside_the_first() -> None
     pipe = pipeline()
     state = pipe.init(PARAMS, narrow(), None)
     first = r"init's was of label int32\[8\], x float32\[8, 4\]: "
-    refused(lambda: pipe.step(state, {"x": narrow()["x"]}), rf"not take a batch of x float32\[8, 4\], {first}KeyError")
     refused(
-        lambda: pipe.step(state, narrow() | {"x": np.ones((8, 3), np.float32)}), rf"x float32\[8, 3\], {first}TypeE"
+        lambda: pipe.step(state, {"x": narrow()["x"]}),
+        rf"not take a batch of x float32\[8, 4\], {first}KeyError",
+    )
+    refused(
+        lambda: pipe.step(state, narrow() | {"x": np.ones((8, 3), np.float32)}),
+        rf"x float32\[8, 3\], {first}TypeE",
     )
     state, _ = pipe.step(state, {name: leaf[:4] for name, leaf in narrow().items()})
     pipe.evaluate(state, narrow())
@@ -230,7 +287,8 @@ def test_a_batch_that_the_loss_does_not_take_is_shown_beside_the_first() -> None
 def test_a_plan_made_for_another_schedule_is_refused() -> None:
     plan = jvpipe.Plan.from_cuts([2, 1], schedule="gpipe")
     cure = (
-        r"made for schedule 'gpipe', the pipeline's is '1f1b': give schedule='gpipe', or plan.with_schedule\('1f1b'\)"
+        r"made for schedule 'gpipe', the pipeline's is '1f1b': "
+        r"give schedule='gpipe', or plan.with_schedule\('1f1b'\)"
     )
     refused(lambda: pipeline(stages=plan), cure)
     pipe = pipeline()

@@ -13,7 +13,9 @@ from tests.session.test_arguments import PARAMS, D, loss_fn, losses, narrow, pip
 
 def test_shapes_are_those_that_leaves_have_on_a_device() -> None:
     assert shapes_of(wide()) == shapes_of(narrow()), "64 bits become 32"
-    assert shapes_of(narrow()) == shapes_of(jax.eval_shape(lambda: narrow())), "of shapes alone as of arrays"
+    assert shapes_of(narrow()) == shapes_of(jax.eval_shape(lambda: narrow())), (
+        "of shapes alone as of arrays"
+    )
     for other in (
         narrow() | {"more": 1},
         {"x": narrow()["x"][:4], "label": narrow()["label"]},
@@ -25,9 +27,14 @@ def test_shapes_are_those_that_leaves_have_on_a_device() -> None:
 def test_micro_batches_share_the_leading_axis() -> None:
     shapes = micro_batch_shapes(narrow(), 4)
     assert (shapes["x"].shape, shapes["label"].shape) == ((2, D), (2,))
-    with pytest.raises(ValueError, match=r"3 micro-batches do not divide the 8 examples.*nearest that do are 2 and 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 micro-batches do not divide the 8 examples.*nearest that do are 2 and 4",
+    ):
         micro_batch_shapes(narrow(), 3)
-    with pytest.raises(ValueError, match=r"differ in their leading axis: \{'label': \(8,\), 'x': \(4,\)\}"):
+    with pytest.raises(
+        ValueError, match=r"differ in their leading axis: \{'label': \(8,\), 'x': \(4,\)\}"
+    ):
         micro_batch_shapes(narrow() | {"x": narrow()["x"][:4]}, 2)
     with pytest.raises(ValueError, match="the batch holds no arrays"):
         micro_batch_shapes({}, 2)
@@ -89,18 +96,29 @@ def test_keys_in_a_batch_are_split_with_it(planner: str) -> None:
     batch = narrow() | {"key": jax.random.split(jax.random.key(1, impl="unsafe_rbg"), 8)}
     pipe = pipeline(loss, planner=planner)
     _, metrics = pipe.step(pipe.init(PARAMS, batch, None), batch)
-    expected = np.mean([loss(PARAMS, jax.tree.map(lambda x, h=h: x[h], batch), None) for h in (np.s_[:4], np.s_[4:])])
+    expected = np.mean(
+        [
+            loss(PARAMS, jax.tree.map(lambda x, h=h: x[h], batch), None)
+            for h in (np.s_[:4], np.s_[4:])
+        ]
+    )
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-    np.testing.assert_allclose(pipe.evaluate(pipe.init(PARAMS, batch, None), batch)["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        pipe.evaluate(pipe.init(PARAMS, batch, None), batch)["loss"], expected, rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.float16, jnp.bfloat16, jnp.int4, np.complex128])
+@pytest.mark.parametrize(
+    "dtype", [np.bool_, np.uint8, np.float16, jnp.bfloat16, jnp.int4, np.complex128]
+)
 def test_a_batch_leaf_of_any_type_reaches_its_layer(dtype: Any) -> None:
     def loss(params: Any, batch: Any, rng: Any) -> jax.Array:
         return loss_fn(params, batch, rng) + jnp.mean(batch["extra"].real.astype(np.float32))
 
     extra = (np.arange(8) % 2).astype(dtype)
-    assert losses(narrow() | {"extra": extra}, loss=loss)[0] == pytest.approx(losses(narrow())[0] + 0.5, rel=1e-6)
+    assert losses(narrow() | {"extra": extra}, loss=loss)[0] == pytest.approx(
+        losses(narrow())[0] + 0.5, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,9 +127,15 @@ def test_a_batch_leaf_of_any_type_reaches_its_layer(dtype: Any) -> None:
         ("train", "batch leaf 'extra' is of type str, no array: keep it out of the batch"),
         (np.array(["a"] * 8), "batch leaf 'extra' is of type ndarray <U1, which no device has"),
         (np.array([None] * 8), "batch leaf 'extra' is of type ndarray object, which no device has"),
-        (np.ma.masked_array(np.ones(8)), "batch leaf 'extra' is of type MaskedArray float64, which no device has"),
+        (
+            np.ma.masked_array(np.ones(8)),
+            "batch leaf 'extra' is of type MaskedArray float64, which no device has",
+        ),
         (np.ones(8, ">f4"), "batch leaf 'extra' is of type ndarray >f4, which no device has"),
-        (0.5, "batch leaf 'extra' is a scalar: every leaf needs a leading batch axis, so let the loss capture it"),
+        (
+            0.5,
+            "batch leaf 'extra' is a scalar: every leaf needs a leading batch axis, so let the loss capture it",
+        ),
         ([0.5] * 8, "batch leaf 'extra/0' is a scalar.*; make one array of a list of numbers"),
     ],
 )

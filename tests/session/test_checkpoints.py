@@ -28,7 +28,9 @@ def test_a_stream_goes_on_from_where_it_was_with_its_ledger(tmp_path: Path) -> N
     other = pipeline(schedule="pipedream")
     restored = checkpoints.restore(other.session, tmp_path)
     assert restored.stream_steps == state.stream_steps == 2
-    assert other.ledger.versions.table().items() <= pipe.ledger.versions.table().items(), "the end of it"
+    assert other.ledger.versions.table().items() <= pipe.ledger.versions.table().items(), (
+        "the end of it"
+    )
     assert other.ledger.versions.staleness(3) == pipe.ledger.versions.staleness(3)
     jax.tree.map(np.testing.assert_array_equal, restored.arrays, state.arrays)
     with pytest.raises(ValueError, match=r"saved in flight under pipedream with cuts \[2, 1\]"):
@@ -38,11 +40,15 @@ def test_a_stream_goes_on_from_where_it_was_with_its_ledger(tmp_path: Path) -> N
         checkpoints.restore(pipeline(swapped, schedule="pipedream").session, tmp_path)
     larger = jax.tree.map(lambda x: np.concatenate([x, x]), BATCH)
     other.init(PARAMS, larger, None)
-    with pytest.raises(ValueError, match=r"was saved in flight with batches of .*, those of this pipeline are of"):
+    with pytest.raises(
+        ValueError, match=r"was saved in flight with batches of .*, those of this pipeline are of"
+    ):
         checkpoints.restore(other.session, tmp_path)
 
 
-def test_a_migration_that_was_under_way_in_a_stream_is_forgotten_by_a_state_at_rest(tmp_path: Path) -> None:
+def test_a_migration_that_was_under_way_in_a_stream_is_forgotten_by_a_state_at_rest(
+    tmp_path: Path,
+) -> None:
     pipe, state = begun(schedule="pipedream")
     checkpoints.save(pipe.session, tmp_path, state, {})
     for now, _ in pipe.run(state, [BATCH]):

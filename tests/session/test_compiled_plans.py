@@ -18,7 +18,9 @@ def pipe() -> jvpipe.Pipeline:
 
 
 def for_run(pipe: jvpipe.Pipeline, params: list[np.ndarray]) -> CompiledPlans:
-    return pipe.session.compiled_plans.for_run(params, BATCH, None, None, lambda stacks: given_leaves(params))
+    return pipe.session.compiled_plans.for_run(
+        params, BATCH, None, None, lambda stacks: given_leaves(params)
+    )
 
 
 def test_before_a_model_is_traced_there_is_none() -> None:
@@ -35,7 +37,9 @@ def test_a_new_shape_runs_the_same_layers_under_the_same_plan(pipe: jvpipe.Pipel
     assert larger is plans.for_batch(LARGER)
     assert larger is not plans.current
     assert larger.plan == plans.current.plan
-    assert [layer.name for layer in larger.traced.graph.layers] == [x.name for x in plans.current.traced.graph.layers]
+    assert [layer.name for layer in larger.traced.graph.layers] == [
+        x.name for x in plans.current.traced.graph.layers
+    ]
 
 
 def test_a_plan_that_is_adopted_holds_for_every_shape(pipe: jvpipe.Pipeline) -> None:
@@ -46,7 +50,9 @@ def test_a_plan_that_is_adopted_holds_for_every_shape(pipe: jvpipe.Pipeline) -> 
     assert plans.for_batch(BATCH) is plans.current
 
 
-def test_a_run_of_the_same_model_keeps_plan_and_states_and_another_one_does_not(pipe: jvpipe.Pipeline) -> None:
+def test_a_run_of_the_same_model_keeps_plan_and_states_and_another_one_does_not(
+    pipe: jvpipe.Pipeline,
+) -> None:
     plans = pipe.session.compiled_plans
     same, other = for_run(pipe, PARAMS), None
     assert (same.model_id, same.current.plan) == (plans.model_id, plans.current.plan)
@@ -66,8 +72,16 @@ def test_the_parameters_of_a_run_are_given_once(pipe: jvpipe.Pipeline) -> None:
 
 def test_a_stream_is_compiled_again_with_the_plans_that_it_came_from(pipe: jvpipe.Pipeline) -> None:
     plans = for_run(pipe, PARAMS)
-    spans = [(0, THERE.with_schedule("pipedream").to_json()), (5, HERE.with_schedule("pipedream").to_json())]
+    spans = [
+        (0, THERE.with_schedule("pipedream").to_json()),
+        (5, HERE.with_schedule("pipedream").to_json()),
+    ]
     compiled = plans.from_spans(spans)
-    assert [(span.start, span.layout.plan.cuts) for span in compiled.spans] == [(0, THERE.cuts), (5, HERE.cuts)]
+    assert [(span.start, span.layout.plan.cuts) for span in compiled.spans] == [
+        (0, THERE.cuts),
+        (5, HERE.cuts),
+    ]
     assert compiled.plan == plans.current.plan
-    assert plans.from_spans(spans[1:]) is plans.current, "of one plan alone nothing need be compiled"
+    assert plans.from_spans(spans[1:]) is plans.current, (
+        "of one plan alone nothing need be compiled"
+    )

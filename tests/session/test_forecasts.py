@@ -28,15 +28,33 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def test_what_is_returned_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_returned_is_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
-    options = ["--model", "tests.own:Plain", "--stages", "2", "--microbatches", "4", "--hardware", "h100"]
+    options = [
+        "--model",
+        "tests.own:Plain",
+        "--stages",
+        "2",
+        "--microbatches",
+        "4",
+        "--hardware",
+        "h100",
+    ]
     assert main([*options, "--json", str(out)]) == 0
     printed, model = capsys.readouterr().out, Plain()
     batch = next(iter(model.batches(0, 32)))
     recipe = Recipe(1e-3).optimizer(1000)
     found = jvpipe.plan_for(
-        model.loss_fn, model.init, batch, 2, hardware="h100", microbatches=4, optimizer=recipe, title="Plain"
+        model.loss_fn,
+        model.init,
+        batch,
+        2,
+        hardware="h100",
+        microbatches=4,
+        optimizer=recipe,
+        title="Plain",
     )
     timed = ("planning_s",)
     assert {k: v for k, v in found.to_json().items() if k not in timed} == {
@@ -54,7 +72,9 @@ def test_what_is_returned_is_what_the_command_prints(tmp_path: Path, capsys: pyt
 
 def test_nothing_is_allocated_and_several_planners_are_compared() -> None:
     before = {id(array) for array in jax.live_arrays()}
-    found = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, hardware="v100-a", planner=["even", "dapple"])
+    found = jvpipe.plan_for(
+        loss_fn, [WIDE] * 4, WIDE, 2, hardware="v100-a", planner=["even", "dapple"]
+    )
     assert {id(array) for array in jax.live_arrays()} <= before
     assert isinstance(found, jvpipe.Forecast)
     assert [each.planner for each in found.answers] in (["even", "dapple"], ["dapple", "even"])
@@ -81,7 +101,14 @@ def test_the_plans_peak_is_the_ledgers(schedule: str) -> None:
     batch = np.ones((16, 16), np.float32)
     adamw = optax.adamw(1e-3)
     found = jvpipe.plan_for(
-        loss_fn, params, batch, 2, hardware="cpu", microbatches=4, schedule=schedule, optimizer=adamw
+        loss_fn,
+        params,
+        batch,
+        2,
+        hardware="cpu",
+        microbatches=4,
+        schedule=schedule,
+        optimizer=adamw,
     )
     pipe = jvpipe.Pipeline(loss_fn, adamw, found.plan, microbatches=4, schedule=schedule)
     state = pipe.init(params, batch, jax.random.key(0))
@@ -103,10 +130,15 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
     held = [stage["peak_bytes"] for stage in found.to_json()["stages"]]
     assert isinstance(found, jvpipe.Forecast)
     limits = dict(enumerate(found.problem.limits))
-    assert all(size <= limits[stage.devices[0]] for size, stage in zip(held, found.plan.stages, strict=True))
+    assert all(
+        size <= limits[stage.devices[0]]
+        for size, stage in zip(held, found.plan.stages, strict=True)
+    )
     assert found.lower_bound_s <= found.step_s
     found.figure(tmp_path / "plan.svg")
-    again = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, schedule="auto", memory_limit="4GiB,3GiB")
+    again = jvpipe.plan_for(
+        loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, schedule="auto", memory_limit="4GiB,3GiB"
+    )
     assert isinstance(again, jvpipe.Forecast)
     assert again.problem.limits == (4 * 2**30, 3 * 2**30)
     compared = jvpipe.plan_for(loss_fn, [WIDE] * 12, WIDE, 2, hardware=mixed, planner="all")
@@ -118,10 +150,16 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"memory_limit": ["1GiB"] * 3}, r"3 memory limits \(1.00 GiB, 1.00 GiB, 1.00 GiB\) for 4 devices: give one"),
+        (
+            {"memory_limit": ["1GiB"] * 3},
+            r"3 memory limits \(1.00 GiB, 1.00 GiB, 1.00 GiB\) for 4 devices: give one",
+        ),
         ({"hardware": "h10"}, "h100"),
         ({"stages": 0}, "stages must be a whole number of at least 1"),
-        ({"stages": 9, "hardware": Cluster("two", CORE, 2)}, "9 stages need as many devices, two has 2"),
+        (
+            {"stages": 9, "hardware": Cluster("two", CORE, 2)},
+            "9 stages need as many devices, two has 2",
+        ),
         ({"planner": "jvpip"}, "did you mean 'jvpipe'"),
         ({"planner": ["even", 3]}, "planner must be a name such as 'jvpipe', not 3"),
         ({"microbatches": 7}, "7 micro-batches do not divide the 2048 examples"),

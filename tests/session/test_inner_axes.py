@@ -33,14 +33,20 @@ def overlapping() -> list[Mesh]:
             {".*/up": UP},
             r"stage 0 has axes \{'model': 2\}, that of stage 1 \{'fsdp': 2",
         ),
-        (overlapping(), {".*/up": UP}, r"device \S+:1 is in the mesh of \S+ and in that of \S+: give each"),
+        (
+            overlapping(),
+            {".*/up": UP},
+            r"device \S+:1 is in the mesh of \S+ and in that of \S+: give each",
+        ),
         (meshes(), {"(": UP}, r"sharding rule '\(' is no regular expression"),
         (meshes(), {".*/up": "model"}, r"needs a jax.sharding.PartitionSpec, not 'model'"),
         (meshes(), {".*/up": PartitionSpec("tensor")}, r"says P\('tensor'\): .* they have 'model'"),
         (meshes(), {".*/up": PartitionSpec("model", "model")}, r"each axis once"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_cure(devices: Any, sharding: Any, message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_cure(
+    devices: Any, sharding: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         jvpipe.Pipeline(loss_fn, optax.sgd(0.1), devices=devices, sharding=sharding)
 
@@ -48,17 +54,27 @@ def test_what_does_not_fit_is_refused_with_the_cure(devices: Any, sharding: Any,
 @pytest.mark.parametrize(
     ("sharding", "message"),
     [
-        ({"up": UP}, r"'up' matches no parameter: it has to match a whole path, and there are '0/bias', '0/down'"),
+        (
+            {"up": UP},
+            r"'up' matches no parameter: it has to match a whole path, and there are '0/bias', '0/down'",
+        ),
         (
             {".*/up": UP, "0/(down|up)": PartitionSpec("model")},
             r"both match parameter '0/up', and say P\(None, 'model'\) and",
         ),
         ({".*/bias": UP}, r"has 2 dimensions, parameter '0/bias' has 1"),
-        ({".*/odd": PartitionSpec("model")}, r"cuts 3 of parameter '0/odd', whose shape is \[3\], in 2 parts"),
+        (
+            {".*/odd": PartitionSpec("model")},
+            r"cuts 3 of parameter '0/odd', whose shape is \[3\], in 2 parts",
+        ),
     ],
 )
-def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(sharding: Any, message: str) -> None:
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), planner="even", devices=meshes(), sharding=sharding)
+def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(
+    sharding: Any, message: str
+) -> None:
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), planner="even", devices=meshes(), sharding=sharding
+    )
     params = [layer | {"odd": jax.ShapeDtypeStruct((3,), np.float32)} for layer in shapes()]
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params)
     with pytest.raises(ValueError, match=message):
@@ -70,7 +86,10 @@ def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(sharding: Any, m
     [
         ({"sharding": {".*/up": UP}, "replicas": "auto"}, r"counts devices, not meshes"),
         ({"batch_axis": "data"}, r"batch_axis='data' is no axis of the meshes: they have 'model'"),
-        ({"batch_axis": "model", "replicas": (2, 1)}, r"batch_axis='model' and replicas=\(2, 1\) both share out"),
+        (
+            {"batch_axis": "model", "replicas": (2, 1)},
+            r"batch_axis='model' and replicas=\(2, 1\) both share out",
+        ),
     ],
 )
 def test_what_does_not_go_with_meshes_is_refused(options: Any, message: str) -> None:
@@ -79,13 +98,19 @@ def test_what_does_not_go_with_meshes_is_refused(options: Any, message: str) -> 
 
 
 def test_examples_that_devices_cannot_share_evenly_are_refused() -> None:
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), microbatches=4, devices=meshes(), batch_axis="model")
-    with pytest.raises(ValueError, match=r"batch_axis='model' cuts the 3 examples of a micro-batch in 2 parts"):
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), microbatches=4, devices=meshes(), batch_axis="model"
+    )
+    with pytest.raises(
+        ValueError, match=r"batch_axis='model' cuts the 3 examples of a micro-batch in 2 parts"
+    ):
         pipe.init(parameters(), ROWS, None)
 
 
 def test_a_mesh_becomes_a_place_whose_axes_the_compiler_handles() -> None:
-    explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES[:2])
+    explicit = jax.make_mesh(
+        (2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES[:2]
+    )
     places, laid = inner_axes([explicit], {".*": UP}, None, None)
     assert laid is not None
     assert devices_in(places[0]) == tuple(DEVICES[:2])
@@ -98,9 +123,14 @@ def test_a_shard_map_over_other_meshes_than_the_stages_is_refused(devices: Any) 
 
     def loss(params: Any, batch: Any, rng: Any) -> jax.Array:
         cut = PartitionSpec("data")
-        return jax.shard_map(lambda x: x @ params, mesh=other, in_specs=cut, out_specs=cut)(batch).sum()
+        return jax.shard_map(lambda x: x @ params, mesh=other, in_specs=cut, out_specs=cut)(
+            batch
+        ).sum()
 
     sharding = {".*": PartitionSpec("model")} if devices else None
     pipe = jvpipe.Pipeline(loss, optax.sgd(0.1), planner="even", devices=devices, sharding=sharding)
-    with pytest.raises(ValueError, match=r"jax.shard_map over a mesh of \{'data': 2\}, and stages are on .*devices=\["):
+    with pytest.raises(
+        ValueError,
+        match=r"jax.shard_map over a mesh of \{'data': 2\}, and stages are on .*devices=\[",
+    ):
         pipe.init(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32), None)

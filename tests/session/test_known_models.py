@@ -21,8 +21,12 @@ def test_the_same_loss_and_shapes_are_the_same_model(pipe: jvpipe.Pipeline) -> N
     assert known.compiled_for(present, loss_fn, PARAMS, None) is present
     shorter = known.compiled_for(present, loss_fn, PARAMS[:2], None)
     assert len(shorter.current.traced.graph.layers) < len(session.graph.layers)
-    assert known.compiled_for(present, loss_fn, [2 * w for w in PARAMS[:2]], None) is shorter, "values do not matter"
-    assert known.compiled_for(present, lambda *args: loss_fn(*args), PARAMS[:2], None) is not shorter
+    assert known.compiled_for(present, loss_fn, [2 * w for w in PARAMS[:2]], None) is shorter, (
+        "values do not matter"
+    )
+    assert (
+        known.compiled_for(present, lambda *args: loss_fn(*args), PARAMS[:2], None) is not shorter
+    )
 
 
 def test_those_that_were_asked_for_longest_ago_are_forgotten(

@@ -14,12 +14,17 @@ def test_a_moment_that_is_over_or_none_is_refused_with_those_to_come() -> None:
     pipe, state = begun()
     state, _ = pipe.step(state, BATCH)
     for at in ((0, 0), (1, MICRO), (1, -1)):
-        with pytest.raises(ValueError, match="is no moment to come: the next step is 1, its micro-batches are 0 to 1"):
+        with pytest.raises(
+            ValueError,
+            match="is no moment to come: the next step is 1, its micro-batches are 0 to 1",
+        ):
             pipe.session.migrations.request(state, THERE, at, "")
     assert not pipe.session.migrations.queue
 
 
-def test_one_waits_for_the_step_after_that_of_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_waits_for_the_step_after_that_of_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pipe, state = begun()
     migrations = pipe.session.migrations
     migrations.request(state, THERE, (2, 1), "first")
@@ -29,7 +34,9 @@ def test_one_waits_for_the_step_after_that_of_the_one_before(caplog: pytest.LogC
         (3, 0, "between"),
     ]
     assert "the next one waits for step 3" in caplog.text
-    assert [it.old.plan.cuts for it in migrations.queue] == [HERE.cuts, THERE.cuts], "each starts from the one before"
+    assert [it.old.plan.cuts for it in migrations.queue] == [HERE.cuts, THERE.cuts], (
+        "each starts from the one before"
+    )
     assert migrations.run_due(state, pipe.drain) is state, "neither is due"
 
 
@@ -102,7 +109,9 @@ def test_two_moves_soon_after_each_other_in_a_stream_that_has_not_begun(schedule
 
 
 def test_a_second_move_may_be_asked_for_before_a_stream_begins() -> None:
-    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.5), jvpipe.Plan.from_cuts([3]), 4, PipeDream(update_every=2))
+    pipe = jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.5), jvpipe.Plan.from_cuts([3]), 4, PipeDream(update_every=2)
+    )
     state = pipe.init(PARAMS, BATCH, None)
     for at, devices in (((0, 3), (0, 1)), ((1, 2), (3, 1))):
         state = pipe.migrate(state, jvpipe.Plan.from_cuts([1, 2], devices=devices), at=at)

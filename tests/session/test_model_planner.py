@@ -27,7 +27,9 @@ def test_a_planned_plan_comes_with_what_it_was_decided_on() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 stages need as many layers, the model has 3: use at most 3 stages"):
+    with pytest.raises(
+        ValueError, match="4 stages need as many layers, the model has 3: use at most 3 stages"
+    ):
         pipeline(4, devices=None).init(PARAMS, BATCH, None)
 
 
@@ -42,7 +44,12 @@ def test_a_plan_for_other_layers_is_refused() -> None:
         with pytest.raises(ValueError, match=told):
             compile_plan(session.settings, session.store, compiled.traced, plan, compiled.optimizer)
     plan = THERE.with_schedule("1f1b")
-    assert compile_plan(session.settings, session.store, compiled.traced, plan, compiled.optimizer).plan == plan
+    assert (
+        compile_plan(
+            session.settings, session.store, compiled.traced, plan, compiled.optimizer
+        ).plan
+        == plan
+    )
 
 
 def test_model_state_that_goes_from_a_late_layer_to_an_early_one_stays_on_one_stage() -> None:

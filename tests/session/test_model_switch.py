@@ -12,7 +12,13 @@ def test_the_present_model_stays_if_the_other_cannot_be() -> None:
     pipe, state = begun()
     present = pipe.session.compiled_plans
     with pytest.raises(ValueError, match="give it another path"):
-        switch_model(pipe.session, state, loss_fn, [np.eye(2, 3, dtype=np.float32), np.ones((3, 2), np.float32)], None)
+        switch_model(
+            pipe.session,
+            state,
+            loss_fn,
+            [np.eye(2, 3, dtype=np.float32), np.ones((3, 2), np.float32)],
+            None,
+        )
     assert pipe.session.compiled_plans is present
     assert isinstance(pipe.step(state, BATCH)[1]["loss"], jax.Array)
 

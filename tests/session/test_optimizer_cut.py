@@ -13,17 +13,26 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "grad_norm", "name"), [(CLIPPED, False, "clip"), (optax.sgd(0.1), True, "grad_norm")]
+    ("optimizer", "grad_norm", "name"),
+    [(CLIPPED, False, "clip"), (optax.sgd(0.1), True, "grad_norm")],
 )
-def test_a_norm_of_all_layers_is_refused_under_a_stream_alone(optimizer: Any, grad_norm: bool, name: str) -> None:
+def test_a_norm_of_all_layers_is_refused_under_a_stream_alone(
+    optimizer: Any, grad_norm: bool, name: str
+) -> None:
     graph = begun()[0].session.graph
-    with pytest.raises(ValueError, match=rf"{name}.* needs a value of all layers at once, which pipedream"):
+    with pytest.raises(
+        ValueError, match=rf"{name}.* needs a value of all layers at once, which pipedream"
+    ):
         OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=grad_norm).cut(graph, PipeDream())
-    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=grad_norm).cut(graph, find_schedule("1f1b"))
+    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=grad_norm).cut(
+        graph, find_schedule("1f1b")
+    )
     assert {piece.layer for piece in cut.update} >= {0, 1, 2}
 
 
 def test_a_layer_by_itself_may_be_clipped_under_a_stream() -> None:
     optimizer = optax.chain(optax.clip(1.0), optax.sgd(0.1))
-    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=False).cut(begun()[0].session.graph, PipeDream())
+    cut = OptimizerCutter(optimizer, PARAMS, MICRO, grad_norm=False).cut(
+        begun()[0].session.graph, PipeDream()
+    )
     assert not cut.cross_layer

@@ -20,7 +20,8 @@ from tests.zoo import CASES
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "planner"), grid([ours := (3, "1f1b", "jvpipe"), (2, "gpipe", "torchgpipe")], ours)
+    ("stages", "schedule", "planner"),
+    grid([ours := (3, "1f1b", "jvpipe"), (2, "gpipe", "torchgpipe")], ours),
 )
 def test_a_limit_is_answered_alike_whatever_the_seconds(
     stages: int, schedule: str, planner: str, monkeypatch: pytest.MonkeyPatch
@@ -32,7 +33,9 @@ def test_a_limit_is_answered_alike_whatever_the_seconds(
     assert len(question.smallest) == 1
 
 
-def test_where_the_order_is_open_a_limit_below_1f1bs_smallest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_order_is_open_a_limit_below_1f1bs_smallest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
     smallest = dict[str, int]()
     for schedule in ("1f1b", "auto"):
@@ -64,9 +67,13 @@ def test_links_between_devices_are_measured_and_counted(
     monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-4)
     send = Link(bytes_per_s)
     monkeypatch.setattr(links, "known_links", dict)
-    monkeypatch.setattr(links, "measure_links", lambda *_: Links(Link(1e9), Link(1e9), send, send_uses_host=False))
+    monkeypatch.setattr(
+        links, "measure_links", lambda *_: Links(Link(1e9), Link(1e9), send, send_uses_host=False)
+    )
     params = [np.ones(shape, np.float32) for shape in pairwise(WIDTHS)]
-    pipe = jvpipe.Pipeline(waisted, optax.sgd(0.1), 2, 4, planner=planner, devices=jax.devices()[:2])
+    pipe = jvpipe.Pipeline(
+        waisted, optax.sgd(0.1), 2, 4, planner=planner, devices=jax.devices()[:2]
+    )
     pipe.init(params, {"x": np.ones((8, WIDTHS[0]), np.float32)}, None)
     assert pipe.session.planned is not None
     assert pipe.session.planned.problem.peer == send

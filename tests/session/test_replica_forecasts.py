@@ -19,7 +19,17 @@ from jvpipe.session.replica_forecasts import ReplicaForecast
 GPU = Accelerator("small", 2**30, 1e11, {"float32": 1e12}, launch_s=1e-6)
 FAST = Cluster("fast", GPU, 4, peer=Link(1e12))
 SLOW = Cluster("slow", GPU, 1, 4, network=Link(1e9, 1e-5))
-FIELDS = ["layers", "devices", "replicas", "forward_s", "backward_s", "recompute_s", "swap_s", "comm_s", "reduce_s"]
+FIELDS = [
+    "layers",
+    "devices",
+    "replicas",
+    "forward_s",
+    "backward_s",
+    "recompute_s",
+    "swap_s",
+    "comm_s",
+    "reduce_s",
+]
 BATCH = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 
@@ -58,7 +68,9 @@ def test_large_parameters_at_the_end_and_slow_links_leave_the_last_layers_alone(
         return jnp.mean((jnp.mean(x, 1) @ params[6] @ params[7]) ** 2)
 
     params = weights(*[128] * 7, wide, wide)
-    found = jvpipe.plan_for(convolves, params, batch, devices=4, hardware=SLOW, optimizer=optax.sgd(0.1))
+    found = jvpipe.plan_for(
+        convolves, params, batch, devices=4, hardware=SLOW, optimizer=optax.sgd(0.1)
+    )
     assert found.plan.replicas == (3, 1)
     assert found.plan.stages[-1].layers[-2:] == (6, 7)
 
@@ -68,23 +80,41 @@ def test_pins_are_kept_and_fields_say_what_the_plan_is() -> None:
     told = found.to_json()
     assert (told["devices"], told["microbatches"], found.microbatches) == (3, 8, 8)
     assert [set(FIELDS) <= set(stage) for stage in told["stages"]] == [True, True]
-    assert [(x["replicas"], x["devices"], len(x["layers"])) for x in told["stages"]] == [(2, [0, 1], 4), (1, [2], 2)]
+    assert [(x["replicas"], x["devices"], len(x["layers"])) for x in told["stages"]] == [
+        (2, [0, 1], 4),
+        (1, [2], 2),
+    ]
     assert told["stages"][0]["reduce_s"] > 0
     assert told["stages"][1]["reduce_s"] == 0
     assert found.lower_bound_s <= found.step_s
     assert planned(devices=3, stages=2).plan.device_count <= 3
 
 
-def test_the_command_says_what_other_shapes_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_other_shapes_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, trace = tmp_path / "plan.json", tmp_path / "timeline.json"
-    model = ["--model", "tests.own:Plain", "--hardware", "v100-b", "--batch-size", "32", "--replicas", "auto"]
+    model = [
+        "--model",
+        "tests.own:Plain",
+        "--hardware",
+        "v100-b",
+        "--batch-size",
+        "32",
+        "--replicas",
+        "auto",
+    ]
     assert main([*model, "--devices", "4", "--json", str(out), "--timeline", str(trace)]) == 0
     found, shown = json.loads(out.read_text()), capsys.readouterr().out
     assert found["feasible"]
     assert found["step_s"] == min(each["step_s"] for each in found["shapes"])
     assert shown.count("times as long") == len(found["shapes"]) - 1
     assert "no plan is under" in shown
-    ends = [event["ts"] + event["dur"] for event in json.loads(trace.read_text())["traceEvents"] if "dur" in event]
+    ends = [
+        event["ts"] + event["dur"]
+        for event in json.loads(trace.read_text())["traceEvents"]
+        if "dur" in event
+    ]
     assert max(ends) == pytest.approx(1e6 * found["step_s"])
 
 
@@ -99,7 +129,9 @@ def test_a_plan_runs_as_it_is() -> None:
     assert isinstance(found, ReplicaForecast)
     assert found.held_bytes == [pipe.ledger.peak_bytes[device] for device in jax.devices()[:3]]
     planned = [stage.peak_bytes for stage in found.answer.best.stages]
-    assert all(most <= planned[stage] for most, stage in zip(found.held_bytes, (0, 0, 1), strict=True))
+    assert all(
+        most <= planned[stage] for most, stage in zip(found.held_bytes, (0, 0, 1), strict=True)
+    )
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch, None), rtol=1e-6)
 
 
@@ -134,15 +166,33 @@ def test_a_cluster_too_small_says_by_how_much() -> None:
         ({"devices": 0}, "devices must be a whole number of at least 1, not 0"),
         ({"devices": 2, "replicas": "2:1"}, r"replicas \(2, 1\) take 3 devices, there are 2"),
         ({"replicas": "two"}, "each of replicas must be a whole number of at least 1, not 'two'"),
-        ({"replicas": (3, 1), "microbatches": 32}, "3 replicas cannot share micro-batches of 2 examples, each needs 1"),
+        (
+            {"replicas": (3, 1), "microbatches": 32},
+            "3 replicas cannot share micro-batches of 2 examples, each needs 1",
+        ),
         ({"replicas": (2, 1), "cuts": (9, 1)}, r"cuts \(9, 1\) are of 10 layers, the model has 6"),
         ({"devices": 4, "microbatches": 7}, "7 micro-batches do not divide the 64 examples"),
-        ({"devices": 4, "schedule": "gpipe"}, "replicas are planned for schedule '1f1b', not for 'gpipe'"),
+        (
+            {"devices": 4, "schedule": "gpipe"},
+            "replicas are planned for schedule '1f1b', not for 'gpipe'",
+        ),
         ({"devices": 4, "planner": "vpipe"}, "planner 'vpipe' gives each stage one device"),
-        ({"devices": 4, "planner": "jvpipe,dapple"}, "jvpipe, dapple: replicas are planned by one at a time"),
-        ({"replicas": (2, 1), "planner": "dapple"}, "planner 'dapple' decides stages, replicas and cuts itself"),
-        ({"devices": 2, "memory_limit": ["1GiB", "2GiB"]}, "replicas are planned for devices that are alike"),
-        ({"devices": 2, "hardware": Cluster("mixed", GPU, 2, unlike=(GPU, GPU))}, "mixed has devices that are not"),
+        (
+            {"devices": 4, "planner": "jvpipe,dapple"},
+            "jvpipe, dapple: replicas are planned by one at a time",
+        ),
+        (
+            {"replicas": (2, 1), "planner": "dapple"},
+            "planner 'dapple' decides stages, replicas and cuts itself",
+        ),
+        (
+            {"devices": 2, "memory_limit": ["1GiB", "2GiB"]},
+            "replicas are planned for devices that are alike",
+        ),
+        (
+            {"devices": 2, "hardware": Cluster("mixed", GPU, 2, unlike=(GPU, GPU))},
+            "mixed has devices that are not",
+        ),
     ],
 )
 def test_mistakes(options: dict[str, Any], told: str) -> None:

@@ -92,14 +92,24 @@ def coupled(params: Any, batch: Any, rng: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("options", "told", "stages"),
     [
-        ({"schedule": "pipedream", "devices": DEVICES[:2]}, "under pipedream they are not planned yet", 2),
+        (
+            {"schedule": "pipedream", "devices": DEVICES[:2]},
+            "under pipedream they are not planned yet",
+            2,
+        ),
         ({"schedule": "interleaved", "devices": DEVICES[:1]}, "which runs 2 stages per device", 2),
         ({"devices": DEVICES[:1]}, "there are no more", 1),
         ({"loss": coupled, "stages": 2}, "each stage has one device: ", 2),
-        ({"microbatches": 16, "stages": 2}, "a micro-batch has one example, use fewer micro-batches", 2),
+        (
+            {"microbatches": 16, "stages": 2},
+            "a micro-batch has one example, use fewer micro-batches",
+            2,
+        ),
     ],
 )
-def test_one_each_where_there_can_be_no_more(options: dict[str, Any], told: str, stages: int) -> None:
+def test_one_each_where_there_can_be_no_more(
+    options: dict[str, Any], told: str, stages: int
+) -> None:
     pipe, _ = begun(**options)
     assert set(pipe.plan.replicas) == {1}
     assert len(pipe.plan.stages) == stages
@@ -116,7 +126,9 @@ def test_a_limit_that_replicas_do_not_keep_leaves_one_each() -> None:
 
 def test_a_changed_model_has_the_stages_of_the_one_before() -> None:
     pipe, state = begun(devices=DEVICES[:1])
-    state = pipe.update_model(state, lambda params, batch, rng: 2 * loss_fn(params, batch, rng), PARAMS)
+    state = pipe.update_model(
+        state, lambda params, batch, rng: 2 * loss_fn(params, batch, rng), PARAMS
+    )
     assert pipe.plan.replicas == (1,)
     pipe.step(state, BATCH)
 
@@ -124,9 +136,18 @@ def test_a_changed_model_has_the_stages_of_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"planner": "vpipe"}, "replicas='auto' is decided by planners jvpipe, pipedream, dapple, not by 'vpipe'"),
-        ({"planner": "dapple", "stages": 2}, "planner 'dapple', which decides the number of stages itself"),
-        ({"stages": jvpipe.Plan.from_cuts([4])}, r"given with a plan, whose stages have \(1,\) devices: leave it out"),
+        (
+            {"planner": "vpipe"},
+            "replicas='auto' is decided by planners jvpipe, pipedream, dapple, not by 'vpipe'",
+        ),
+        (
+            {"planner": "dapple", "stages": 2},
+            "planner 'dapple', which decides the number of stages itself",
+        ),
+        (
+            {"stages": jvpipe.Plan.from_cuts([4])},
+            r"given with a plan, whose stages have \(1,\) devices: leave it out",
+        ),
         ({"speeds": [1.0] * 4}, "speeds cannot be told of replicas yet"),
         ({"stages": 5}, "5 stages need 5 devices, there are 4: use at most 4"),
         ({"devices": [*DEVICES, DEVICES[0]]}, "is named twice"),

@@ -18,7 +18,9 @@ def test_a_state_of_another_pipeline_is_told_from_what_is_no_state() -> None:
         pipe.session.advance({}, BATCH)  # pyright: ignore[reportArgumentType] - that is the mistake
 
 
-@pytest.mark.parametrize("ask", [lambda s: s.compiled, lambda s: s.trees, lambda s: s.graph, lambda s: s.advance(0, 0)])
+@pytest.mark.parametrize(
+    "ask", [lambda s: s.compiled, lambda s: s.trees, lambda s: s.graph, lambda s: s.advance(0, 0)]
+)
 def test_without_a_model_there_is_nothing_to_see(ask: Any) -> None:
     with pytest.raises(ValueError, match="no model yet: call init or restore first"):
         ask(pipeline().session)
@@ -75,4 +77,6 @@ def test_a_plan_that_was_not_planned_has_no_planners_reasons(tmp_path: Path) -> 
     pipe.migrate(state, THERE)
     assert "because" not in pipe.explain()
     pipe.restore(tmp_path / "saved")
-    assert "because" not in pipe.explain(), "though the history begins anew, the plan is the one that was asked for"
+    assert "because" not in pipe.explain(), (
+        "though the history begins anew, the plan is the one that was asked for"
+    )

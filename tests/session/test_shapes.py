@@ -21,8 +21,12 @@ def batch(size: int) -> np.ndarray:
     return np.random.default_rng(size).normal(size=(size, 4)).astype(np.float32)
 
 
-def pipeline(schedule: str = "1f1b", limit: int | None = None, stages: int | jvpipe.Plan = 3) -> jvpipe.Pipeline:
-    return jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages, 4, schedule, planner="even", memory_limit=limit)
+def pipeline(
+    schedule: str = "1f1b", limit: int | None = None, stages: int | jvpipe.Plan = 3
+) -> jvpipe.Pipeline:
+    return jvpipe.Pipeline(
+        loss_fn, optax.sgd(0.1), stages, 4, schedule, planner="even", memory_limit=limit
+    )
 
 
 def test_a_stream_takes_batches_of_other_shapes() -> None:

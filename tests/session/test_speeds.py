@@ -19,7 +19,10 @@ def test_no_cuts_are_better(data: st.DataObject, layer_s: list[float]) -> None:
     fixed_s = data.draw(st.lists(st.floats(0.0, 5.0), min_size=stages, max_size=stages))
 
     def key(bounds: tuple[int, ...]) -> tuple[float, float]:
-        stages_s = [f * sum(layer_s[i:j]) + c for (i, j), f, c in zip(pairwise(bounds), slowness, fixed_s, strict=True)]
+        stages_s = [
+            f * sum(layer_s[i:j]) + c
+            for (i, j), f, c in zip(pairwise(bounds), slowness, fixed_s, strict=True)
+        ]
         return max(stages_s), sum(stages_s)
 
     layers = len(layer_s)

@@ -45,8 +45,13 @@ def feed_forward(params: Any, batch: Any, rng: Any) -> jax.Array:
 
 def parameters(*hidden: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    shapes = [{"in": (WIDTH, h), "in_bias": (h,), "out": (h, WIDTH), "out_bias": (WIDTH,)} for h in hidden]
-    return [{name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in each.items()} for each in shapes]
+    shapes = [
+        {"in": (WIDTH, h), "in_bias": (h,), "out": (h, WIDTH), "out_bias": (WIDTH,)} for h in hidden
+    ]
+    return [
+        {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in each.items()}
+        for each in shapes
+    ]
 
 
 def batch() -> dict[str, np.ndarray]:
@@ -55,7 +60,9 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def optimizer_of(traced: Traced, params: Any, optimizer: Any = SGD) -> OptimizerCut:
-    owners, readers = zip(*((p.owner, len(p.readers)) for p in traced.graph.parameters), strict=True)
+    owners, readers = zip(
+        *((p.owner, len(p.readers)) for p in traced.graph.parameters), strict=True
+    )
     return cut_optimizer(optimizer, params, owners, readers, microbatches=4)
 
 
@@ -63,7 +70,9 @@ def three_blocks() -> Traced:
     """Three layers, the second of which does five times the work of the others."""
     loss = trace_loss(feed_forward, parameters(8, 40, 8), batch(), None)
     eqns = [eqn.primitive.name for eqn in Sorted.of(loss).main]
-    products, adds = ([i for i, found in enumerate(eqns) if found == name] for name in ("dot_general", "add"))
+    products, adds = (
+        [i for i, found in enumerate(eqns) if found == name] for name in ("dot_general", "add")
+    )
     biases = [next(i for i in adds if i > p) for p in products[1::2]]
     return build_graph(loss, [next(i for i in adds if i > bias) + 1 for bias in biases[:2]])
 
@@ -71,7 +80,10 @@ def three_blocks() -> Traced:
 def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> CutCandidate:
     """The plan of a model on devices for which the lightest layer's forward takes a second."""
     unit = worth / (2 * 2 * ROWS * WIDTH * 8)
-    layers = (LayerCost(x.name, x.flops * unit, 2 * x.flops * unit, (Option(0),)) for x in traced.graph.layers)
+    layers = (
+        LayerCost(x.name, x.flops * unit, 2 * x.flops * unit, (Option(0),))
+        for x in traced.graph.layers
+    )
     problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
     decision = jvpipe(problem)
     planned = Planned(decision.plan(problem.costs, "1f1b", "jvpipe"), problem, decision)
@@ -85,7 +97,9 @@ def always(whole: Traced, layer: int, halves: Traced) -> bool:
 def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
     begin = by_flops(three_blocks())
     assert [x.flops for x in begin.traced.graph.layers] == [4096, 20480, 4096]
-    assert begin.step_s == pytest.approx(1 + 8 * (5 + 10) + 2)  # the first F, eight F and B of the slowest, the last B
+    assert begin.step_s == pytest.approx(
+        1 + 8 * (5 + 10) + 2
+    )  # the first F, eight F and B of the slowest, the last B
     found = Splitter(CORE, always).better(begin, by_flops)
     assert [x.flops for x in found.traced.graph.layers] == [4096, 10240, 10240, 4096]
     assert found.planned.plan.cuts == (2, 1, 1)
@@ -103,7 +117,9 @@ def test_whole_layers_stay(why: str) -> None:
             raise Infeasible("nothing fits", stage=0, excess_bytes=1, smallest_limit_bytes=1)
         return begin
 
-    keeps_bits: Callable[[Traced, int, Traced], bool] = always if why != "bits differ" else lambda *_: False
+    keeps_bits: Callable[[Traced, int, Traced], bool] = (
+        always if why != "bits differ" else lambda *_: False
+    )
     assert Splitter(CORE, keeps_bits).better(begin, plan) is begin
 
 
@@ -121,7 +137,11 @@ def test_halves_are_planned_where_whole_layers_keep_no_limit_whatever_the_second
         return plan
 
     planned = [splitter.within_limit(whole, 3, within(limit)) for limit in (100, 99, 80)]
-    assert [(len(best.traced.graph.layers), rounds) for best, rounds in planned] == [(3, 1), (6, 0), (6, 0)]
+    assert [(len(best.traced.graph.layers), rounds) for best, rounds in planned] == [
+        (3, 1),
+        (6, 0),
+        (6, 0),
+    ]
     with pytest.raises(MemoryLimitExceeded, match="6 layers") as refused:
         splitter.within_limit(whole, 3, within(79))
     assert refused.value.smallest_limit_bytes == 80
@@ -135,7 +155,9 @@ def test_even_stages_stay() -> None:
     assert Splitter(CORE, always).better(begin, by_flops) is begin
 
 
-def run(params: Any, given: Any, loss_fn: Any, stages: int | Plan, **options: Any) -> tuple[Any, Pipeline]:
+def run(
+    params: Any, given: Any, loss_fn: Any, stages: int | Plan, **options: Any
+) -> tuple[Any, Pipeline]:
     """Losses and parameters of two steps, as bytes."""
     devices = jax.devices()[: stages if isinstance(stages, int) else len(stages.stages)]
     pipe = Pipeline(loss_fn, SGD, stages=stages, microbatches=2, devices=devices, **options)
@@ -150,7 +172,9 @@ def test_a_transformer_has_the_same_bits_with_halves() -> None:
     case = transformer(2)
     micro = micro_batch_shapes(case.batch, 2)
     whole = trace_model(case.loss_fn, case.params, micro, case.rng).traced
-    attention, network = (split_points(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2))
+    attention, network = (
+        split_points(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2)
+    )
     halves = split_layers(whole, {1: attention, 2: network})
     plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], splits=halves.splits)
     alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
@@ -171,13 +195,17 @@ def test_more_stages_than_layers_cut_layers() -> None:
     assert finer == alone
     again, other = run(params, given, feed_forward, Plan.from_json(pipe.plan.to_json()))
     assert (again, other.plan.splits) == (alone, pipe.plan.splits)
-    with pytest.raises(ValueError, match=r"stages need as many layers, the model has \d+: use at most"):
+    with pytest.raises(
+        ValueError, match=r"stages need as many layers, the model has \d+: use at most"
+    ):
         run(params, given, feed_forward, layers + 1, planner="even")
 
 
 def test_a_plan_for_other_layers_is_refused() -> None:
     params, given = parameters(*[8] * 6), batch()
-    pipe = Pipeline(feed_forward, SGD, stages=1, microbatches=2, planner="even", devices=jax.devices()[:1])
+    pipe = Pipeline(
+        feed_forward, SGD, stages=1, microbatches=2, planner="even", devices=jax.devices()[:1]
+    )
     state = pipe.init(params, given, jax.random.key(0))
     whole = pipe.session.compiled.traced
     halves = split_layers(whole, {3: split_points(whole, 3, lambda eqns, _: [1.0] * len(eqns))[0]})
@@ -195,7 +223,9 @@ def test_disagreement_is_seen() -> None:
     assert same_bits(store, device, whole, 1, halves)
     *eqns, last = halves.bodies[2].eqns
     wrong = replace(halves.bodies[2], eqns=(*eqns, last.replace(invars=[last.invars[1]] * 2)))
-    assert not same_bits(store, device, whole, 1, replace(halves, bodies=(*halves.bodies[:2], wrong)))
+    assert not same_bits(
+        store, device, whole, 1, replace(halves, bodies=(*halves.bodies[:2], wrong))
+    )
     one, two = optimizer_of(whole, params), optimizer_of(halves, params)
     assert same_update(store, device, one, 1, two)
     assert not same_update(store, device, one, 1, optimizer_of(halves, params, optax.sgd(0.2)))

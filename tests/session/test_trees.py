@@ -37,9 +37,15 @@ def test_each_stacked_layer_is_a_leaf_of_its_own_and_comes_back_into_its_stack()
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"layers": np.zeros((3, 3)), "last": np.zeros(2)}, r"params: 'layers' is float32\[3, 3\], it must be"),
+        (
+            {"layers": np.zeros((3, 3)), "last": np.zeros(2)},
+            r"params: 'layers' is float32\[3, 3\], it must be",
+        ),
         ({"layers": np.zeros((2, 3))}, "params: 'last' is missing"),
-        ({**PARAMS, "more": np.zeros(2)}, "params: there is no 'more' in the tree of this pipeline"),
+        (
+            {**PARAMS, "more": np.zeros(2)},
+            "params: there is no 'more' in the tree of this pipeline",
+        ),
     ],
 )
 def test_the_first_leaf_that_is_not_the_pipelines_is_named(given: Any, told: str) -> None:

@@ -31,24 +31,33 @@ class World:
 
     def task_s(self, seconds: float) -> float:
         found = seconds * (1 + self._draw.uniform(-self.noise, self.noise))
-        return float(found * (1 + (self._draw.gamma(2.0, 1.0) if self._draw.random() < self.outliers else 0.0)))
+        return float(
+            found
+            * (1 + (self._draw.gamma(2.0, 1.0) if self._draw.random() < self.outliers else 0.0))
+        )
 
     def seen(self, plan: Plan, slow: Callable[[int, int], float]) -> Seen:
         layer_s = []
         for stage in plan.stages:
             for layer in stage.layers:
                 true_s = self.layer_s[layer] * slow(layer, stage.devices[0])
-                tasks = [[self.task_s(true_s * share) for _ in range(MICRO)] for share in (1 / 3, 2 / 3)]
+                tasks = [
+                    [self.task_s(true_s * share) for _ in range(MICRO)] for share in (1 / 3, 2 / 3)
+                ]
                 layer_s.append(sum(map(statistics.median, tasks)))
         return Seen(layer_s, [0.0] * len(plan.stages))
 
-    def run(self, trigger: Trigger, plan: Plan, slow: Callable[[int, int, int], float], steps: int) -> Plan:
+    def run(
+        self, trigger: Trigger, plan: Plan, slow: Callable[[int, int, int], float], steps: int
+    ) -> Plan:
         """`slow(step, layer, device)` is how many times longer a layer takes."""
         due: tuple[int, Plan] | None = None
         for step in range(steps):
             if due and due[0] == step:
                 plan, due = due[1], None
-            found = trigger.observe(plan, self.seen(plan, lambda layer, d, step=step: slow(step, layer, d)))
+            found = trigger.observe(
+                plan, self.seen(plan, lambda layer, d, step=step: slow(step, layer, d))
+            )
             if found and not due:
                 self.moves.append((step, found.cuts, found.why))
                 due = step + 1 + self.lag, Plan.from_cuts(found.cuts)
@@ -59,9 +68,14 @@ def trigger_of(world: World, *, known: bool, synchronous: bool = True) -> Trigge
     return Trigger(world.layer_s if known else None, MICRO, synchronous=synchronous)
 
 
-def slowest_s(layer_s: Sequence[float], cuts: Sequence[int], slow: Callable[[int, int], float]) -> float:
+def slowest_s(
+    layer_s: Sequence[float], cuts: Sequence[int], slow: Callable[[int, int], float]
+) -> float:
     bounds = np.cumsum([0, *cuts]).tolist()
-    return max(sum(layer_s[i] * slow(i, d) for i in range(a, b)) for d, (a, b) in enumerate(pairwise(bounds)))
+    return max(
+        sum(layer_s[i] * slow(i, d) for i in range(a, b))
+        for d, (a, b) in enumerate(pairwise(bounds))
+    )
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -90,7 +104,9 @@ def test_a_slow_device_is_relieved_and_gets_its_layers_back(
 
         plan = world.run(trigger_of(world, known=known), Plan.from_cuts(cuts), slow, 100)
         first, *_, last = world.moves
-        assert first[0] == begin + 1, "with one step of delay, the third slow step is the last under the old plan"
+        assert first[0] == begin + 1, (
+            "with one step of delay, the third slow step is the last under the old plan"
+        )
         assert first[2].startswith(f"stage {device} takes ")
         others = slowest_s(world.layer_s, first[1], lambda _, d: factor if d == device else 1.0)
         ideal = sum(world.layer_s) / (len(cuts) - 1 + 1 / factor)
@@ -103,13 +119,23 @@ def test_a_slow_device_is_relieved_and_gets_its_layers_back(
 def test_a_single_slow_step_moves_nothing() -> None:
     world = World([1.0] * 12, outliers=0.0)
     trigger = trigger_of(world, known=True)
-    world.run(trigger, Plan.from_cuts([6, 6]), lambda step, _, d: 3.0 if d == 1 and step % 4 == 3 else 1.0, 100)
+    world.run(
+        trigger,
+        Plan.from_cuts([6, 6]),
+        lambda step, _, d: 3.0 if d == 1 and step % 4 == 3 else 1.0,
+        100,
+    )
     assert world.moves == []
 
 
 def test_where_all_devices_are_slow_there_is_nothing_to_gain() -> None:
     world = World([1.0] * 12)
-    world.run(trigger_of(world, known=True), Plan.from_cuts([6, 6]), lambda step, *_: 2.0 if step > 20 else 1.0, 100)
+    world.run(
+        trigger_of(world, known=True),
+        Plan.from_cuts([6, 6]),
+        lambda step, *_: 2.0 if step > 20 else 1.0,
+        100,
+    )
     assert world.moves == []
 
 
@@ -158,7 +184,10 @@ def test_a_plan_that_was_asked_for_is_at_home() -> None:
     trigger = trigger_of(world, known=True)
     assert world.run(trigger, Plan.from_cuts([50, 50]), lambda *_: 1.0, 5).cuts == (50, 50)
     user = Plan.from_cuts([51, 49])
-    assert world.run(trigger, user, lambda step, _, d: 2.0 if d == 0 and step < 30 else 1.0, 60) == user
+    assert (
+        world.run(trigger, user, lambda step, _, d: 2.0 if d == 0 and step < 30 else 1.0, 60)
+        == user
+    )
     assert [cuts for _, cuts, _ in world.moves] == [(33, 67), (51, 49)]
 
 

@@ -27,12 +27,19 @@ def test_limits_are_as_given_else_as_reported(monkeypatch: Patch) -> None:
 
 
 def test_those_that_report_nearly_the_same_are_alike(monkeypatch: Patch) -> None:
-    assert device_limits(None, devices(monkeypatch, 1000, 990, 500, 995), 4, None) == (990, 990, 500, 990)
+    assert device_limits(None, devices(monkeypatch, 1000, 990, 500, 995), 4, None) == (
+        990,
+        990,
+        500,
+        990,
+    )
 
 
 def test_a_plan_for_some_devices_needs_limits_for_these(monkeypatch: Patch) -> None:
     assert device_limits((24, 11), devices(monkeypatch, *[None] * 4), 2, None) == (24, 11, 11, 11)
-    with pytest.raises(ValueError, match=r"2 memory limits .* for 3 devices: give one for each device"):
+    with pytest.raises(
+        ValueError, match=r"2 memory limits .* for 3 devices: give one for each device"
+    ):
         device_limits((24, 11), devices(monkeypatch, *[None] * 3), 3, None)
 
 
@@ -52,12 +59,17 @@ def test_speeds_that_are_none(speeds: Any, told: str) -> None:
 
 
 def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch) -> None:
-    asked, cards = list[str](), dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True))
+    asked, cards = (
+        list[str](),
+        dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True)),
+    )
     monkeypatch.setattr(unlike, "_kind", cards.__getitem__)
     monkeypatch.setattr(unlike, "is_own", lambda device: cards[device] != "V100")
 
     def costs(forward_s: float) -> Costs:
-        return Costs(tuple(LayerCost("layer", (1 + i) * forward_s, 2.0, (Option(0),)) for i in range(2)))
+        return Costs(
+            tuple(LayerCost("layer", (1 + i) * forward_s, 2.0, (Option(0),)) for i in range(2))
+        )
 
     def measured_on(device: Any) -> Costs:
         asked.append(cards[device])

@@ -23,7 +23,11 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
 
 
 def pipeline(stages: Any = HERE, **options: Any) -> jvpipe.Pipeline:
-    options = {"devices": jax.devices()[:2], "planner": "even", "optimizer": optax.sgd(0.5)} | options
+    options = {
+        "devices": jax.devices()[:2],
+        "planner": "even",
+        "optimizer": optax.sgd(0.5),
+    } | options
     return jvpipe.Pipeline(loss_fn, options.pop("optimizer"), stages, MICRO, **options)
 
 

@@ -60,7 +60,9 @@ def step_s(lists: TaskLists, loads: Sequence[StageLoad]) -> float:
         return max(ready, default=0.0) + getattr(loads[task.stage], SECONDS[task.kind])
 
     def there(stage: int, kinds: Sequence[Kind], task: Task) -> float:
-        (source,) = {Task(stage, kind, task.microbatch) for kind in kinds} & {t for tasks in lists for t in tasks}
+        (source,) = {Task(stage, kind, task.microbatch) for kind in kinds} & {
+            t for tasks in lists for t in tasks
+        }
         if device[stage] == device[task.stage]:
             return ended(source)
         free = 0.0
@@ -91,7 +93,9 @@ def peaks(lists: TaskLists, loads: Sequence[StageLoad]) -> list[int]:
 def test_seconds_and_bytes_are_those_of_the_recursion(
     schedule: Schedule, devices: int, m: int, data: st.DataObject
 ) -> None:
-    loads = data.draw(st.lists(LOAD, min_size=schedule.chunks * devices, max_size=schedule.chunks * devices))
+    loads = data.draw(
+        st.lists(LOAD, min_size=schedule.chunks * devices, max_size=schedule.chunks * devices)
+    )
     lists = schedule.tasks(devices, m)
     found = simulate_lists(lists, loads)
     assert found.step_s == step_s(lists, loads)
@@ -110,7 +114,8 @@ def test_a_shared_link_and_swaps_delay_and_hold_nothing_more(
     plain = simulate_lists(lists, loads)
     assert simulate_lists(lists, loads, shared_link=True).step_s >= plain.step_s
     swapping = [
-        replace(x, recompute_s=1.0, out_s=2.0, in_s=2.0, **dict.fromkeys(BYTES, 0), swapped_bytes=5) for x in loads
+        replace(x, recompute_s=1.0, out_s=2.0, in_s=2.0, **dict.fromkeys(BYTES, 0), swapped_bytes=5)
+        for x in loads
     ]
     swapped = simulate_lists(lists, swapping)
     held = [2 * 5 * schedule.chunks for _ in range(devices)]
@@ -133,4 +138,6 @@ def test_a_second_chunk_on_the_last_device_is_reached_without_a_send() -> None:
     loads = [StageLoad(1.0, 1.0, send_s=5.0, return_s=5.0, input_s=1.0, weight_s=1.0)] * 4
     found = simulate_lists(VSchedule().tasks(2, 1), loads)
     assert found.busy_s["device 0 to 1"] == found.busy_s["device 1 to 0"] == 10.0
-    assert found.step_s == 4 + 4 * 5.0 + 5  # four sends; I of the last three stages, W of one before I of another, B
+    assert (
+        found.step_s == 4 + 4 * 5.0 + 5
+    )  # four sends; I of the last three stages, W of one before I of another, B

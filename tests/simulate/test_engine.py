@@ -29,7 +29,11 @@ def test_a_task_of_no_seconds_does_not_queue() -> None:
 
 
 def test_tasks_without_resources_disturb_nobody() -> None:
-    assert Work([[], [], [0, 1]], [(), (), ()], in_order=[]).starts_s([4.0, 2.0, 1.0]) == [0.0, 0.0, 4.0]
+    assert Work([[], [], [0, 1]], [(), (), ()], in_order=[]).starts_s([4.0, 2.0, 1.0]) == [
+        0.0,
+        0.0,
+        4.0,
+    ]
 
 
 def test_no_tasks_take_no_time() -> None:
@@ -47,18 +51,28 @@ def test_a_circle_is_named_task_by_task() -> None:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), n=st.integers(1, 12))
 def test_many_runs_at_once_equal_each_alone(data: st.DataObject, n: int) -> None:
-    waits = [data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else [] for i in range(n)]
+    waits = [
+        data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else []
+        for i in range(n)
+    ]
     occupies = [(data.draw(st.integers(0, 2)),) for _ in range(n)]
     work = Work(waits, occupies, in_order=range(3))
     seconds = [[float(data.draw(st.integers(0, 9))) for _ in range(n)] for _ in range(3)]
-    assert work.many_starts_s(np.array(seconds).T).T.tolist() == [work.starts_s(run) for run in seconds]
+    assert work.many_starts_s(np.array(seconds).T).T.tolist() == [
+        work.starts_s(run) for run in seconds
+    ]
 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), n=st.integers(1, 12))
 def test_nobody_starts_early_and_no_resource_does_two_things(data: st.DataObject, n: int) -> None:
-    waits = [data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else [] for i in range(n)]
-    occupies = [tuple(data.draw(st.lists(st.integers(0, 3), max_size=2, unique=True))) for _ in range(n)]
+    waits = [
+        data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True)) if i else []
+        for i in range(n)
+    ]
+    occupies = [
+        tuple(data.draw(st.lists(st.integers(0, 3), max_size=2, unique=True))) for _ in range(n)
+    ]
     seconds = [float(data.draw(st.integers(1, 5))) for _ in range(n)]
     starts = Work(waits, occupies, in_order=[0, 1]).starts_s(seconds)
     ends = [a + b for a, b in zip(starts, seconds, strict=True)]

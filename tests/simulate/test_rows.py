@@ -34,7 +34,12 @@ def test_a_step_written_by_hand() -> None:
     found = simulate(STEP, seconds)
     assert found.starts_s.tolist() == [0.0, 2.0, 3.0, 7.0, 8.0]
     assert found.step_s == 12.0
-    assert found.busy_s == {"device 0": 6.0, "device 1": 4.0, "device 0 to 1": 1.0, "device 1 to 0": 1.0}
+    assert found.busy_s == {
+        "device 0": 6.0,
+        "device 1": 4.0,
+        "device 0 to 1": 1.0,
+        "device 1 to 0": 1.0,
+    }
     assert found.bubble_fraction == 1 - 10 / 24
     assert [(s.device, s.name, s.kind, s.start_s) for s in found.spans()] == [
         ("device 0", "0F0[layer 0]", "F", 0.0),
@@ -48,8 +53,19 @@ def test_a_step_written_by_hand() -> None:
 def test_its_bytes_over_time() -> None:
     first, second, host = simulate(STEP, seconds).curves
     assert host.most_bytes == 0
-    assert dict(zip(first.t_s.tolist(), first.bytes.tolist(), strict=True)) == {0: 150, 3: 120, 7: 150, 12: 100}
-    assert dict(zip(second.t_s.tolist(), second.bytes.tolist(), strict=True)) == {0: 0, 2: 30, 3: 60, 7: 30, 8: 0}
+    assert dict(zip(first.t_s.tolist(), first.bytes.tolist(), strict=True)) == {
+        0: 150,
+        3: 120,
+        7: 150,
+        12: 100,
+    }
+    assert dict(zip(second.t_s.tolist(), second.bytes.tolist(), strict=True)) == {
+        0: 0,
+        2: 30,
+        3: 60,
+        7: 30,
+        8: 0,
+    }
     temporary = simulate(STEP, seconds, temporary_bytes=[0, 0, 7, 0, 500])
     assert temporary.curves[0].most_bytes == temporary.peak_bytes[0] == 650
     assert temporary.peak_bytes[1] == 67
@@ -100,7 +116,11 @@ def test_swapped_values_leave_and_come_back() -> None:
         (5.5, 20),
         (9.5, 0),
     ]
-    assert list(zip(host.t_s.tolist(), host.bytes.tolist(), strict=True)) == [(0, 0), (2, 20), (5.5, 0)]
+    assert list(zip(host.t_s.tolist(), host.bytes.tolist(), strict=True)) == [
+        (0, 0),
+        (2, 20),
+        (5.5, 0),
+    ]
     assert found.peak_bytes == tuple(peak.bytes for peak in peaks(step, 1)) == (32, 20)
 
 
@@ -116,13 +136,17 @@ def test_a_feed_is_free_unless_told_and_then_one_row_early() -> None:
     assert told.starts_s.tolist() == [0.0, 3.0, 3.0, 6.0, 6.0, 9.0]
 
 
-@pytest.mark.parametrize(("name", "stages", "schedule"), [("pre-norm", 3, "1f1b"), ("resnet", 2, "gpipe")])
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"), [("pre-norm", 3, "1f1b"), ("resnet", 2, "gpipe")]
+)
 def test_peaks_are_the_ledgers(name: str, stages: int, schedule: str) -> None:
     _, _, step = lowered(name, stages, schedule)
     temporary = [7 * i % 1000 for i in range(len(step.rows))]
     found = simulate(step, seconds, temporary_bytes=temporary)
     assert found.peak_bytes == tuple(peak.bytes for peak in peaks(step, stages, temporary))
-    assert found.bubble_fraction == pytest.approx(bubble_fraction(found.spans()), abs=0.05)  # that of F, B and U alone
+    assert found.bubble_fraction == pytest.approx(
+        bubble_fraction(found.spans()), abs=0.05
+    )  # that of F, B and U alone
     final = [0] * (stages + 1)
     for b in {*step.final, *step.metrics}:
         final[step.buffers[b].memory] += step.buffers[b].bytes
@@ -142,11 +166,16 @@ def test_swaps_of_a_model_stay_within_the_ledgers_peak() -> None:
     m = CASES["mlp"]()
     traced = build_graph(trace_loss(m.loss_fn, m.params, m.batch, m.rng))
     graph = traced.graph
-    owners, readers = [p.owner for p in graph.parameters], [len(p.readers) for p in graph.parameters]
+    owners, readers = (
+        [p.owner for p in graph.parameters],
+        [len(p.readers) for p in graph.parameters],
+    )
     optimizer = cut_optimizer(optax.sgd(0.1), abstract(m.params), owners, readers, microbatches=4)
     signatures = [p.signature for p in layer_programs(shared_store(), traced)]
     plan = Plan.from_cuts([len(graph.layers)])
-    fates = {f"{graph.label(layer)}/{c.name}": "swap" for layer in graph.layers for c in layer.candidates}
+    fates = {
+        f"{graph.label(layer)}/{c.name}": "swap" for layer in graph.layers for c in layer.candidates
+    }
     swapping = replace(plan, stages=(replace(plan.stages[0], fates=fates),))
     kept, step = (
         lower_step(graph, [MicrobatchLayout.of(graph, p, signatures)] * 4, gpipe(1, 4), optimizer)
@@ -159,6 +188,9 @@ def test_swaps_of_a_model_stay_within_the_ledgers_peak() -> None:
 
 
 def test_a_row_waits_for_those_that_still_read_what_it_overwrites() -> None:
-    buffers = (Buffer(Value(ValueKind.PARAMETER, 0), 0, 1), Buffer(Value(ValueKind.PARAMETER, 0), 1, 1))
+    buffers = (
+        Buffer(Value(ValueKind.PARAMETER, 0), 0, 1),
+        Buffer(Value(ValueKind.PARAMETER, 0), 1, 1),
+    )
     rows = (Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,)), Row(Kind.U, 0, 0, 0, -1, (0,), (0,)))
     assert simulate(Lowered(rows, buffers, 1, (0,), (1,)), seconds).starts_s.tolist() == [0.0, 1.0]

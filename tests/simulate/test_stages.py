@@ -70,7 +70,12 @@ def test_equal_stages_take_the_textbook_time(lists: Lists, S: int, M: int) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(lists=SCHEDULES, loads=st.lists(LOADS, min_size=1, max_size=4), M=st.integers(1, 6), shared=st.booleans())
+@given(
+    lists=SCHEDULES,
+    loads=st.lists(LOADS, min_size=1, max_size=4),
+    M=st.integers(1, 6),
+    shared=st.booleans(),
+)
 def test_equals_a_ticking_clock(lists: Lists, loads: list[StageLoad], M: int, shared: bool) -> None:
     tasks = lists(len(loads), M)
     clock = Ticks(tasks, loads, shared=shared)
@@ -80,8 +85,15 @@ def test_equals_a_ticking_clock(lists: Lists, loads: list[StageLoad], M: int, sh
 
 
 @settings(max_examples=60, deadline=None)
-@given(lists=SCHEDULES, loads=st.lists(LOADS, min_size=1, max_size=4), M=st.integers(1, 6), shared=st.booleans())
-def test_two_swapped_copies_at_most(lists: Lists, loads: list[StageLoad], M: int, shared: bool) -> None:
+@given(
+    lists=SCHEDULES,
+    loads=st.lists(LOADS, min_size=1, max_size=4),
+    M=st.integers(1, 6),
+    shared=st.booleans(),
+)
+def test_two_swapped_copies_at_most(
+    lists: Lists, loads: list[StageLoad], M: int, shared: bool
+) -> None:
     tasks = lists(len(loads), M)
     found = simulate_lists(tasks, loads, shared_link=shared)
     *devices, host = found.curves
@@ -109,7 +121,10 @@ def test_kept_bytes_grow_with_what_is_in_flight() -> None:
 
 
 def test_a_shared_link_delays_a_send_behind_a_swap() -> None:
-    loads = [StageLoad(1.0, 1.0, out_s=4.0, in_s=4.0, send_s=1.0), StageLoad(1.0, 1.0, return_s=1.0)]
+    loads = [
+        StageLoad(1.0, 1.0, out_s=4.0, in_s=4.0, send_s=1.0),
+        StageLoad(1.0, 1.0, return_s=1.0),
+    ]
     apart, shared = (starts(one_f_one_b(2, 2), loads, shared=shared) for shared in (False, True))
     assert (apart[0, "OUT", 0], apart[0, "SEND", 0], apart[1, "F", 0]) == (1.0, 1.0, 2.0)
     assert (shared[0, "OUT", 0], shared[0, "SEND", 0], shared[1, "F", 0]) == (1.0, 5.0, 6.0)
@@ -139,7 +154,10 @@ def refused(rows: list[str], why: str) -> None:
 
 def test_lists_that_cannot_run_are_refused_with_the_reason() -> None:
     refused(["0F0 0B0", "1B0 1F0"], "cannot progress: 1B0 waits for 1F0; 1F0 waits for 1B0")
-    refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], "0B0 waits for 1B0; 1B0 waits for 1F1; 1F1 waits for 0F1; 0F1")
+    refused(
+        ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+        "0B0 waits for 1B0; 1B0 waits for 1F1; 1F1 waits for 0F1; 0F1",
+    )
     refused(["0F0 0B0", "1F0"], "0B0 waits for 1B0, which is in no list")
     refused(["0F0 0F0"], "0F0 is twice")
     refused(["0F0 0U0 0R0"], "task 0R0: lists at the level of stages hold F, B, I and W")

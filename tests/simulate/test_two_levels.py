@@ -47,19 +47,24 @@ def chain(lists: TaskLists, loads: Sequence[StageLoad]) -> Lowered:
     plan = Plan.from_cuts([1] * len(loads))
     for s, load in enumerate(loads):
         kept, swapped = (
-            replace(array(name), bytes=n) for name, n in (("k", load.kept_bytes), ("s", load.swapped_bytes))
+            replace(array(name), bytes=n)
+            for name, n in (("k", load.kept_bytes), ("s", load.swapped_bytes))
         )
         reads, writes = (tensor(s - 1),) if s else (), (tensor(s),) if s < last else (LOSS,)
         layers.append(Layer(s, f"layer{s}", reads, writes, (kept, swapped)))
         sources: tuple[Source, ...] = (("residual", 0), ("residual", 1))
-        signatures.append(Signature((kept, swapped), sources, (0,) * (s < last), (), (), (0,) * (s > 0)))
+        signatures.append(
+            Signature((kept, swapped), sources, (0,) * (s < last), (), (), (0,) * (s > 0))
+        )
         fates = {f"layer{s}/s": "swap"} if load.swapped_bytes else {}
         fates |= {f"t{s}": "recompute"} if load.recompute_s else {}
         stages.append(replace(plan.stages[s], fates=fates))
     tensors = tuple(Tensor(replace(empty, name=f"t{s}"), s, (s + 1,), True) for s in range(last))
     graph = LayerGraph(tuple(layers), tensors, (), loss_bytes=0)
     layout = MicrobatchLayout.of(graph, replace(plan, stages=tuple(stages)), signatures)
-    return lower_step(graph, [layout] * sum(task.kind is Kind.F for task in lists[0]), lists, NO_OPTIMIZER)
+    return lower_step(
+        graph, [layout] * sum(task.kind is Kind.F for task in lists[0]), lists, NO_OPTIMIZER
+    )
 
 
 def by_rows(lists: TaskLists, loads: Sequence[StageLoad], *, shared: bool = False) -> Timeline:
@@ -77,24 +82,38 @@ def by_rows(lists: TaskLists, loads: Sequence[StageLoad], *, shared: bool = Fals
         if row.kind is not Kind.SEND:
             return (f"device {row.place} host",)
         to = step.buffers[row.writes[0]].memory
-        return (f"device {row.place} host", f"device {to} host") if shared else (f"{row.place} to {to}",)
+        return (
+            (f"device {row.place} host", f"device {to} host")
+            if shared
+            else (f"{row.place} to {to}",)
+        )
 
     return simulate(step, seconds, links)
 
 
 Numbers = tuple[list[tuple[int, ...]], bool, int]
 """Per stage: seconds of F, B, sends and returns, out, in and R; bytes kept and swapped. Whether 1F1B; micro-batches."""
-SECONDS = (st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3), *[st.integers(0, 5)] * 3)
+SECONDS = (
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    *[st.integers(0, 5)] * 3,
+)
 NUMBERS = st.tuples(
     st.lists(st.tuples(*SECONDS, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
     st.booleans(),
     st.integers(1, 6),
 )
-UNEQUAL_S = [math.sqrt(n) / 1000 for n in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)]
+UNEQUAL_S = [
+    math.sqrt(n) / 1000 for n in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
+]
 """Makes all sums of seconds differ: of two transfers that are ready at the same moment either may go first."""
 
 
-def case_of(numbers: Numbers, *, swaps: bool = False, recomputes: bool = False) -> tuple[TaskLists, list[StageLoad]]:
+def case_of(
+    numbers: Numbers, *, swaps: bool = False, recomputes: bool = False
+) -> tuple[TaskLists, list[StageLoad]]:
     """Task lists and the loads of their stages."""
     stages, early, microbatches = numbers
     loads = []
@@ -103,7 +122,9 @@ def case_of(numbers: Numbers, *, swaps: bool = False, recomputes: bool = False) 
             n + more for n, more in zip(whole_s, UNEQUAL_S[4 * s :], strict=False)
         )
         load = StageLoad(forward_s, backward_s, kept_bytes=0 if recomputes else kept)
-        load = replace(load, send_s=send_s if s < len(stages) - 1 else 0.0, return_s=return_s if s else 0.0)
+        load = replace(
+            load, send_s=send_s if s < len(stages) - 1 else 0.0, return_s=return_s if s else 0.0
+        )
         if swaps and swapped:
             load = replace(load, out_s=float(out_s), in_s=float(in_s), swapped_bytes=swapped)
         if recomputes and s < len(stages) - 1:
@@ -112,7 +133,9 @@ def case_of(numbers: Numbers, *, swaps: bool = False, recomputes: bool = False) 
     return (one_f_one_b if early else gpipe)(len(stages), microbatches), loads
 
 
-def extra_s(lists: TaskLists, loads: Sequence[StageLoad], of: Callable[[StageLoad], float]) -> float:
+def extra_s(
+    lists: TaskLists, loads: Sequence[StageLoad], of: Callable[[StageLoad], float]
+) -> float:
     """What all micro-batches of all stages take of something, one after another."""
     return sum(task.kind is Kind.F for task in lists[0]) * sum(map(of, loads))
 
@@ -121,17 +144,25 @@ def extra_s(lists: TaskLists, loads: Sequence[StageLoad], of: Callable[[StageLoa
 @given(numbers=NUMBERS, shared=st.booleans())
 def test_what_is_kept_takes_the_same_seconds_and_bytes(numbers: Numbers, shared: bool) -> None:
     lists, loads = case_of(numbers)
-    rows, stages = by_rows(lists, loads, shared=shared), simulate_lists(lists, loads, shared_link=shared)
+    rows, stages = (
+        by_rows(lists, loads, shared=shared),
+        simulate_lists(lists, loads, shared_link=shared),
+    )
     assert rows.step_s == pytest.approx(stages.step_s, rel=1e-12)
     assert [c.most_bytes for c in rows.curves] == [c.most_bytes for c in stages.curves]
-    assert rows.peak_bytes == stages.peak_bytes, "the ledger counts the same, in the order of dispatch"
+    assert rows.peak_bytes == stages.peak_bytes, (
+        "the ledger counts the same, in the order of dispatch"
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS, shared=st.booleans())
 def test_what_is_swapped_takes_the_same_bytes(numbers: Numbers, shared: bool) -> None:
     lists, loads = case_of(numbers, swaps=True)
-    rows, stages = by_rows(lists, loads, shared=shared), simulate_lists(lists, loads, shared_link=shared)
+    rows, stages = (
+        by_rows(lists, loads, shared=shared),
+        simulate_lists(lists, loads, shared_link=shared),
+    )
     assert [c.most_bytes for c in rows.curves[:-1]] == [c.most_bytes for c in stages.curves[:-1]]
 
 
@@ -139,7 +170,9 @@ def test_what_is_swapped_takes_the_same_bytes(numbers: Numbers, shared: bool) ->
 @given(numbers=NUMBERS)
 def test_with_swaps_both_lie_between_no_copies_and_waiting_for_each(numbers: Numbers) -> None:
     lists, loads = case_of(numbers, swaps=True)
-    least_s = simulate_lists(lists, [replace(x, out_s=0.0, in_s=0.0, swapped_bytes=0) for x in loads]).step_s
+    least_s = simulate_lists(
+        lists, [replace(x, out_s=0.0, in_s=0.0, swapped_bytes=0) for x in loads]
+    ).step_s
     most_s = least_s + extra_s(lists, loads, lambda x: x.out_s + x.in_s)
     for found in (by_rows(lists, loads), simulate_lists(lists, loads)):
         assert least_s - 1e-9 <= found.step_s <= most_s + 1e-9
@@ -161,7 +194,11 @@ def test_the_last_forward_of_gpipe_waits_for_all_that_leaves_and_stages_do_not_s
     rows, stages = by_rows(gpipe(1, 4), loads), simulate_lists(gpipe(1, 4), loads)
 
     def start_s(found: Timeline) -> float:
-        return next(found.starts_s[i] for i, t in enumerate(found.tasks) if (t.kind, t.microbatch) == ("F", 3))
+        return next(
+            found.starts_s[i]
+            for i, t in enumerate(found.tasks)
+            if (t.kind, t.microbatch) == ("F", 3)
+        )
 
     assert (start_s(rows), start_s(stages)) == (13.0, 9.0)
     assert rows.step_s >= stages.step_s

@@ -54,10 +54,15 @@ KEPT: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
     "another axis": (lambda x: x[:, None], 0),
     "squeezed": (lambda x: x[:, :1].squeeze(1), 0),
     "convolution": (
-        lambda x: jax.lax.conv_general_dilated(x, jnp.asarray(KERNEL), (1,), "SAME", (1,), (1,), ("NWC", "WIO", "NWC")),
+        lambda x: jax.lax.conv_general_dilated(
+            x, jnp.asarray(KERNEL), (1,), "SAME", (1,), (1,), ("NWC", "WIO", "NWC")
+        ),
         0,
     ),
-    "pooling": (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "VALID"), 0),
+    "pooling": (
+        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "VALID"),
+        0,
+    ),
     "embedding": (looked_up, 0),
     "picked": (picked, 0),
     "transform": (lambda x: jnp.fft.fft(x).real, 0),
@@ -75,7 +80,10 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
         lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 1, 1), (1, 1, 1), "SAME"),
         "several examples",
     ),
-    "looked up": (lambda x: x[jnp.arange(x.shape[0]), jnp.argmax(x[..., 0], -1)], "take_along_axis"),
+    "looked up": (
+        lambda x: x[jnp.arange(x.shape[0]), jnp.argmax(x[..., 0], -1)],
+        "take_along_axis",
+    ),
 }
 
 
@@ -88,14 +96,22 @@ def followed(fn: Callable[[jax.Array], jax.Array]) -> Any:
         for eqn, other in zip(eqns, fewer, strict=True):
             if eqn.primitive.name == "iota":  # positions of examples have them along an axis too
                 axes[eqn.outvars[0]] = (
-                    0 if _jax.aval(eqn.outvars[0]).shape != _jax.aval(other.outvars[0]).shape else None
+                    0
+                    if _jax.aval(eqn.outvars[0]).shape != _jax.aval(other.outvars[0]).shape
+                    else None
                 )
                 continue
             own = [axes.get(a) if isinstance(a, _jax.Var) else None for a in eqn.invars]
             if own.count(None) == len(own):
                 continue
-            both = [(_jax.aval(a).shape, _jax.aval(b).shape) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
-            grown = [next((i for i, (x, y) in enumerate(zip(*pair, strict=True)) if x != y), None) for pair in both]
+            both = [
+                (_jax.aval(a).shape, _jax.aval(b).shape)
+                for a, b in zip(eqn.outvars, other.outvars, strict=True)
+            ]
+            grown = [
+                next((i for i, (x, y) in enumerate(zip(*pair, strict=True)) if x != y), None)
+                for pair in both
+            ]
             found = along_after(eqn, own, grown)
             if isinstance(found, str):
                 return found
@@ -110,7 +126,10 @@ def followed(fn: Callable[[jax.Array], jax.Array]) -> Any:
 def test_what_is_found_is_true_of_slices(name: str) -> None:
     fn, axis = KEPT[name]
     assert followed(fn) == axis
-    whole, part = np.asarray(fn(jnp.asarray(numbers(MANY)))), np.asarray(fn(jnp.asarray(numbers(FEW))))
+    whole, part = (
+        np.asarray(fn(jnp.asarray(numbers(MANY)))),
+        np.asarray(fn(jnp.asarray(numbers(FEW)))),
+    )
     rows = part.shape[axis]
     np.testing.assert_allclose(np.take(whole, range(rows), axis), part, rtol=1e-5, atol=1e-6)
     assert rows * MANY == whole.shape[axis] * FEW

@@ -14,11 +14,24 @@ from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.structure import structure
-from tests.zoo import Case, dropped, flax_nnx, linen, mlp, quick_key, resnet, three_readers, transformer, unet
+from tests.zoo import (
+    Case,
+    dropped,
+    flax_nnx,
+    linen,
+    mlp,
+    quick_key,
+    resnet,
+    three_readers,
+    transformer,
+    unet,
+)
 
 
 def traced(case: Case) -> Traced:
-    return build_graph(trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options))
+    return build_graph(
+        trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options)
+    )
 
 
 def names(graph: LayerGraph) -> list[str]:
@@ -27,7 +40,10 @@ def names(graph: LayerGraph) -> list[str]:
 
 def crossing(graph: LayerGraph) -> list[list[tuple[int, ...]]]:
     """The shapes of what each layer sends on."""
-    return [[graph.tensors[t].array.shape for t in layer.writing(ValueKind.TENSOR)] for layer in graph.layers]
+    return [
+        [graph.tensors[t].array.shape for t in layer.writing(ValueKind.TENSOR)]
+        for layer in graph.layers
+    ]
 
 
 def kinds(case: Case) -> str:
@@ -44,7 +60,10 @@ def test_an_mlp_is_cut_after_each_activation() -> None:
     assert names(graph) == [str(i) for i in range(8)]
     assert crossing(graph) == [[(4, 8)]] * 7 + [[]]
     for i, layer in enumerate(graph.layers):
-        assert [graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)] == [f"{i}/b", f"{i}/w"]
+        assert [graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)] == [
+            f"{i}/b",
+            f"{i}/w",
+        ]
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
@@ -52,9 +71,12 @@ def test_a_transformer_is_cut_at_its_residual_stream(pre_norm: bool) -> None:
     graph = traced(transformer(4, pre_norm=pre_norm)).graph
     assert len(graph.layers) == 2 * 4 + 2
     assert crossing(graph) == [[(4, 6, 8)]] * 9 + [[]]
-    assert [name.split("/")[:2] for name in names(graph)[1:-1]] == [["blocks", str(i // 2)] for i in range(8)]
+    assert [name.split("/")[:2] for name in names(graph)[1:-1]] == [
+        ["blocks", str(i // 2)] for i in range(8)
+    ]
     attention, feed_forward = (
-        {graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)} for layer in graph.layers[1:3]
+        {graph.parameters[p].array.name for p in layer.reading(ValueKind.PARAMETER)}
+        for layer in graph.layers[1:3]
     )
     assert attention == {f"blocks/0/attention/{n}" for n in "qkvo"} | {
         "blocks/0/attention_norm/scale",
@@ -71,13 +93,35 @@ def test_a_resnet_is_cut_between_its_blocks() -> None:
 
 def test_the_levels_of_a_unet_are_cut_apart() -> None:
     graph = traced(unet(5)).graph
-    assert names(graph) == ["down/0", "down/1", "down/2", "down/3", "down/4", "up/1", "up/2", "up/3", "up/4"]
-    assert [(t.producer, t.readers) for t in graph.skips()] == [(0, (1, 8)), (1, (2, 7)), (2, (3, 6))]
+    assert names(graph) == [
+        "down/0",
+        "down/1",
+        "down/2",
+        "down/3",
+        "down/4",
+        "up/1",
+        "up/2",
+        "up/3",
+        "up/4",
+    ]
+    assert [(t.producer, t.readers) for t in graph.skips()] == [
+        (0, (1, 8)),
+        (1, (2, 7)),
+        (2, (3, 6)),
+    ]
 
 
 def test_flax_modules_name_the_layers() -> None:
-    assert names(traced(linen(6)).graph) == ["LinenModel/Dense_0", *(f"LinenBlock_{i}" for i in range(6)), "Dense_1"]
-    assert names(traced(flax_nnx(6)).graph) == ["inputs", *(f"blocks/{i}" for i in range(6)), "output"]
+    assert names(traced(linen(6)).graph) == [
+        "LinenModel/Dense_0",
+        *(f"LinenBlock_{i}" for i in range(6)),
+        "Dense_1",
+    ]
+    assert names(traced(flax_nnx(6)).graph) == [
+        "inputs",
+        *(f"blocks/{i}" for i in range(6)),
+        "output",
+    ]
 
 
 def test_a_small_model_is_looked_at_more_closely() -> None:
@@ -110,7 +154,9 @@ def test_blocks_alike_are_layers_alike() -> None:
 
 
 @pytest.mark.parametrize("how", ["fold_in", "split"])
-@pytest.mark.parametrize("rng", [jax.random.key(0), jax.random.PRNGKey(0), quick_key(0)], ids=["new", "old", "rbg"])
+@pytest.mark.parametrize(
+    "rng", [jax.random.key(0), jax.random.PRNGKey(0), quick_key(0)], ids=["new", "old", "rbg"]
+)
 def test_keys_make_no_difference(how: str, rng: jax.Array) -> None:
     assert kinds(dropped(how, rng, depth=7)) == "aaaaaab"
 

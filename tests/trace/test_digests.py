@@ -70,7 +70,9 @@ def test_a_closed_over_array_and_an_equation_are_named() -> None:
 
 def test_arrays_count_by_the_bytes_that_a_device_has() -> None:
     assert array_digest(np.array([1.0, 2.0])) == array_digest(jnp.array([1.0, 2.0]))
-    assert array_digest(np.arange(6).reshape(2, 3).T) == array_digest(np.arange(6).reshape(2, 3).T.copy())
+    assert array_digest(np.arange(6).reshape(2, 3).T) == array_digest(
+        np.arange(6).reshape(2, 3).T.copy()
+    )
     assert array_digest(jnp.bfloat16(1.5)) != array_digest(jnp.bfloat16(1.25))
     assert array_digest(jax.random.key(0)) == array_digest(jax.random.key_data(jax.random.key(0)))
 
@@ -102,4 +104,6 @@ def test_leaves_that_a_function_makes_differ_where_their_making_does() -> None:
     assert [line.split()[0] for line in own] == ["o", "t", "v", "w"]
     for scale, table, unlike in ((0.25, X, "v"), (0.5, 2 * X, "t")):
         other = made_lines(initialiser(scale, table), key)
-        assert [line.split()[0] for line, their in zip(own, other, strict=True) if line != their] == [unlike]
+        assert [
+            line.split()[0] for line, their in zip(own, other, strict=True) if line != their
+        ] == [unlike]

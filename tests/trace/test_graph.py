@@ -29,11 +29,15 @@ from tests.zoo import (
 
 
 def traced(case: Case) -> Traced:
-    return build_graph(trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options))
+    return build_graph(
+        trace_loss(case.loss_fn, case.params, case.batch, case.rng, case.state, **case.options)
+    )
 
 
 def names_read(graph: LayerGraph, layer: int) -> list[str]:
-    return [graph.parameters[p].array.name for p in graph.layers[layer].reading(ValueKind.PARAMETER)]
+    return [
+        graph.parameters[p].array.name for p in graph.layers[layer].reading(ValueKind.PARAMETER)
+    ]
 
 
 def test_a_skip_goes_straight_to_each_reader() -> None:
@@ -106,7 +110,9 @@ def test_a_parameter_that_nothing_reads_has_an_owner() -> None:
     assert readers["never"] == (graph.loss_layer,)
     assert readers["stopped"] == (0,)
     assert readers["watched"] == (graph.loss_layer,)
-    gradients = Sequential(traced(case), optimize=False).run(case.params, case.batch, None).gradients
+    gradients = (
+        Sequential(traced(case), optimize=False).run(case.params, case.batch, None).gradients
+    )
     for p, gradient in zip(graph.parameters, gradients, strict=True):
         assert np.any(gradient) == p.array.name.startswith("layers/"), p.array.name
 
@@ -122,7 +128,10 @@ def test_state_that_nothing_reads_is_read_where_it_is_written_so_that_the_old_on
     base = mlp(4)
 
     def loss_fn(params: Any, state: Any, batch: Any, rng: Any) -> Any:
-        return base.loss_fn(params, batch, rng), {"first": jnp.sum(batch["x"] @ params[0]["w"]), "last": state["last"]}
+        return base.loss_fn(params, batch, rng), {
+            "first": jnp.sum(batch["x"] @ params[0]["w"]),
+            "last": state["last"],
+        }
 
     state = {"first": np.float32(0), "last": np.float32(0)}
     graph = traced(Case(loss_fn, base.params, base.batch, state=state, has_state=True)).graph

@@ -37,7 +37,10 @@ def nested(x: jax.Array) -> Any:
 
 
 def clipped_adam(x: jax.Array) -> Any:
-    optimizer, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), {"a": x, "b": x[0]}
+    optimizer, params = (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+        {"a": x, "b": x[0]},
+    )
     return optimizer.update(params, optimizer.init(params), params)
 
 
@@ -60,7 +63,9 @@ def test_the_same_line_as_traced_again(fn: Any, calls: dict[str, str]) -> None:
     closed = jax.make_jaxpr(fn)(X)
     expected, found = traced_again(closed, calls), inlined(closed, calls)
     assert shape_of(found) == shape_of(expected)
-    assert [_jax.scope(eqn) for eqn in found.jaxpr.eqns] == [_jax.scope(eqn) for eqn in expected.jaxpr.eqns]
+    assert [_jax.scope(eqn) for eqn in found.jaxpr.eqns] == [
+        _jax.scope(eqn) for eqn in expected.jaxpr.eqns
+    ]
     value = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
     results = [jax.jit(_jax.jaxpr_as_fun(closed))(value) for closed in (found, expected)]
     jax.tree.map(np.testing.assert_array_equal, *results)
@@ -72,7 +77,11 @@ def test_numbers_along_an_axis_are_made_where_they_are_read_first() -> None:
         return jnp.sin(x) + numbers[None]
 
     found = inlined(jax.make_jaxpr(fn)(X), CALLS)
-    assert [str(eqn.primitive) for eqn in found.jaxpr.eqns][:3] == ["sin", "iota", "convert_element_type"]
+    assert [str(eqn.primitive) for eqn in found.jaxpr.eqns][:3] == [
+        "sin",
+        "iota",
+        "convert_element_type",
+    ]
 
 
 def shape_of(closed: ClosedJaxpr) -> Any:
@@ -99,4 +108,6 @@ def traced_again(closed: ClosedJaxpr, calls: dict[str, str]) -> ClosedJaxpr:
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     again = jax.make_jaxpr(lambda *xs: results(closed.jaxpr, closed.consts, xs))(*closed.in_avals)
-    return ClosedJaxpr(again.jaxpr.replace(eqns=jaxprs.prune(again.jaxpr.eqns, again.jaxpr.outvars)), again.consts)
+    return ClosedJaxpr(
+        again.jaxpr.replace(eqns=jaxprs.prune(again.jaxpr.eqns, again.jaxpr.outvars)), again.consts
+    )

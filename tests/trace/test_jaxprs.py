@@ -25,7 +25,9 @@ def primitives(fn: Callable, *args: Any, **options: Any) -> list[str]:
 def shape_of(fn: Callable, *args: Any) -> Any:
     closed = flatten(fn, *args, keep_rules=True)
     jaxpr = closed.jaxpr
-    return structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars), comparable(closed.consts)
+    return structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars), comparable(
+        closed.consts
+    )
 
 
 def test_calls_are_inlined() -> None:
@@ -197,7 +199,8 @@ def test_a_derivative_that_closes_over_what_was_traced_is_refused() -> None:
         return pick(x)
 
     with pytest.raises(
-        ValueError, match=r"closes over a value that was traced.*pass the value as an argument, or make"
+        ValueError,
+        match=r"closes over a value that was traced.*pass the value as an argument, or make",
     ):
         shape_of(masked, X)
 
@@ -206,7 +209,9 @@ def test_silent_prints_nothing_even_in_loops_and_branches() -> None:
     def loud(x: jax.Array) -> jax.Array:
         def body(i: Any, x: jax.Array) -> jax.Array:
             jax.debug.print("{}", jnp.sum(x))
-            return jax.lax.cond(i > 1, lambda x: (jax.debug.callback(print, x), jnp.sin(x))[1], jnp.cos, x)
+            return jax.lax.cond(
+                i > 1, lambda x: (jax.debug.callback(print, x), jnp.sin(x))[1], jnp.cos, x
+            )
 
         return jax.lax.fori_loop(0, 3, body, x)
 
@@ -223,5 +228,7 @@ def test_silent_prints_nothing_even_in_loops_and_branches() -> None:
 def test_what_is_said_of_shardings_is_left_out() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    closed = flatten(jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, along) + 1), jnp.ones(4))
+    closed = flatten(
+        jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * x, along) + 1), jnp.ones(4)
+    )
     assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul", "add"]

@@ -28,7 +28,14 @@ def test_numbers_of_keys_are_lifted(name: str) -> None:
     key = KEYS[name]
     assert lifted(lambda k: jax.random.bits(jax.random.fold_in(k, 7)), key) == [7]
     assert lifted(lambda k: jax.random.bits(jax.random.split(k, 9)[5]), key) == [5]
-    assert lifted(lambda k: [jax.random.bits(x) for x in jax.random.split(k, 6)], key) == [0, 1, 2, 3, 4, 5]
+    assert lifted(lambda k: [jax.random.bits(x) for x in jax.random.split(k, 6)], key) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_an_index_among_few_keys_stays() -> None:

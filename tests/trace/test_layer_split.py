@@ -34,7 +34,10 @@ def chain(*widths: int, tied: bool = False) -> Traced:
             x = jnp.tanh(x @ w)
         return jnp.sum(x)
 
-    return build_graph(trace_loss(loss_fn, shapes, jax.ShapeDtypeStruct((2, widths[0]), jnp.float32), None), cuts=[])
+    return build_graph(
+        trace_loss(loss_fn, shapes, jax.ShapeDtypeStruct((2, widths[0]), jnp.float32), None),
+        cuts=[],
+    )
 
 
 def products(traced: Traced) -> list[int]:
@@ -43,7 +46,9 @@ def products(traced: Traced) -> list[int]:
 
 def test_the_most_even_place_comes_first() -> None:
     whole = chain(4, 4, 4, 8, 1)  # 16, 16, 32, 8 products a row
-    found = [products(split_layers(whole, {0: place})) for place in split_points(whole, 0, by_flops)]
+    found = [
+        products(split_layers(whole, {0: place})) for place in split_points(whole, 0, by_flops)
+    ]
     assert found == [[2, 2], [1, 3], [3, 1]]
 
 
@@ -73,8 +78,12 @@ def test_other_layers_stay_as_they_are_and_layers_alike_are_cut_alike() -> None:
     finer = [layer_signature(body) for body in halves.bodies]
     assert finer[2:10:3] == [finer[2]] * 3
     assert finer[3:11:3] == [finer[3]] * 3
-    assert [k for k in finer if k not in (finer[2], finer[3])] == [k for k in kinds if k != kinds[2]]
-    assert [len(p.readers) for p in halves.graph.parameters] == [len(p.readers) for p in whole.graph.parameters]
+    assert [k for k in finer if k not in (finer[2], finer[3])] == [
+        k for k in kinds if k != kinds[2]
+    ]
+    assert [len(p.readers) for p in halves.graph.parameters] == [
+        len(p.readers) for p in whole.graph.parameters
+    ]
 
 
 def test_a_split_is_found_again_by_its_place() -> None:

@@ -26,17 +26,28 @@ def test_shapes_have_the_types_of_a_device() -> None:
     shapes = abstract(tree)
     assert jax.tree.structure(shapes) == jax.tree.structure(tree)
     assert (shapes["numpy"].shape, shapes["numpy"].dtype) == ((2, 3), np.float32)
-    assert (shapes["python"].shape, shapes["python"].dtype, shapes["python"].weak_type) == ((), np.float32, True)
+    assert (shapes["python"].shape, shapes["python"].dtype, shapes["python"].weak_type) == (
+        (),
+        np.float32,
+        True,
+    )
     assert (shapes["key"].shape, shapes["key"].dtype) == ((), key.dtype)
     assert shapes["shape"].dtype == np.int32
 
 
 def test_a_leaf_that_is_no_array_is_named_with_the_cure() -> None:
-    with pytest.raises(ValueError, match=r"parameter 'act' is of type function, no array: .*eqx.partition\(model, eqx"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 'act' is of type function, no array: .*eqx.partition\(model, eqx",
+    ):
         abstract({"w": np.zeros(2), "act": lambda x: x})
-    with pytest.raises(ValueError, match=r"leaf of the model state '1' is of type str, no array: keep it out"):
+    with pytest.raises(
+        ValueError, match=r"leaf of the model state '1' is of type str, no array: keep it out"
+    ):
         abstract([np.zeros(2), "a"], "leaf of the model state")
     with pytest.raises(ValueError, match="the only batch leaf is of type str"):
         abstract("a", "batch leaf")
-    with pytest.raises(ValueError, match=r"parameter 'w' is being traced: use jvpipe outside of jax\.jit"):
+    with pytest.raises(
+        ValueError, match=r"parameter 'w' is being traced: use jvpipe outside of jax\.jit"
+    ):
         jax.jit(lambda w: abstract({"w": w}))(np.zeros(2))

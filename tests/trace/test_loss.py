@@ -39,7 +39,9 @@ def test_inputs_are_named_by_their_paths() -> None:
 def test_arrays_that_a_loss_captures_are_constants() -> None:
     table = np.arange(6, dtype=np.float32).reshape(2, 3)
     loss = trace(lambda p, x, rng: good(p, x + table, rng))
-    assert [ref for ref in loss.inputs.values() if ref.kind == "constant"] == [Ref(ValueKind.CONSTANT, 0)]
+    assert [ref for ref in loss.inputs.values() if ref.kind == "constant"] == [
+        Ref(ValueKind.CONSTANT, 0)
+    ]
     np.testing.assert_array_equal(loss.constants[0], table)
 
 
@@ -60,7 +62,9 @@ def test_a_gradient_flows_from_parameters_to_the_loss_alone() -> None:
     assert not by_name["stop_gradient"]
 
 
-@pytest.mark.parametrize("rng", [jax.random.key(5), jax.random.PRNGKey(5), jax.random.key(5, impl="rbg")])
+@pytest.mark.parametrize(
+    "rng", [jax.random.key(5), jax.random.PRNGKey(5), jax.random.key(5, impl="rbg")]
+)
 def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
     seed = np.array([*key_words(rng).ravel(), 3, 1], np.uint32)
     made = KeyKind.of(rng).micro_batch_key(jnp.asarray(seed))
@@ -73,7 +77,10 @@ def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
     ("dtype", "told"),
     [
         (np.int32, "int32, which has no gradient: keep it in the model"),
-        (jnp.float8_e4m3fn, "float8_e4m3fn, in which gradients cannot be added up: give it as bfloat16 or wider"),
+        (
+            jnp.float8_e4m3fn,
+            "float8_e4m3fn, in which gradients cannot be added up: give it as bfloat16 or wider",
+        ),
     ],
 )
 def test_parameters_of_types_without_gradients_are_refused_by_path(dtype: Any, told: str) -> None:
@@ -85,18 +92,30 @@ def test_parameters_of_types_without_gradients_are_refused_by_path(dtype: Any, t
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda p, x, r: x @ p["block"][0]["w"], r"must be a scalar, its shape is \(2, 3\): take its mean or sum"),
-        (lambda p, x, r: (good(p, x, r), x), r"must be a scalar or jvpipe.Weighted, not tuple; say has_aux=True"),
+        (
+            lambda p, x, r: x @ p["block"][0]["w"],
+            r"must be a scalar, its shape is \(2, 3\): take its mean or sum",
+        ),
+        (
+            lambda p, x, r: (good(p, x, r), x),
+            r"must be a scalar or jvpipe.Weighted, not tuple; say has_aux=True",
+        ),
         (lambda p, x, r: {"loss": good(p, x, r)}, "must be a scalar or jvpipe.Weighted, not dict"),
         (lambda p, x, r: None, "must be a scalar or jvpipe.Weighted, not NoneType"),
-        (lambda p, x, r: jnp.argmax(p["block"][0]["w"]), "must be a real floating-point scalar, its type is int32"),
+        (
+            lambda p, x, r: jnp.argmax(p["block"][0]["w"]),
+            "must be a real floating-point scalar, its type is int32",
+        ),
         (
             lambda p, x, r: jax.lax.complex(good(p, x, r), good(p, x, r)),
             "must be a real floating-point scalar, its type is complex64",
         ),
         (lambda p, x, r: jnp.sum(x), "depends on no parameter: there is nothing to train"),
         (lambda p, x, r: 0.0, "depends on no parameter: there is nothing to train"),
-        (lambda p, x, r: jax.lax.stop_gradient(good(p, x, r)), "depends on no parameter: there is nothing to train"),
+        (
+            lambda p, x, r: jax.lax.stop_gradient(good(p, x, r)),
+            "depends on no parameter: there is nothing to train",
+        ),
         (lambda p, x, r: Weighted(good(p, x, r), x), r"must be a scalar, its shape is \(2, 3\)"),
         (
             lambda p, x, r: Weighted(good(p, x, r), jnp.sum(p["block"][0]["w"])),
@@ -135,12 +154,17 @@ def undecided(params: Any, x: Any, rng: Any) -> Any:
     ids=["function", "jitted", "partial", "method", "object"],
 )
 def test_an_error_inside_a_loss_names_the_users_function(loss_fn: Any, named: str) -> None:
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"(?s)while tracing the function {named}"):
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=f"(?s)while tracing the function {named}"
+    ):
         trace(loss_fn)
 
 
 def test_a_loss_that_needs_a_key_and_has_none_says_so() -> None:
-    with pytest.raises(ValueError, match=r"uses its rng, and none was given: give init a key, init\(params, batch, "):
+    with pytest.raises(
+        ValueError,
+        match=r"uses its rng, and none was given: give init a key, init\(params, batch, ",
+    ):
         trace(lambda p, x, rng: good(p, x, rng) + jax.random.normal(rng))
     with pytest.raises(TypeError, match="NoneType") as failed:
         trace(lambda p, x, rng: good(p, x, rng) + rng[0])
@@ -156,10 +180,22 @@ def test_a_weight_behind_stop_gradient_is_fine() -> None:
 @pytest.mark.parametrize(
     ("options", "returned", "message"),
     [
-        ({"has_aux": True}, lambda loss, s: loss, r"has_aux=True, has_state=False the loss must return \(loss, aux\)"),
+        (
+            {"has_aux": True},
+            lambda loss, s: loss,
+            r"has_aux=True, has_state=False the loss must return \(loss, aux\)",
+        ),
         ({"has_aux": True}, lambda loss, s: (loss, s, 3), r"must return \(loss, aux\)"),
-        ({"has_aux": True}, lambda loss, s: Weighted(loss, jnp.float32(1)), r"must return \(loss, aux\)"),
-        ({"has_state": True}, lambda loss, s: loss, r"has_state=True the loss must return \(loss, new_model_state\)"),
+        (
+            {"has_aux": True},
+            lambda loss, s: Weighted(loss, jnp.float32(1)),
+            r"must return \(loss, aux\)",
+        ),
+        (
+            {"has_state": True},
+            lambda loss, s: loss,
+            r"has_state=True the loss must return \(loss, new_model_state\)",
+        ),
         (
             {"has_state": True, "has_aux": True},
             lambda loss, s: (loss, s),
@@ -180,10 +216,16 @@ def test_a_weight_behind_stop_gradient_is_fine() -> None:
             lambda loss, s: (loss, {"mean": s["mean"].astype(jnp.bfloat16)}),
             r"changes model state 'mean' from float32\[3\] to bfloat16\[3\]",
         ),
-        ({"has_state": True}, lambda loss, s: (loss, {"mean": 0.0}), r"'mean' from float32\[3\] to float32\[\]"),
+        (
+            {"has_state": True},
+            lambda loss, s: (loss, {"mean": 0.0}),
+            r"'mean' from float32\[3\] to float32\[\]",
+        ),
     ],
 )
-def test_what_a_loss_returns_must_be_what_was_announced(options: Any, returned: Any, message: str) -> None:
+def test_what_a_loss_returns_must_be_what_was_announced(
+    options: Any, returned: Any, message: str
+) -> None:
     state = {"mean": np.zeros(3, np.float32)} if "has_state" in options else None
 
     def loss_fn(params: Any, *rest: Any) -> Any:
@@ -197,5 +239,12 @@ def test_aux_keeps_its_structure() -> None:
     pair = Weighted(jnp.float32(1), jnp.float32(2))
     loss = trace(lambda p, x, r: (good(p, x, r), {"b": [x, None], "a": pair}), has_aux=True)
     assert loss.aux_weighted == (True, False)
-    assert jax.tree.unflatten(loss.aux_tree, ["pair", "array"]) == {"b": ["array", None], "a": "pair"}
-    assert [ref for _, ref in loss.outputs[1:]] == [Ref(ValueKind.AUX, 0), Ref(ValueKind.AUX, 1), Ref(ValueKind.AUX, 2)]
+    assert jax.tree.unflatten(loss.aux_tree, ["pair", "array"]) == {
+        "b": ["array", None],
+        "a": "pair",
+    }
+    assert [ref for _, ref in loss.outputs[1:]] == [
+        Ref(ValueKind.AUX, 0),
+        Ref(ValueKind.AUX, 1),
+        Ref(ValueKind.AUX, 2),
+    ]

@@ -10,7 +10,9 @@ X = np.ones((2, 3), np.float32)
 
 
 def stacked(params: dict[str, jax.Array], x: jax.Array, rng: None) -> jax.Array:
-    return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0] @ params["head"])
+    return jnp.sum(
+        jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0] @ params["head"]
+    )
 
 
 def test_a_plain_model_keeps_its_parameters() -> None:

@@ -64,7 +64,10 @@ def test_heavy(fn: Callable) -> None:
 
 
 def test_arrays_of_random_bits_are_not_cheap_but_no_work_either() -> None:
-    one, many = (last(lambda k, shape=shape: jax.random.bits(k, shape), jax.random.key(0)) for shape in ((), (3,)))
+    one, many = (
+        last(lambda k, shape=shape: jax.random.bits(k, shape), jax.random.key(0))
+        for shape in ((), (3,))
+    )
     assert (is_cheap(one), is_random(one), is_heavy(one)) == (True, False, False)
     assert (is_cheap(many), is_random(many), is_heavy(many)) == (False, True, False)
 
@@ -74,8 +77,16 @@ def test_arrays_of_random_bits_are_not_cheap_but_no_work_either() -> None:
     [
         (lambda x, y: x @ y, (X, X.T), 2 * 4 * 4 * 8),
         (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (X[None], X[None]), 2 * 4 * 4 * 8),
-        (convolution, (np.ones((2, 5, 5, 3), np.float32), np.ones((3, 3, 3, 7), np.float32)), 2 * 2 * 25 * 9 * 3 * 7),
-        (lambda x, y: jax.lax.fori_loop(0, 5, lambda i, z: jnp.sin(z @ y @ x), x), (X, X.T), 5 * 2 * (2 * 4 * 4 * 8)),
+        (
+            convolution,
+            (np.ones((2, 5, 5, 3), np.float32), np.ones((3, 3, 3, 7), np.float32)),
+            2 * 2 * 25 * 9 * 3 * 7,
+        ),
+        (
+            lambda x, y: jax.lax.fori_loop(0, 5, lambda i, z: jnp.sin(z @ y @ x), x),
+            (X, X.T),
+            5 * 2 * (2 * 4 * 4 * 8),
+        ),
         (lambda x, y: jnp.sin(x), (X, X), 0),
     ],
 )

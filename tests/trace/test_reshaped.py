@@ -28,7 +28,11 @@ def traced(loss: Any, examples: int) -> Traced:
 
 def split_before_a_product(model: Traced) -> Traced:
     """The last layer that has something before a product is split there."""
-    products = [at for at, eqn in enumerate(Sorted.of(model.loss).main) if flops(eqn) and at not in (0, *model.cuts)]
+    products = [
+        at
+        for at, eqn in enumerate(Sorted.of(model.loss).main)
+        if flops(eqn) and at not in (0, *model.cuts)
+    ]
     return build_graph(model.loss, model.cuts, products[-1:])
 
 
@@ -42,7 +46,9 @@ def test_layers_have_the_parameters_that_they_had(examples: int) -> None:
     for model in (present, split_before_a_product(present)):
         again = reshaped(traced(loss_fn, examples).loss, model)
         assert readers(again) == readers(model)
-        assert [layer.name for layer in again.graph.layers] == [layer.name for layer in model.graph.layers]
+        assert [layer.name for layer in again.graph.layers] == [
+            layer.name for layer in model.graph.layers
+        ]
     counts = [len(Sorted.of(at.loss).main) for at in (present, traced(loss_fn, examples))]
     assert (counts[0] > counts[1]) == (examples == 1)
 
@@ -53,6 +59,9 @@ def test_layers_that_would_have_other_parameters_are_refused() -> None:
 
     present = traced(shorter, 4)
     split = split_before_a_product(present)
-    for model, message in ((present, "its layers have other parameters"), (split, "it has 4 products, not 6")):
+    for model, message in (
+        (present, "its layers have other parameters"),
+        (split, "it has 4 products, not 6"),
+    ):
         with pytest.raises(OtherLayersError, match=message):
             reshaped(traced(shorter, 1).loss, model)

@@ -25,7 +25,9 @@ def batch_of(case: Case, size: int = MANY) -> Any:
 
 
 def traced(case: Case) -> Traced:
-    loss = trace_loss(case.loss_fn, case.params, batch_of(case), case.rng, case.state, **case.options)
+    loss = trace_loss(
+        case.loss_fn, case.params, batch_of(case), case.rng, case.state, **case.options
+    )
     return build_graph(loss)
 
 
@@ -35,12 +37,16 @@ def counted() -> Case:
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
         x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
-        loss = jnp.sum(jnp.where(batch["mask"][:, None], x, 0.0) ** 2) / jnp.sum(batch["mask"], dtype=jnp.float32)
+        loss = jnp.sum(jnp.where(batch["mask"][:, None], x, 0.0) ** 2) / jnp.sum(
+            batch["mask"], dtype=jnp.float32
+        )
         count = jnp.sum(batch["mask"]).astype(jnp.float32)
         return Weighted((loss + 0.1 * jnp.sum(params[2]["w"] ** 2)) * count, count)
 
     return replace(
-        case, loss_fn=loss_fn, batch=case.batch | {"mask": np.array([True, False, True, True, False, False])}
+        case,
+        loss_fn=loss_fn,
+        batch=case.batch | {"mask": np.array([True, False, True, True, False, False])},
     )
 
 
@@ -50,7 +56,9 @@ def weighed() -> Case:
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
         x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
-        mean = jnp.sum(x**2 * batch["weights"][:, None]) / jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        mean = jnp.sum(x**2 * batch["weights"][:, None]) / jnp.maximum(
+            jnp.sum(batch["weights"]), 1.0
+        )
         return Weighted(mean * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]))
 
     weights = np.array([0.25, 0, 0.5, 1, 0, 0], np.float32)
@@ -63,7 +71,9 @@ def constant_size() -> Case:
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
         x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
-        return jnp.sum((x - batch["y"]) ** 2) / 32 + 0.1 * jnp.sum(params[2]["w"] ** 2) - jnp.mean(x)
+        return (
+            jnp.sum((x - batch["y"]) ** 2) / 32 + 0.1 * jnp.sum(params[2]["w"] ** 2) - jnp.mean(x)
+        )
 
     return replace(case, loss_fn=loss_fn)
 
@@ -72,12 +82,17 @@ MADE = {name: CASES[name] for name in ("mlp", "threefry")}
 MADE |= {"counted": counted, "weighed": weighed, "constant-size": constant_size}
 
 
-@pytest.mark.parametrize(("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("weighed", 3)])
+@pytest.mark.parametrize(
+    ("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("weighed", 3)]
+)
 def test_slices_make_the_whole(name: str, parts: int) -> None:
     case = MADE[name]()
     model = traced(case)
     whole = Sequential(model, optimize=False).run(case.params, batch_of(case), case.rng, case.state)
-    slices, apart = [e for e in divided(MANY, parts) if e], taken_apart(model, 1 if parts > 3 else 2)
+    slices, apart = (
+        [e for e in divided(MANY, parts) if e],
+        taken_apart(model, 1 if parts > 3 else 2),
+    )
     loss, gradients = 0.0, [np.zeros_like(g) for g in whole.gradients]
     for e in slices:
         part = sliced(model, e, apart)
@@ -94,7 +109,9 @@ def test_layers_alike_but_for_their_masks_share_programs() -> None:
     model = traced(mlp())
     apart = taken_apart(model, 2)
     first, second = (sliced(model, e, apart) for e in (Examples(0, 2), Examples(2, 4)))
-    assert [a.structure == b.structure for a, b in zip(first.bodies, second.bodies, strict=True)] == [True] * 5
+    assert [
+        a.structure == b.structure for a, b in zip(first.bodies, second.bodies, strict=True)
+    ] == [True] * 5
 
 
 def test_finds_how_edges_and_aux_lie() -> None:
@@ -112,7 +129,12 @@ def test_finds_how_edges_and_aux_lie() -> None:
 def refused(loss_fn: Any, match: str, **options: Any) -> None:
     case = mlp(2)
     loss = trace_loss(
-        lambda *given: loss_fn(*given), case.params, batch_of(case), None, options.pop("state", None), **options
+        lambda *given: loss_fn(*given),
+        case.params,
+        batch_of(case),
+        None,
+        options.pop("state", None),
+        **options,
     )
     with pytest.raises(CoupledError, match=match):
         taken_apart(build_graph(loss), 2)
@@ -122,10 +144,14 @@ def test_a_loss_that_slices_do_not_make_is_refused_with_the_cure() -> None:
     def made(params: Any, batch: Any) -> jax.Array:
         return batch["x"] @ params[0]["w"] @ params[1]["w"]
 
-    refused(lambda p, b, _: jnp.max(made(p, b)), "layer 1 makes, .* a mean or a sum over its examples")
+    refused(
+        lambda p, b, _: jnp.max(made(p, b)), "layer 1 makes, .* a mean or a sum over its examples"
+    )
     refused(lambda p, b, _: jnp.sum(made(p, b)) / jnp.sum(b["y"]), "jvpipe.Weighted")
     refused(lambda p, b, _: Weighted(jnp.mean(made(p, b)), jnp.float32(1.0)), "both parts sums")
-    refused(lambda p, b, _: (jnp.mean(made(p, b)), [jnp.max(b["y"])]), "leaf .0. of aux", has_aux=True)
+    refused(
+        lambda p, b, _: (jnp.mean(made(p, b)), [jnp.max(b["y"])]), "leaf .0. of aux", has_aux=True
+    )
     state = np.zeros((MANY, 2), np.float32)
     refused(
         lambda p, s, b, _: (jnp.mean(made(p, b)), s + b["y"][:, :2]),
@@ -136,4 +162,7 @@ def test_a_loss_that_slices_do_not_make_is_refused_with_the_cure() -> None:
 
 
 def test_a_loss_that_fixes_its_number_of_examples_is_refused() -> None:
-    refused(lambda p, b, _: jnp.mean((b["x"] @ p[0]["w"] @ p[1]["w"]).reshape(MANY, -1)), "does not take 2 examples")
+    refused(
+        lambda p, b, _: jnp.mean((b["x"] @ p[0]["w"] @ p[1]["w"]).reshape(MANY, -1)),
+        "does not take 2 examples",
+    )

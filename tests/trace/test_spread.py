@@ -16,14 +16,18 @@ from jvpipe.trace.spread import CoupledError, Spreading, reaching
 MANY, FEW, T, D = 6, 2, 3, 4
 
 
-def spread(fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []) -> list[Lies]:
+def spread(
+    fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []
+) -> list[Lies]:
     """How the results of a function of [examples, tokens, features] lie; some of them are remembered as model state."""
     closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
     remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))
     spreading = Spreading(MANY, FEW, remembered, lambda eqn: "layer 0")
     spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
     spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
-    return [spreading.lies(a, b) for a, b in zip(closed.jaxpr.outvars, small.jaxpr.outvars, strict=True)]
+    return [
+        spreading.lies(a, b) for a, b in zip(closed.jaxpr.outvars, small.jaxpr.outvars, strict=True)
+    ]
 
 
 def noisy(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
@@ -42,7 +46,10 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "mean by hand": (lambda x: jnp.sum(x) / x.shape[0], Over.MEAN),
     "mean over examples alone": (lambda x: jnp.mean(x, 0), Over.MEAN),
     "mean of means": (lambda x: jnp.mean(jnp.mean(x, (1, 2))), Over.MEAN),
-    "mean and what depends on none": (lambda x: jnp.mean(x) + 0.1 * jnp.sum(jnp.arange(3.0)), Over.MEAN),
+    "mean and what depends on none": (
+        lambda x: jnp.mean(x) + 0.1 * jnp.sum(jnp.arange(3.0)),
+        Over.MEAN,
+    ),
     "means together": (lambda x: 2 * jnp.mean(x) - jnp.mean(x**2) / 3, Over.MEAN),
     "sums together": (lambda x: jnp.sum(x) + 2 * jnp.sum(x**2), Over.SUM),
     "sum over a constant": (lambda x: jnp.sum(x) / 8, Over.SUM),
@@ -52,44 +59,74 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "a count as a whole number": (lambda x: count(x).astype(int), Over.SUM),
     "half of a count": (lambda x: jnp.sum(x > 0) // 2, Over.MIXED),
     "whether there is any": (lambda x: jnp.sum(x > 0).astype(bool), Over.MIXED),
-    "sum over items, times items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Over.SUM),
+    "sum over items, times items": (
+        lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x),
+        Over.SUM,
+    ),
     "over items or one": (lambda x: 2 * jnp.sum(x) / jnp.maximum(count(x), 1) * count(x), Over.SUM),
     "over weights or one": (
         lambda x: 2 * jnp.sum(x) / jnp.maximum(jnp.sum(x * x), 1.0) * jnp.sum(x * x),
         Over.SUM,
     ),
     "over more than one": (lambda x: jnp.sum(x) / jnp.maximum(count(x), 2) * count(x), Over.MIXED),
-    "over other items": (lambda x: jnp.sum(x) / jnp.sum(x > 1, dtype=jnp.float32) * count(x), Over.MIXED),
-    "two over items": (lambda x: (jnp.sum(x) / count(x) - jnp.sum(x**2) / count(x) + 0.5) * count(x), Over.SUM),
+    "over other items": (
+        lambda x: jnp.sum(x) / jnp.sum(x > 1, dtype=jnp.float32) * count(x),
+        Over.MIXED,
+    ),
+    "two over items": (
+        lambda x: (jnp.sum(x) / count(x) - jnp.sum(x**2) / count(x) + 0.5) * count(x),
+        Over.SUM,
+    ),
     "count": (lambda x: jnp.float32(x.shape[0]) * jnp.ones(()), Over.SUM),
     "greatest": (lambda x: jnp.max(x), Over.MIXED),
     "square of a mean": (lambda x: jnp.mean(x) ** 2, Over.MIXED),
     "mean over items": (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32), Over.MIXED),
     "product over examples": (lambda x: jnp.einsum("btd,bte->de", x, x), Over.SUM),
-    "positions": (lambda x: x + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None, None], Over.ALONG),
+    "positions": (
+        lambda x: x + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None, None],
+        Over.ALONG,
+    ),
     "zeros for each": (lambda x: jnp.zeros((x.shape[0], 5)) + x[:, 0, :1], Over.ALONG),
     "scan over tokens": (
-        lambda x: jax.lax.scan(lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0],
+        lambda x: jax.lax.scan(
+            lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1)
+        )[0],
         Over.ALONG,
     ),
     "what a scan stacks": (
-        lambda x: jax.lax.scan(lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1],
+        lambda x: jax.lax.scan(
+            lambda h, y: (h + y, h * y), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1)
+        )[1],
         Over.ALONG,
     ),
     "a loop as often for all": (
-        lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1])), (0, x))[1],
+        lambda x: jax.lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1])), (0, x)
+        )[1],
         Over.ALONG,
     ),
-    "looked up, or NaN": (lambda x: jnp.take_along_axis(x, jnp.argmax(x, -1)[..., None], -1, mode="fill"), Over.ALONG),
-    "a branch for all": (lambda x: jax.lax.cond(jnp.arange(3)[1] > 0, jnp.sin, jnp.cos, x), Over.ALONG),
+    "looked up, or NaN": (
+        lambda x: jnp.take_along_axis(x, jnp.argmax(x, -1)[..., None], -1, mode="fill"),
+        Over.ALONG,
+    ),
+    "a branch for all": (
+        lambda x: jax.lax.cond(jnp.arange(3)[1] > 0, jnp.sin, jnp.cos, x),
+        Over.ALONG,
+    ),
     "a rule of its own": (lambda x: jax.nn.relu(x), Over.ALONG),
     "a log-sum": (lambda x: jnp.mean(jax.nn.logsumexp(x, -1)), Over.MEAN),
 }
 REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
-    "centred": (lambda x: x - jnp.mean(x, 0)[None], "layer 0 cannot be replicated: .* gives single examples"),
+    "centred": (
+        lambda x: x - jnp.mean(x, 0)[None],
+        "layer 0 cannot be replicated: .* gives single examples",
+    ),
     "greatest": (lambda x: x / jnp.max(x), "gives single examples"),
     "each with each": (lambda x: jnp.einsum("btd,ctd->bc", x, x), "makes .6, 6. of 6 examples"),
-    "a scan over examples": (lambda x: jax.lax.scan(lambda h, y: (h + y, h), x[:1, 0].sum(0), x[:, 0])[1], "examples"),
+    "a scan over examples": (
+        lambda x: jax.lax.scan(lambda h, y: (h + y, h), x[:1, 0].sum(0), x[:, 0])[1],
+        "examples",
+    ),
     "noise in a loop": (
         lambda x: jax.lax.scan(noisy, x, jax.random.split(jax.random.key(0), 3))[0],
         "inside of a loop",
@@ -103,7 +140,10 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         "as its examples say",
     ),
     "a power": (lambda x: x ** x.shape[0], "as the number of examples says"),
-    "a branch by the examples": (lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x), "as its examples say"),
+    "a branch by the examples": (
+        lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x),
+        "as its examples say",
+    ),
 }
 
 
@@ -114,13 +154,18 @@ def test_finds_sums_and_means(name: str) -> None:
     assert found.over is over
 
 
-@pytest.mark.parametrize("name", [name for name, (_, over) in FOUND.items() if over in (Over.SUM, Over.MEAN)])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, over) in FOUND.items() if over in (Over.SUM, Over.MEAN)]
+)
 def test_what_is_a_sum_or_a_mean_is_made_of_those_of_slices(name: str) -> None:
     fn, over = FOUND[name]
     x = np.random.default_rng(1).normal(size=(MANY, T, D)).astype(np.float32)
     parts = [(1, 3), (3, 6), (0, 1)]
     shares = [1.0 if over is Over.SUM else (b - a) / MANY for a, b in parts]
-    total = sum(share * np.asarray(fn(jnp.asarray(x[a:b]))) for share, (a, b) in zip(shares, parts, strict=True))
+    total = sum(
+        share * np.asarray(fn(jnp.asarray(x[a:b])))
+        for share, (a, b) in zip(shares, parts, strict=True)
+    )
     np.testing.assert_allclose(np.asarray(fn(jnp.asarray(x))), total, rtol=1e-4, atol=1e-5)
 
 
@@ -131,7 +176,9 @@ def test_what_stands_beside_a_sum_counts_by_the_share_of_a_slice() -> None:
         (lambda x: jnp.sum(x > 0) + 1, Beside.FIRST_RIGHT),
         (lambda x: jnp.sum(x) / jnp.sum(x > 0, dtype=jnp.float32) * count(x), Beside.DIVISOR),
     ):
-        closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+        closed, small = (
+            flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW)
+        )
         spreading = Spreading(MANY, FEW, set(), lambda eqn: "layer 0")
         spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
         spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
@@ -184,7 +231,9 @@ def test_a_batch_norm_divides_what_it_has_centred() -> None:
     assert not mean.open
     assert variance.open
     assert spread(centred, lambda outs: outs[1:])[0].open
-    with pytest.raises(CoupledError, match="'tanh' goes on from examples less what was made of several of them"):
+    with pytest.raises(
+        CoupledError, match="'tanh' goes on from examples less what was made of several of them"
+    ):
         spread(bent, lambda outs: outs[1:])
 
 

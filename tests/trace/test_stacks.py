@@ -16,7 +16,17 @@ from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.stacks import Stacks, find_stacks
 from jvpipe.trace.structure import structure
 from tests.sequential import Sequential
-from tests.zoo import B, Case, D, in_bfloat16, mean_square, quick_key, recurrent, regression_batch, scanned
+from tests.zoo import (
+    B,
+    Case,
+    D,
+    in_bfloat16,
+    mean_square,
+    quick_key,
+    recurrent,
+    regression_batch,
+    scanned,
+)
 
 
 def stacks_of(case: Case) -> Stacks:
@@ -25,7 +35,9 @@ def stacks_of(case: Case) -> Stacks:
 
 def taken_apart(case: Case) -> tuple[Stacks, Traced]:
     stacks = stacks_of(case)
-    loss = trace_loss(stacks.of_slices(case.loss_fn), stacks.split(case.params), case.batch, case.rng)
+    loss = trace_loss(
+        stacks.of_slices(case.loss_fn), stacks.split(case.params), case.batch, case.rng
+    )
     return stacks, build_graph(loss)
 
 
@@ -46,14 +58,24 @@ def test_leaves_that_a_scan_over_layers_reads_are_found() -> None:
     for case in (scanned(3), in_bfloat16(scanned(3))):
         stacks = stacks_of(case)
         lengths = stacks.tree.unflatten(["-" if n is None else n for n in stacks.lengths])
-        assert lengths == {"inputs": "-", "blocks": {"w": 3, "norm": {"scale": 3, "bias": 3}}, "head": "-"}
+        assert lengths == {
+            "inputs": "-",
+            "blocks": {"w": 3, "norm": {"scale": 3, "bias": 3}},
+            "head": "-",
+        }
 
 
 def test_a_scan_over_layers_is_cut_between_its_iterations() -> None:
     graph = taken_apart(scanned(6))[1]
     assert len(graph.graph.layers) == 6 + 2
-    assert {t.array.shape for t in graph.graph.tensors} == {(4, 6, 8), ()}  # the stream, and what the scan yields
-    assert [p.array.name for p in graph.graph.parameters][6:8] == ["blocks/norm/scale/0", "blocks/norm/scale/1"]
+    assert {t.array.shape for t in graph.graph.tensors} == {
+        (4, 6, 8),
+        (),
+    }  # the stream, and what the scan yields
+    assert [p.array.name for p in graph.graph.parameters][6:8] == [
+        "blocks/norm/scale/0",
+        "blocks/norm/scale/1",
+    ]
     kinds = [structure(b.eqns, b.inputs, b.outputs) for b in graph.bodies]
     assert len(set(kinds[1:-1])) == 1
 
@@ -73,18 +95,25 @@ def test_a_linen_scan_is_cut_too() -> None:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}, "length": 6}
+            options = {
+                "variable_axes": {"params": 0},
+                "split_rngs": {"params": True, "dropout": True},
+                "length": 6,
+            }
             x, _ = nn.scan(nn.remat(Block), **options)(name="blocks")(nn.Dense(D)(x), None)
             return nn.Dense(D)(x)
 
     batch = regression_batch(B, D)
     with jax.numpy_rank_promotion("allow"):
-        params = Model().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])["params"]
+        params = Model().init(
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"]
+        )["params"]
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
         with jax.numpy_rank_promotion("allow"):
             return mean_square(
-                cast(Any, Model().apply({"params": params}, batch["x"], rngs={"dropout": rng})), batch["y"]
+                cast(Any, Model().apply({"params": params}, batch["x"], rngs={"dropout": rng})),
+                batch["y"],
             )
 
     traced = assert_equals_plain_jax(Case(loss_fn, params, batch, quick_key(2)), 1e-5)
@@ -128,8 +157,12 @@ def test_shapes_are_taken_apart_like_arrays() -> None:
     case = scanned(3)
     stacks = stacks_of(case)
     arrays, shapes = stacks.split(case.params), stacks.split(abstract(case.params))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), arrays) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
-    for before, after in zip(jax.tree.leaves(case.params), jax.tree.leaves(stacks.join(arrays)), strict=True):
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), arrays) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    for before, after in zip(
+        jax.tree.leaves(case.params), jax.tree.leaves(stacks.join(arrays)), strict=True
+    ):
         np.testing.assert_array_equal(before, after)
     assert stacks == stacks_of(replace(case, params=abstract(case.params)))
 
@@ -137,6 +170,10 @@ def test_shapes_are_taken_apart_like_arrays() -> None:
 def test_slices_of_which_an_optimizer_keeps_other_arrays_are_refused_with_the_cure() -> None:
     stacks = Stacks(jax.tree.structure({"blocks": 0}), (2,))
     parts = stacks.split({"blocks": np.ones((2, 3))})
-    masked = optax.masked(optax.trace(0.9), lambda p: jax.tree.unflatten(jax.tree.structure(p), [True, False]))
-    with pytest.raises(ValueError, match=r"some layers of a parameter that a scan stacks .*choose its masks"):
+    masked = optax.masked(
+        optax.trace(0.9), lambda p: jax.tree.unflatten(jax.tree.structure(p), [True, False])
+    )
+    with pytest.raises(
+        ValueError, match=r"some layers of a parameter that a scan stacks .*choose its masks"
+    ):
         stacks.join(masked.init(parts))

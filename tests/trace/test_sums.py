@@ -54,7 +54,9 @@ def test_a_layer_sums_its_own_parameters() -> None:
         graph = traced(decayed(mlp(7), first=first)).graph
         assert list(graph.tied()) == []
         sums = [t for t in graph.tensors if t.array.shape == ()]
-        assert [(t.producer, t.readers) for t in sums] == [(layer, (6,)) for layer in range(6) for _ in "wb"]
+        assert [(t.producer, t.readers) for t in sums] == [
+            (layer, (6,)) for layer in range(6) for _ in "wb"
+        ]
         assert all(t.differentiable for t in sums)
 
 

@@ -21,13 +21,17 @@ def primitives(closed: ClosedJaxpr) -> list[str]:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_iterations_see_slices_counters_and_earlier_results(reverse: bool) -> None:
-    def model(stack: jax.Array, others: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def model(
+        stack: jax.Array, others: jax.Array, x: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         def body(x: jax.Array, sliced: Any) -> tuple[jax.Array, Any]:
             w, other, i = sliced
             x = jnp.sin(x @ w) + other * i.astype(jnp.float32)
             return x, (x, i)
 
-        x, (xs, rows) = jax.lax.scan(body, x, (stack.astype(jnp.float32), others, jnp.arange(4)), reverse=reverse)
+        x, (xs, rows) = jax.lax.scan(
+            body, x, (stack.astype(jnp.float32), others, jnp.arange(4)), reverse=reverse
+        )
         return x, xs, rows
 
     others = jnp.arange(4, dtype=jnp.float32)
@@ -41,11 +45,17 @@ def test_iterations_see_slices_counters_and_earlier_results(reverse: bool) -> No
 
 def test_slices_are_read_where_they_lie() -> None:
     def model(slices: list[jax.Array], x: jax.Array) -> jax.Array:
-        low = jax.jit(lambda stack: jax.lax.stop_gradient(stack.astype(jnp.bfloat16)))(stack_layers(*slices))
+        low = jax.jit(lambda stack: jax.lax.stop_gradient(stack.astype(jnp.bfloat16)))(
+            stack_layers(*slices)
+        )
         return jax.lax.scan(jax.checkpoint(lambda x, w: (x @ w, None)), x, low)[0]
 
     closed = flatten(model, SLICES, X.astype(jnp.bfloat16))
-    assert sorted(set(primitives(closed))) == ["convert_element_type", "dot_general", "stop_gradient"]
+    assert sorted(set(primitives(closed))) == [
+        "convert_element_type",
+        "dot_general",
+        "stop_gradient",
+    ]
 
 
 def test_a_scan_inside_a_scan_is_unrolled_with_it_or_stays() -> None:
@@ -83,7 +93,9 @@ def test_whoever_wants_the_whole_stack_gets_it() -> None:
 
 def test_a_scan_over_time_stays() -> None:
     closed = flatten(
-        lambda w, xs: jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.asarray(X), xs)[0], SLICES[0], X[None]
+        lambda w, xs: jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.asarray(X), xs)[0],
+        SLICES[0],
+        X[None],
     )
     assert primitives(closed) == ["scan"]
     counted = flatten(lambda x: jax.lax.scan(lambda h, i: (h + i, None), x, jnp.arange(3.0))[0], X)

@@ -55,9 +55,14 @@ def find_cluster(name_or_path: str | Path) -> Cluster:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
     if path.suffix != ".toml" and not path.is_file():
-        raise ValueError(did_you_mean("hardware", str(name_or_path), list(PRESETS)) + ", or the path of a TOML file")
+        raise ValueError(
+            did_you_mean("hardware", str(name_or_path), list(PRESETS))
+            + ", or the path of a TOML file"
+        )
     if not path.is_file():
-        raise ValueError(f"there is no file {path}: give the path of a TOML file, or one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"there is no file {path}: give the path of a TOML file, or one of {', '.join(PRESETS)}"
+        )
     return read_cluster(path)
 
 
@@ -72,11 +77,19 @@ def read_cluster(path: Path) -> Cluster:
         "name devices_per_machine machines networks peer_uses_host host_memory_bytes device devices host peer network"
     )
     devices, machines = _devices(table), table.count("machines", 1)
-    per_machine = table.count("devices_per_machine", max(1, len(devices) // machines) if devices else None)
+    per_machine = table.count(
+        "devices_per_machine", max(1, len(devices) // machines) if devices else None
+    )
     if devices and len(devices) != per_machine * machines:
         there = f"{machines} x {per_machine} = {per_machine * machines}"
-        raise table.wrong("devices", f"names {len(devices)} devices, there are {there}: name one for each")
-    needed = ["host", *(["peer"] if per_machine > 1 else []), *(["network"] if machines > 1 else [])]
+        raise table.wrong(
+            "devices", f"names {len(devices)} devices, there are {there}: name one for each"
+        )
+    needed = [
+        "host",
+        *(["peer"] if per_machine > 1 else []),
+        *(["network"] if machines > 1 else []),
+    ]
     links = {name: _link(table, name, name in needed) for name in ("host", "peer", "network")}
     memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
     return Cluster(
@@ -109,11 +122,15 @@ def _devices(table: "_Table") -> tuple[Accelerator, ...]:
     entries = table.entries["devices"]
     if not isinstance(entries, list) or not entries:
         raise table.wrong("devices", f"must be a list, one for each device, not {entries!r}")
-    return tuple(_accelerator(table, "devices", entry, f"devices[{d}].") for d, entry in enumerate(entries))
+    return tuple(
+        _accelerator(table, "devices", entry, f"devices[{d}].") for d, entry in enumerate(entries)
+    )
 
 
 def _device(table: "_Table") -> Accelerator:
-    return _accelerator(table, "device", table.value("device", "a table, or the name of a preset"), "device.")
+    return _accelerator(
+        table, "device", table.value("device", "a table, or the name of a preset"), "device."
+    )
 
 
 def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelerator:
@@ -184,7 +201,9 @@ class _Table:
             raise self.wrong(key, f"must be {what}, not {value!r}")
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
-    def number(self, key: str, default: float | None = None, *, zero: bool = False, finite: bool = False) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, zero: bool = False, finite: bool = False
+    ) -> float:
         """A rate, which may be infinite unless it must be `finite`, or with `zero` a time, which may be 0.
 
         Args:
@@ -204,7 +223,9 @@ class _Table:
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.value(key, "a whole number") if default is None else self.entries.get(key, default)
+        value = (
+            self.value(key, "a whole number") if default is None else self.entries.get(key, default)
+        )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, f"must be a whole number of at least 1, not {value!r}")
         return value

@@ -34,7 +34,9 @@ def read_graph(path: str | Path) -> GraphFile:
         raise wrong(file, 1, f"this is not text: {error}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{file}: this cannot be read ({reason}): give the path of a graph file") from None
+        raise ValueError(
+            f"{file}: this cannot be read ({reason}): give the path of a graph file"
+        ) from None
     if not text.strip():
         raise wrong(file, 1, "the file is empty: it must describe the nodes of a graph")
     if text.lstrip()[0] in "{[" or file.endswith(".json"):

@@ -62,7 +62,9 @@ def read_graph_json(text: str, file: str) -> GraphFile:
                 f"file's edges that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
-    return GraphFile(costs_of([nodes[node] for node in order], seconds, link), int(limit), devices, link)
+    return GraphFile(
+        costs_of([nodes[node] for node in order], seconds, link), int(limit), devices, link
+    )
 
 
 def _nodes(whole: Located) -> dict[int, Operator]:
@@ -73,7 +75,9 @@ def _nodes(whole: Located) -> dict[int, Operator]:
         if name in nodes:
             raise place.wrong(f"node {name} was described on line {lines[name]} already")
         if "supportedOnFpga" in place and not place.flag("supportedOnFpga"):
-            raise place.wrong(f"the field supportedOnFpga of node {name} is 0: layers run on accelerators only")
+            raise place.wrong(
+                f"the field supportedOnFpga of node {name} is 0: layers run on accelerators only"
+            )
         nodes[name], lines[name] = _operator(name, place), place.line
     if all(node.is_backward for node in nodes.values()):
         raise whole.wrong("the field nodes holds no forward node: there is nothing to plan")
@@ -97,9 +101,13 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
         ends = source, target = place.count("sourceId"), place.count("destId")
         for field, end in zip(("sourceId", "destId"), ends, strict=True):
             if end not in nodes:
-                raise place.wrong(f"the edge dangles: the field {field} is {end}, and there is no such node")
+                raise place.wrong(
+                    f"the edge dangles: the field {field} is {end}, and there is no such node"
+                )
         if nodes[source].is_backward and not nodes[target].is_backward:
-            raise place.wrong(f"the edge leads from backward node {source} to forward node {target}")
+            raise place.wrong(
+                f"the edge leads from backward node {source} to forward node {target}"
+            )
         size = round(place.amount("size")) if "size" in place else 0
         edges.setdefault(ends, _Edge(place, place.amount("cost") / 1e3, size))
     return edges

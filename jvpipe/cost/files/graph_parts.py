@@ -50,7 +50,9 @@ def flaw(number: int | float) -> str | None:
     return None if number <= MOST_BYTES else f"must be at most {MOST_BYTES}"
 
 
-def topological_order(nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str) -> list[int]:
+def topological_order(
+    nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str
+) -> list[int]:
     """Nodes such that every edge runs forward; of those that are ready, the one of the lowest id comes first.
 
     `edges` maps each to the line where it stands. A cycle is a ValueError that names it.
@@ -81,7 +83,11 @@ def topological_order(nodes: Iterable[int], edges: Mapping[tuple[int, int], int]
     if len(order) < len(readers):
         cycle = _cycle({node for node, count in waits_for.items() if count}, edges)
         text = " -> ".join(map(str, cycle))
-        raise wrong(file, edges[cycle[0], cycle[1]], f"the edges of nodes {text} run in a cycle: remove one of them")
+        raise wrong(
+            file,
+            edges[cycle[0], cycle[1]],
+            f"the edges of nodes {text} run in a cycle: remove one of them",
+        )
     return order
 
 

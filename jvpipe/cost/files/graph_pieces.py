@@ -29,8 +29,15 @@ def pieces(
     from scipy.sparse.csgraph import connected_components
 
     edges, place = list(edges), {node: i for i, node in enumerate(nodes)}
-    bound = [pair for first, *rest in classes for other in rest for pair in ((first, other), (other, first))]
-    ends = np.array([(place[a], place[b]) for a, b in (*edges, *bound)], dtype=np.int64).reshape(-1, 2)
+    bound = [
+        pair
+        for first, *rest in classes
+        for other in rest
+        for pair in ((first, other), (other, first))
+    ]
+    ends = np.array([(place[a], place[b]) for a, b in (*edges, *bound)], dtype=np.int64).reshape(
+        -1, 2
+    )
     joined = csr_array((np.ones(len(ends)), ends.T), shape=(len(nodes), len(nodes)))
     labels = connected_components(joined, directed=True, connection="strong")[1]
     members: dict[int, list[int]] = {}

@@ -24,7 +24,9 @@ def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
         if bad := [node for node in nodes if type(node) is not int]:
             raise device.wrong(f"the field nodes holds {bad[0]!r}, which is not the id of a node")
         parts.append(tuple(nodes))
-    if twice := [node for node, times in Counter(n for nodes in parts for n in nodes).items() if times > 1]:
+    if twice := [
+        node for node, times in Counter(n for nodes in parts for n in nodes).items() if times > 1
+    ]:
         raise whole.wrong(f"the field nodes holds {twice[0]} twice: a node is on one device")
     return tuple(parts)
 

@@ -59,7 +59,9 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
         if content.strip() and not content[0].isspace():
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
-                raise wrong(file, line, f"node{node} was described on line {nodes[node].line} already")
+                raise wrong(
+                    file, line, f"node{node} was described on line {nodes[node].line} already"
+                )
             nodes[node] = cost
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
@@ -67,10 +69,15 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
             source, target = _read_edge(content.strip(), file, line)
             for end in (source, target):
                 if end not in nodes:
-                    raise wrong(file, line, f"the edge dangles: node{end} is not described in this file")
+                    raise wrong(
+                        file, line, f"the edge dangles: node{end} is not described in this file"
+                    )
             if source == target:
                 _log.warning(
-                    "%s, line %d: the edge from node%d to itself is passed over: remove it", file, line, source
+                    "%s, line %d: the edge from node%d to itself is passed over: remove it",
+                    file,
+                    line,
+                    source,
                 )
             else:
                 edges.setdefault((source, target), line)
@@ -82,7 +89,11 @@ def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
-        raise wrong(file, line, f"a line starts with `node` and a number (or with white space: an edge), not {name!r}")
+        raise wrong(
+            file,
+            line,
+            f"a line starts with `node` and a number (or with white space: an edge), not {name!r}",
+        )
     description, _, numbers = _STAGE.sub("", rest).rpartition(" -- ")
     fields = dict(_FIELD.findall(numbers))
     return int(matched[1]), _Node(
@@ -100,11 +111,15 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
     given = fields[field].strip()
-    texts = given[1:-1].split(";") if field == "activation_size" and given.startswith("[") else [given]
+    texts = (
+        given[1:-1].split(";") if field == "activation_size" and given.startswith("[") else [given]
+    )
     try:
         numbers = [_read_number(text) for text in texts]
     except ValueError:
-        raise wrong(file, line, f"{field}={given} is not a number: write digits, such as 1000.5") from None
+        raise wrong(
+            file, line, f"{field}={given} is not a number: write digits, such as 1000.5"
+        ) from None
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={given} {reason}")
@@ -125,7 +140,9 @@ def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
     return int(ends[0][1]), int(ends[1][1])
 
 
-def _costs(nodes: Mapping[int, _Node], edges: Mapping[tuple[int, int], int], order: list[int]) -> Costs:
+def _costs(
+    nodes: Mapping[int, _Node], edges: Mapping[tuple[int, int], int], order: list[int]
+) -> Costs:
     place = {node: i for i, node in enumerate(order)}
     readers: dict[int, list[int]] = {node: [] for node in order}
     for source, target in edges:

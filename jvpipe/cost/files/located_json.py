@@ -75,7 +75,9 @@ class Located(dict[str, Any]):
 def parse(text: str, file: str) -> Located:
     """The object that a text holds, and in it objects side by side, all with their lines."""
     newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    openings = [located.start() for located in _STRING_OR_OPENING.finditer(text) if located[0] == "{"]
+    openings = [
+        located.start() for located in _STRING_OR_OPENING.finditer(text) if located[0] == "{"
+    ]
     # They are made as they close: the outermost, which opens first, is the last.
     lines = iter([bisect.bisect(newlines, at) + 1 for at in (*openings[1:], *openings[:1])])
 

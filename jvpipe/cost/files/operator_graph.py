@@ -35,7 +35,9 @@ class _Sent:
     seconds: float
 
 
-def costs_of(operators: Sequence[Operator], edges: Mapping[tuple[int, int], float], link: Link) -> Costs:
+def costs_of(
+    operators: Sequence[Operator], edges: Mapping[tuple[int, int], float], link: Link
+) -> Costs:
     """The costs of operators that stand in a topological order.
 
     A forward operator is a layer: its bytes count as parameters, those of backward ones as gradients. These count for
@@ -73,7 +75,9 @@ def costs_of(operators: Sequence[Operator], edges: Mapping[tuple[int, int], floa
     return Costs(
         tuple(_layer(node[layer], backward.get(layer, ())) for layer in place),
         _values(sent, node, place, link),
-        together=tuple(tuple(place[layer] for layer in group) for group in groups if len(group) > 1),
+        together=tuple(
+            tuple(place[layer] for layer in group) for group in groups if len(group) > 1
+        ),
         ids=tuple(place),
     )
 
@@ -102,7 +106,11 @@ def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[in
     """Layers of which the first must come first."""
     forward = [(x.source, x.target) for x in sent if not x.operator.is_backward]
     back = [x for x in sent if x.operator.is_backward]
-    mirrored = [(x.target, x.source) for x in back if node[x.source].is_backward or node[x.target].is_backward]
+    mirrored = [
+        (x.target, x.source)
+        for x in back
+        if node[x.source].is_backward or node[x.target].is_backward
+    ]
     return forward + mirrored
 
 
@@ -114,15 +122,27 @@ def _values(
     It has a cotangent if anything goes back between a reader's color and its maker's. What goes back where nothing came
     (a sum of gradients may stand between) is an edge without one: a link takes as long for it in either direction.
     """
-    ways = [(x, *sorted((x.source, x.target), key=place.__getitem__)) for x in sent if x.source != x.target]
+    ways = [
+        (x, *sorted((x.source, x.target), key=place.__getitem__))
+        for x in sent
+        if x.source != x.target
+    ]
     came = {(node[a].color, node[b].color) for x, a, b in ways if not x.operator.is_backward}
     returned = {(node[a].color, node[b].color) for x, a, b in ways if x.operator.is_backward}
     readers: dict[tuple[int, float, int], dict[int, bool]] = {}
     for x, a, b in ways:
         ends, back = (node[a].color, node[b].color), x.operator.is_backward
         if not (back and (ends in came or ends[0] == ends[1])):
-            readers.setdefault((place[a], x.seconds, x.operator.id), {})[place[b]] = not back and ends in returned
+            readers.setdefault((place[a], x.seconds, x.operator.id), {})[place[b]] = (
+                not back and ends in returned
+            )
     return tuple(
-        Edge(producer, tuple(sorted(to)), round(seconds * link.bytes_per_s), f"node{name}", any(to.values()))
+        Edge(
+            producer,
+            tuple(sorted(to)),
+            round(seconds * link.bytes_per_s),
+            f"node{name}",
+            any(to.values()),
+        )
         for (producer, seconds, name), to in sorted(readers.items())
     )

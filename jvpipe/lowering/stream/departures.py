@@ -61,7 +61,9 @@ class Departures:
 def settle(placer: Placer, plan: Plan) -> None:
     """Moves what no task would: constants, and state that all layers share."""
     placer.enter(plan)
-    for value, place in ((buffer.value, buffer.place) for buffer in placer.where.lasting(placer.optimizer)):
+    for value, place in (
+        (buffer.value, buffer.place) for buffer in placer.where.lasting(placer.optimizer)
+    ):
         match value.kind:
             case ValueKind.OPTIMIZER if value.layer == NONE:
                 placer.bring(value, place, NONE)
@@ -80,7 +82,9 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
     for p, (parameter, version) in enumerate(zip(placer.graph.parameters, newest, strict=True)):
         value = Value(ValueKind.PARAMETER, p, version=version)
         here = placer.where.of(parameter.owner)
-        for there in dict.fromkeys(place for layer in parameter.readers for place in placer.where.places[layer]):
+        for there in dict.fromkeys(
+            place for layer in parameter.readers for place in placer.where.places[layer]
+        ):
             placer.bring(value, here, parameter.owner)
             if there != here:
                 placer.send(value, here, there, parameter.owner, NONE)
@@ -89,9 +93,13 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
 class LastReads:
     """When each version of a parameter is read for the last time at a place, so that its update may overwrite it."""
 
-    def __init__(self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]) -> None:
+    def __init__(
+        self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]
+    ) -> None:
         self._timeline = timeline
-        self._last: dict[tuple[int, int, int], int] = {}  # parameter, place, version: number of the task
+        self._last: dict[
+            tuple[int, int, int], int
+        ] = {}  # parameter, place, version: number of the task
         for number, (s, kind, m) in enumerate(tasks):
             if (back := KINDS[kind].back) is not None:
                 layout = timeline.layout(m)
@@ -125,4 +133,7 @@ class LastReads:
             return layout.plan.stages[layout.stage[owner]].devices[0]
 
         made = max(v * self._timeline.every - 1, 0)
-        return {place(micro) for micro in (made, *(span.start for span in spans if made < span.start < m))} - {place(m)}
+        return {
+            place(micro)
+            for micro in (made, *(span.start for span in spans if made < span.start < m))
+        } - {place(m)}

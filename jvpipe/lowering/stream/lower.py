@@ -96,7 +96,9 @@ class StreamLowering:
         return dropping(self._lower(n, drained=True).step(n), self.steps[n - 1])
 
     def _lower(self, steps: int, *, drained: bool) -> Unrolled:
-        timeline = StreamTimeline(self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained)
+        timeline = StreamTimeline(
+            self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained
+        )
         lists = timeline.parts if drained else timeline.parts[:-1]
         return _Unrolling(self, timeline, lists).unrolled(drained=drained)
 
@@ -104,7 +106,9 @@ class StreamLowering:
 class _Unrolling:
     """The passes over the steps of a timeline."""
 
-    def __init__(self, asked: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]) -> None:
+    def __init__(
+        self, asked: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]
+    ) -> None:
         self.timeline, self.lists = timeline, lists
         self.known = asked.in_flight_at_switch
         made: set[Value] = set()
@@ -160,7 +164,9 @@ class _Unrolling:
             blocks.append(len(placer.blocks))
             spots.append(self._spots())
         placer.enter(timeline.spans[-1].layout.plan)
-        groups = list(swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__))
+        groups = list(
+            swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__)
+        )
         bounds = [0, *accumulate(map(len, groups))]
         return Unrolled(
             placer.graph,
@@ -211,7 +217,9 @@ class _Unrolling:
         place = self._updated_at(self.timeline.plan(m))[layer]
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
-        keeps = update.remembers or any(self.last_reads.after(p, place, v, number) for p, v in update.before.items())
+        keeps = update.remembers or any(
+            self.last_reads.after(p, place, v, number) for p, v in update.before.items()
+        )
         for operation in (*sums, *update.operations):
             placer.perform(operation, keeps=keeps, place=place)
         for p in owned:
@@ -237,7 +245,9 @@ class _Unrolling:
 
     def _lasting(self) -> set[int]:
         """The buffers that outlive every step: the newest of each kind, and what is remembered."""
-        remembered = {b for (value, _), b in self.placer.current.items() if VALUES[value.kind].remembered}
+        remembered = {
+            b for (value, _), b in self.placer.current.items() if VALUES[value.kind].remembered
+        }
         return {b for _, b in self.placer.lasting()} | remembered
 
     def _metrics(self, n: int) -> list[int]:
@@ -250,4 +260,6 @@ class _Unrolling:
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
     """Every stage's part of every step as a list of its own: swaps do not look beyond a step."""
-    return tuple(tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part)
+    return tuple(
+        tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part
+    )

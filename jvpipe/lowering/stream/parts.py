@@ -90,11 +90,20 @@ def parts(
     for n in range(steps):
         left = [[task for task in tasks if task not in done] for tasks in lists(n)]
         ends = [
-            next((i for i, t in enumerate(tasks) if t.kind == Kind.F and t.microbatch >= (n + 1) * microbatches), None)
+            next(
+                (
+                    i
+                    for i, t in enumerate(tasks)
+                    if t.kind == Kind.F and t.microbatch >= (n + 1) * microbatches
+                ),
+                None,
+            )
             for tasks in left
         ]
         part = tuple(tuple(tasks[:end]) for tasks, end in zip(left, ends, strict=True))
-        rest = tuple(() if end is None else tuple(tasks[end:]) for tasks, end in zip(left, ends, strict=True))
+        rest = tuple(
+            () if end is None else tuple(tasks[end:]) for tasks, end in zip(left, ends, strict=True)
+        )
         brought = early(part, rest)
         part = tuple((*a, *(t for t in b if t in brought)) for a, b in zip(part, rest, strict=True))
         done |= {task for tasks in part for task in tasks}

@@ -86,9 +86,14 @@ class Unrolled:
         (m0, v0), bound = self._base(n), self.bounds[n]
         here = [b for b in self.spots[n] if b in self.lasting or self._last.get(b, -1) >= bound]
         swapped = [
-            b for b, first in self._first.items() if self.buffers[b].copy.is_swap and first < bound <= self._last[b]
+            b
+            for b, first in self._first.items()
+            if self.buffers[b].copy.is_swap and first < bound <= self._last[b]
         ]
-        named = [(self.spots[n].get(b, self.buffers[b].spot).shifted(-m0, -v0), b) for b in (*here, *swapped)]
+        named = [
+            (self.spots[n].get(b, self.buffers[b].spot).shifted(-m0, -v0), b)
+            for b in (*here, *swapped)
+        ]
         return sorted(named)
 
     def step(self, n: int) -> Step:
@@ -108,13 +113,21 @@ class Unrolled:
             tuple(ids[b] for b in metrics),
         )
         uses = tuple(use.moved(-m0, -v0) for use in self.uses[n])
-        return Step(lowered, tuple(spot for spot, _ in before), tuple(spot for spot, _ in after), uses)
+        return Step(
+            lowered, tuple(spot for spot, _ in before), tuple(spot for spot, _ in after), uses
+        )
 
-    def _check(self, before: Sequence[tuple[Spot, int]], rows: Sequence[Row], staying: set[int]) -> None:
+    def _check(
+        self, before: Sequence[tuple[Spot, int]], rows: Sequence[Row], staying: set[int]
+    ) -> None:
         made = {b for _, b in before} | {b for row in rows for b in row.writes}
-        assert all(b in made for row in rows for b in row.reads), "what a row reads is from before, or made here"
+        assert all(b in made for row in rows for b in row.reads), (
+            "what a row reads is from before, or made here"
+        )
         touched = {b for row in rows for b in (*row.reads, *row.writes)}
-        assert all(b in touched or b in staying for _, b in before), "what nobody touches any more was kept"
+        assert all(b in touched or b in staying for _, b in before), (
+            "what nobody touches any more was kept"
+        )
 
 
 def dropping(drain: Step, last: Step) -> Step:
@@ -129,20 +142,30 @@ def dropping(drain: Step, last: Step) -> Step:
     [('DROP', (0,))]
     """
     at = {spot: i for i, spot in enumerate(drain.before)}
-    left = {spot: last.lowered.buffers[b] for spot, b in zip(last.after, last.lowered.final, strict=True)}
+    left = {
+        spot: last.lowered.buffers[b]
+        for spot, b in zip(last.after, last.lowered.final, strict=True)
+    }
     assert at.keys() <= left.keys(), at.keys() - left.keys()
     old, count = drain.lowered, len(last.after)
     extra = [i for i, spot in enumerate(last.after) if spot not in at]
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
     ids |= {b: b + len(extra) for b in range(len(drain.before), len(old.buffers))}
-    buffers = [_renamed(left[spot], spot) for spot in last.after] + list(old.buffers[len(drain.before) :])
+    buffers = [_renamed(left[spot], spot) for spot in last.after] + list(
+        old.buffers[len(drain.before) :]
+    )
     drops = []
     for memory in dict.fromkeys(buffers[i].memory for i in extra):
         here = tuple(i for i in extra if buffers[i].memory == memory)
         drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
     rows = renumbered(old.rows, ids)
     final, metrics = (tuple(ids[b] for b in kept) for kept in (old.final, old.metrics))
-    return Step(Lowered((*drops, *rows), tuple(buffers), count, final, metrics), last.after, drain.after, drain.uses)
+    return Step(
+        Lowered((*drops, *rows), tuple(buffers), count, final, metrics),
+        last.after,
+        drain.after,
+        drain.uses,
+    )
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:

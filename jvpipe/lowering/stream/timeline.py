@@ -83,13 +83,18 @@ class StreamTimeline:
             [span.layout if one is plan else replace(span.layout, plan=one) for one in _turns(plan)]
             for span, plan in zip(spans, plans, strict=True)
         ]
-        self._stages = [{i: s for s, part in enumerate(span.layout.plan.stages) for i in part.layers} for span in spans]
+        self._stages = [
+            {i: s for s, part in enumerate(span.layout.plan.stages) for i in part.layers}
+            for span in spans
+        ]
         longer = steps + 1 + -(-max(counts) // M)
         self._tables = [versions(schedule, each.with_updates(S, M, longer), M) for S, each in turns]
         self._newest: dict[tuple[int, int], int] = {}
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        more, ended = ([each.with_updates(S, M, n) for S, each in turns] for n in (steps + 1, steps))
+        more, ended = (
+            [each.with_updates(S, M, n) for S, each in turns] for n in (steps + 1, steps)
+        )
 
         def known(n: int) -> TaskLists:
             return self._whole(more[: sum(span.start // M <= n for span in spans)])
@@ -109,7 +114,9 @@ class StreamTimeline:
         waiting = [task for tasks in part for task in tasks] if len(self.spans) > 1 else []
         while waiting:
             task = waiting.pop()
-            needed = {other for other in (*self.waits(task), *self.versions(task)) if other in later} - wanted
+            needed = {
+                other for other in (*self.waits(task), *self.versions(task)) if other in later
+            } - wanted
             wanted |= needed
             waiting += needed
         for tasks in rest:  # backwards and updates keep their order

@@ -57,7 +57,9 @@ class StreamWeights:
             m: the micro-batch.
             back: of the backward rather than the forward.
         """
-        return self.timeline.version(self.graph.parameters[p].owner, m, back=back and not self.is_tied(p, m))
+        return self.timeline.version(
+            self.graph.parameters[p].owner, m, back=back and not self.is_tied(p, m)
+        )
 
     def tau(self, layer: int, m: int) -> int:
         """The updates between a layer's forward of a micro-batch and its update."""
@@ -66,7 +68,9 @@ class StreamWeights:
 
     def ahead(self, layer: int, m: int) -> int:
         """The updates between a layer's forward of a micro-batch and its backward."""
-        return self.timeline.version(layer, m, back=True) - self.timeline.version(layer, m, back=False)
+        return self.timeline.version(layer, m, back=True) - self.timeline.version(
+            layer, m, back=False
+        )
 
     # Reading
 
@@ -84,7 +88,9 @@ class StreamWeights:
             return shifted
         return Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back))
 
-    def shifts(self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool) -> Iterator[Operation]:
+    def shifts(
+        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
+    ) -> Iterator[Operation]:
         """Predicts or corrects a layer's weights along what is remembered of their updates, all at once.
 
         Args:
@@ -97,7 +103,11 @@ class StreamWeights:
             return
         own = [p for p in layer.reading(ValueKind.PARAMETER) if not self.is_tied(p, m)]
         by = ValueKind.DELTA if back else ValueKind.APPLIED
-        own = [p for p in own if self._shifted(p, m, back=back) not in self.made and Value(by, p) in self.made]
+        own = [
+            p
+            for p in own
+            if self._shifted(p, m, back=back) not in self.made and Value(by, p) in self.made
+        ]
         updates = -self.tau(layer.id, m) if back else self.ahead(layer.id, m)
         if not updates or set(own).isdisjoint(wanted):
             return
@@ -125,7 +135,8 @@ class StreamWeights:
         owned = [p for p in layer.reading(ValueKind.PARAMETER) if parameters[p].owner == layer.id]
         return tuple(
             Delivery(
-                Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=False)), tuple(parameters[p].readers)
+                Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=False)),
+                tuple(parameters[p].readers),
             )
             for p in owned
         )
@@ -191,12 +202,19 @@ class StreamUpdates:
         """
         graph, weights = self.weights.graph, self.weights
         owned = graph.owned(layer)
-        for reader in dict.fromkeys(reader for p in owned for reader in graph.parameters[p].readers):
+        for reader in dict.fromkeys(
+            reader for p in owned for reader in graph.parameters[p].readers
+        ):
             mine = [p for p in owned if reader in graph.parameters[p].readers]
-            sums = [Value(ValueKind.GRADIENT, p, reader, version=m // weights.timeline.every) for p in mine]
+            sums = [
+                Value(ValueKind.GRADIENT, p, reader, version=m // weights.timeline.every)
+                for p in mine
+            ]
             writes = tuple(Write(v, graph.parameters[v.index].array.bytes) for v in sums)
             turns = weights.timeline.replicas(reader, m)
-            parts = [[weights.gradient(p, reader, m - turns + 1 + q) for p in mine] for q in range(turns)]
+            parts = [
+                [weights.gradient(p, reader, m - turns + 1 + q) for p in mine] for q in range(turns)
+            ]
             yield from summed(layer, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
@@ -211,14 +229,18 @@ class StreamUpdates:
                 reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
                 made = zip(piece.writes, piece.program.out_avals, strict=True)
                 writes = [self.slots.written(slot, aval, layer, m) for slot, aval in made]
-                operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, PieceRun(number)))
+                operations.append(
+                    self.expander.operation(Kind.U, layer, m, reads, writes, PieceRun(number))
+                )
         if remembers and owned:
             operations += self._remembered(layer, before, m, tau)
         elif owned:
             operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
         return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
 
-    def _remembered(self, layer: int, before: dict[int, int], m: int, tau: int) -> Iterator[Operation]:
+    def _remembered(
+        self, layer: int, before: dict[int, int], m: int, tau: int
+    ) -> Iterator[Operation]:
         """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one."""
         corrects = self.weights.schedule.decay is not None
         kind = ValueKind.DELTA if corrects else ValueKind.APPLIED
@@ -228,7 +250,10 @@ class StreamUpdates:
         if memory[0].value not in self.expander.made:
             yield self.expander.operation(Kind.ZERO, layer, m, [], [*memory, *count], ZeroRun(kind))
         old = [Value(ValueKind.PARAMETER, p, version=v) for p, v in before.items()]
-        now = [Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size[p]) for p in before]
+        now = [
+            Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size[p])
+            for p in before
+        ]
         reads = [*old, *(write.value for write in (*now, *memory, *count))]
         writes = [*now, *memory, *count] if corrects else memory
         yield self.expander.operation(Kind.SETTLE, layer, m, reads, writes, SettleRun(tau))
@@ -236,6 +261,8 @@ class StreamUpdates:
     def _forgotten(self, layer: int, owned: Iterable[int]) -> tuple[Value, ...]:
         """On the last stage nothing is remembered: what a layer brought there ends."""
         values = [Value(kind, p) for kind in (ValueKind.DELTA, ValueKind.APPLIED) for p in owned]
-        gone = tuple(v for v in (Value(ValueKind.UPDATES, 0, layer), *values) if v in self.expander.made)
+        gone = tuple(
+            v for v in (Value(ValueKind.UPDATES, 0, layer), *values) if v in self.expander.made
+        )
         self.expander.made.difference_update(gone)
         return gone

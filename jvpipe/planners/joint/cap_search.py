@@ -65,12 +65,17 @@ class Objective:
         if not self.gpipe:
             return [self.slowest(seconds)]
         forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
-        backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)]
+        backward = [
+            np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)
+        ]
         return [forward, backward]
 
     def slowest(self, seconds: list[Matrix]) -> list[Matrix]:
         """How far apart micro-batches are on a stage or on the link before it."""
-        return [np.maximum(t, stage.block.comm_s) for t, stage in zip(seconds, self.table.stages, strict=True)]
+        return [
+            np.maximum(t, stage.block.comm_s)
+            for t, stage in zip(seconds, self.table.stages, strict=True)
+        ]
 
     def maxima(self, path: Path) -> Caps:
         """What a path's stages wait for in each phase."""
@@ -116,12 +121,16 @@ def _fastest_stream(objective: Objective) -> SearchResult:
         if path is None:
             return SearchResult((), np.inf, bound_s, np.inf)
         if opened := table.open_cells(path):
-            table.refine(opened, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest)
+            table.refine(
+                opened, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest
+            )
         if not table.open_cells(path) and np.isfinite(step_s := objective.step_s(path)):
             known[path] = step_s
         if known and (not opened or table.exhausted):
             best = min(known, key=lambda path: known[path])
-            return SearchResult((best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1))
+            return SearchResult(
+                (best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1)
+            )
 
 
 @dataclass
@@ -154,7 +163,10 @@ class _Boxes:
                 continue
             if opened := table.open_cells(path):
                 table.refine(opened)
-                heappush(self.heap, (max(total_s + self.waits * sum(low), expected_s), next(tick), low, high))
+                heappush(
+                    self.heap,
+                    (max(total_s + self.waits * sum(low), expected_s), next(tick), low, high),
+                )
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
@@ -168,7 +180,9 @@ class _Boxes:
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
         seconds = self.table.seconds
-        return self.table.shortest(_under(self.objective.sums(seconds), self.objective.phases(seconds), caps))
+        return self.table.shortest(
+            _under(self.objective.sums(seconds), self.objective.phases(seconds), caps)
+        )
 
     def _meet(self, path: Path) -> None:
         """A path whose cells are all settled."""
@@ -187,7 +201,9 @@ class _Boxes:
         self.least_sum_s = max(self.least_sum_s, least_sum(sums)[0])
         caps = tuple(self._cap_s() - sum(low) + own for own in low)
         through = sums_through(_under(sums, phases, caps))
-        kept = [np.flatnonzero(x + self.waits * sum(low) <= self.best_s * (1 + 1e-12)) for x in through]
+        kept = [
+            np.flatnonzero(x + self.waits * sum(low) <= self.best_s * (1 + 1e-12)) for x in through
+        ]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
 
@@ -201,7 +217,9 @@ def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> li
     capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
         if np.isfinite(cap):
-            capped = [np.where(x <= cap, total, np.inf) for x, total in zip(phase, capped, strict=True)]
+            capped = [
+                np.where(x <= cap, total, np.inf) for x, total in zip(phase, capped, strict=True)
+            ]
     return capped
 
 

@@ -14,7 +14,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recompute_peak_bytes, recompute_s
+from jvpipe.planners.model.stage_bytes import (
+    on_device_bytes,
+    option_bytes,
+    recompute_peak_bytes,
+    recompute_s,
+)
 
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
@@ -58,7 +63,9 @@ class Choices:
         again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
         temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
-        return Choices(allowed, kept, swapped, extra, forward, working, residual, again, given, temporary)
+        return Choices(
+            allowed, kept, swapped, extra, forward, working, residual, again, given, temporary
+        )
 
     @property
     def columns(self) -> int:
@@ -90,15 +97,23 @@ class Choices:
     def min_bytes_columns(self, k: int) -> tuple[Columns, ...]:
         """Of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
-        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[..., :RECOMPUTE_CHAIN]
+        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[
+            ..., :RECOMPUTE_CHAIN
+        ]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             own = numbers[:, row, columns]
-            no_worse = (own[:, None, :] <= own[:, :, None]).all(0)  # [a, b]: column b is never worse than a
+            no_worse = (own[:, None, :] <= own[:, :, None]).all(
+                0
+            )  # [a, b]: column b is never worse than a
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
-            per_layer.append(np.append(columns[~beaten], [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]))
+            per_layer.append(
+                np.append(
+                    columns[~beaten], [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
+                )
+            )
         return tuple(per_layer)
 
     @cached_property

@@ -52,7 +52,9 @@ class Reach:
         tier, stages = pricing.tiers[-1], []
         for s, (i, j) in enumerate(pairwise(bounds)):
             static, compute_s = segments.static_bytes(s), segments.compute_of(s)
-            room = pricing.limit_bytes - segments.problem.less_bytes(s) - float(static[j] - static[i])
+            room = (
+                pricing.limit_bytes - segments.problem.less_bytes(s) - float(static[j] - static[i])
+            )
             stages.append(Segment(s, i, j, tier, room, float(compute_s[j] - compute_s[i]), 0.0))
         return DualBounds(pricing, stages).solve()
 
@@ -114,7 +116,9 @@ class Reach:
         length, tried = 0, 2 * self.pricing.segments.n // self.pricing.segments.problem.stages + 2
         while length < j - i:
             tried = min(2 * tried, j - i)
-            length = self._fitting(s, *((i, i + tried) if forwards else (j - tried, j)), cap_s, forwards)
+            length = self._fitting(
+                s, *((i, i + tried) if forwards else (j - tried, j)), cap_s, forwards
+            )
             if length < tried:
                 break
         return length
@@ -148,7 +152,9 @@ class Reach:
         for view, (work_s, link_s) in self._views(s):
             cost = mu * self.pricing.held_bytes(s, view, layers)
             if alpha:
-                cost += alpha * work_s[layers] + (1 - alpha) * link_s[layers]  # infinite where the tier lacks a choice
+                cost += (
+                    alpha * work_s[layers] + (1 - alpha) * link_s[layers]
+                )  # infinite where the tier lacks a choice
             else:
                 cost = np.where(np.isfinite(work_s[layers]), cost, np.inf)
             least = cost.min(1)
@@ -162,11 +168,15 @@ class Reach:
         slowness = self.pricing.segments.problem.slowness(s)
         if slowness not in self._views_known:
             pairs = [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]
-            self._views_known[slowness] = [(view, self.pricing.seconds(s, view, slice(None))) for view in pairs]
+            self._views_known[slowness] = [
+                (view, self.pricing.seconds(s, view, slice(None))) for view in pairs
+            ]
         return self._views_known[slowness]
 
     @cached_property
-    def _views_known(self) -> dict[tuple[float, ...], list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]]:
+    def _views_known(
+        self,
+    ) -> dict[tuple[float, ...], list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]]:
         return {}
 
 
@@ -198,7 +208,10 @@ def bounded(windows: Sequence[Cuts], cells: int = MOST_CELLS) -> list[Cuts]:
     thinned, most = list(windows), max(map(len, windows))
     while area(thinned) > cells and most > 2:
         most = most * 2 // 3
-        thinned = [cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))] for cuts in windows]
+        thinned = [
+            cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))]
+            for cuts in windows
+        ]
     return thinned
 
 
@@ -222,7 +235,9 @@ def _narrow(segments: Segments, cuts: Cuts, most: int) -> Cuts:
     if len(cuts) <= most:
         return cuts
     total = segments.compute_s[cuts]
-    part = np.minimum((total - total[0]) / max(total[-1] - total[0], 1e-300) * most, most - 1).astype(int)
+    part = np.minimum(
+        (total - total[0]) / max(total[-1] - total[0], 1e-300) * most, most - 1
+    ).astype(int)
     order = np.lexsort((segments.crossing_bytes[cuts], part))
     first = np.flatnonzero(np.diff(part[order], prepend=-1))
     return np.sort(cuts[order[first]])

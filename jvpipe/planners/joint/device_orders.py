@@ -48,7 +48,11 @@ def orders(problem: Problem) -> list[Problem]:
         wanted = _distinct(problem)
     else:
         keys = [x.mean_slowness for x in traits], [float(x.less_bytes) for x in traits]
-        wanted = [sorted(devices, key=key.__getitem__, reverse=back) for key in keys for back in (False, True)]
+        wanted = [
+            sorted(devices, key=key.__getitem__, reverse=back)
+            for key in keys
+            for back in (False, True)
+        ]
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *wanted]:
         by_kind.setdefault(tuple(traits[d].kind for d in order), order)
@@ -111,7 +115,9 @@ def least_bound(problem: Problem) -> float:
     return lower_bound(replace(problem, traits=best))
 
 
-def least_of(problems: Sequence[Problem], ask: Callable[[Problem], T], step_s: Callable[[T], float]) -> T:
+def least_of(
+    problems: Sequence[Problem], ask: Callable[[Problem], T], step_s: Callable[[T], float]
+) -> T:
     """The fastest answer to problems that differ in the order of their devices.
 
     Args:

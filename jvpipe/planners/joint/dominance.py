@@ -31,10 +31,22 @@ class Growth:
     """Layers [i, j) on stage s; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
 
     def __init__(
-        self, pricing: Pricing, s: int, i: int, j: int, tier: Tier | None = None, *, by_bytes: bool = False
+        self,
+        pricing: Pricing,
+        s: int,
+        i: int,
+        j: int,
+        tier: Tier | None = None,
+        *,
+        by_bytes: bool = False,
     ) -> None:
         layers = slice(i, j)
-        self.i, self.table, self.in_flight, self.tier = i, pricing.choices, pricing.segments.in_flight[s], tier
+        self.i, self.table, self.in_flight, self.tier = (
+            i,
+            pricing.choices,
+            pricing.segments.in_flight[s],
+            tier,
+        )
         self.extra_s = pricing.extra_s(s)
         self.high = tier.high if tier else np.inf
         self.held = self.table.held_bytes(self.in_flight, layers)
@@ -45,8 +57,13 @@ class Growth:
         there = self.table.allowed[layers] & (working <= self.high)
         charged = tier.in_run_bytes[layers] if tier else np.zeros(j - i)
         held, left = self.held.copy(), self.table.left_bytes[layers].copy()
-        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = on_device_bytes(self.in_flight, charged), charged
-        least, spare, top = (np.where(there, x, np.inf).min(1) for x in (held, held - left, held + working))
+        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = (
+            on_device_bytes(self.in_flight, charged),
+            charged,
+        )
+        least, spare, top = (
+            np.where(there, x, np.inf).min(1) for x in (held, held - left, held + working)
+        )
         self.charged_to_come = to_come(on_device_bytes(self.in_flight, charged))
         self.spare_to_come = to_come(spare - self.given)
         self.most_to_come = np.full(j - i + 1, -np.inf)
@@ -66,7 +83,9 @@ class Growth:
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
         run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
         run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]
-        grown[RUN] = run + table.residual_bytes[layer] if at < len(self.columns) - 1 else np.inf  # the last run ends
+        grown[RUN] = (
+            run + table.residual_bytes[layer] if at < len(self.columns) - 1 else np.inf
+        )  # the last run ends
         working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
         own = table.temporary_bytes[layer]
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
@@ -85,8 +104,12 @@ class Growth:
         if self.tier is None:
             return states[HELD]
         most = float(self.tier.most_input_bytes[self.i + done - 1])
-        share = np.maximum(self.high - states[RUN], 0.0) / max(self.high + most, 1.0)  # none outside a run
-        return states[HELD] - np.minimum(on_device_bytes(self.in_flight, most) * share, self.charged_to_come[done])
+        share = np.maximum(self.high - states[RUN], 0.0) / max(
+            self.high + most, 1.0
+        )  # none outside a run
+        return states[HELD] - np.minimum(
+            on_device_bytes(self.in_flight, most) * share, self.charged_to_come[done]
+        )
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What states will take at least, held and beyond, whatever the layers to come choose."""
@@ -121,18 +144,26 @@ def front(states: States) -> Int[np.ndarray, "_"]:
     """The places of the states that no other dominates; of equals, the first."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
-    order = np.lexsort(states[::-1])  # by extra seconds first, so that a state is dominated by earlier ones only
+    order = np.lexsort(
+        states[::-1]
+    )  # by extra seconds first, so that a state is dominated by earlier ones only
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
         chunk = order[begin : begin + CHUNK_STATES]
         chunk = chunk[~_dominated(states[:, chunk], states[:, best])]
-        own = (_below(states[:, chunk], states[:, chunk]) & EARLIER[: len(chunk), : len(chunk)]).any(1)
+        own = (
+            _below(states[:, chunk], states[:, chunk]) & EARLIER[: len(chunk), : len(chunk)]
+        ).any(1)
         best = np.concatenate([best, chunk[~own]])
     return np.sort(best)
 
 
 def _dominated(states: States, by: States) -> np.ndarray:
-    return np.asarray(_below(states, by).any(1)) if by.shape[1] else np.zeros(states.shape[1], dtype=bool)
+    return (
+        np.asarray(_below(states, by).any(1))
+        if by.shape[1]
+        else np.zeros(states.shape[1], dtype=bool)
+    )
 
 
 def _below(states: States, by: States) -> np.ndarray:

@@ -124,7 +124,11 @@ class Pricing:
             over = np.full(block.inside.shape, -np.inf)
             for view in tier.views:
                 extra_s, _, held = self.table(block.s, view, layers)
-                held = self._over(np.where(np.isfinite(extra_s), held, np.inf), self.last_bytes(view, layers), block)
+                held = self._over(
+                    np.where(np.isfinite(extra_s), held, np.inf),
+                    self.last_bytes(view, layers),
+                    block,
+                )
                 over = np.maximum(over, held - self.room_bytes(block, least, view))
             least_peaks = np.minimum(least_peaks, self.limit_bytes + over)
         return least_peaks
@@ -139,13 +143,17 @@ class Pricing:
             alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
             mu: seconds per byte that is held.
         """
-        return np.maximum.reduce([self._bound_s(block, least, view, alpha, mu) for view in tier.views])
+        return np.maximum.reduce(
+            [self._bound_s(block, least, view, alpha, mu) for view in tier.views]
+        )
 
     def _bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, link_s, held = self.table(block.s, tier, layers)
         there = np.isfinite(extra_s)
-        cost = np.where(there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf)
+        cost = np.where(
+            there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf
+        )
         paid = self._over(cost, mu * self.last_bytes(tier, layers), block)
         free = mu * self.room_bytes(block, least, tier) if mu else 0.0
         return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
@@ -171,7 +179,9 @@ class DualBounds:
         tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in stages]
         for (_, _, held), x in zip(tables, stages, strict=True):
             held[-1] += pricing.last_bytes(x.tier, slice(x.j - 1, x.j))[0]
-        self.extra_s, self.link_s, self.held = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        self.extra_s, self.link_s, self.held = (
+            np.concatenate(parts) for parts in zip(*tables, strict=True)
+        )
         self.there = np.isfinite(self.extra_s)
         self.extra_s = np.where(self.there, self.extra_s, 0.0)
         sizes = [x.j - x.i for x in stages]
@@ -201,7 +211,8 @@ class DualBounds:
         """Finds the best mu for an alpha, nearly; by how much compute then exceeds the link."""
         free = self._evaluate(alpha, np.zeros_like(alpha))
         points = [
-            (mu, *self._evaluate(alpha, mu)) for mu in (self.scale / self.PRICE_RANGE, self.scale * self.PRICE_RANGE)
+            (mu, *self._evaluate(alpha, mu))
+            for mu in (self.scale / self.PRICE_RANGE, self.scale * self.PRICE_RANGE)
         ]
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
             (low, low_dual, low_over, _), (high, high_dual, high_over, _) = points
@@ -210,19 +221,31 @@ class DualBounds:
                 step >= self.BISECTION_STEPS
             ):  # the dual is the lower of two lines: the best mu is where they meet, or near
                 slope = np.maximum(low_over - high_over, 1e-300)
-                mu = np.clip((high_dual - high_over * high - low_dual + low_over * low) / slope, low, high)
+                mu = np.clip(
+                    (high_dual - high_over * high - low_dual + low_over * low) / slope, low, high
+                )
             point = mu, *self._evaluate(alpha, mu)
             over = point[2] > 0
             points = [_either(over, point, points[0]), _either(over, points[1], point)]
         return np.where(free[1] > 0, points[1][3], free[2])
 
-    def _evaluate(self, alpha: np.ndarray, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _evaluate(
+        self, alpha: np.ndarray, mu: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
         a, m = alpha[self.of][:, None], mu[self.of][:, None]
-        cost = np.where(self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf)
+        cost = np.where(
+            self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf
+        )
         chosen = np.arange(len(cost)), cost.argmin(1)
-        held, extra_s, link_s = (np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s))
-        compute_s, link_s, over = self.compute_s + extra_s, self.traffic_s + link_s, held - self.room
+        held, extra_s, link_s = (
+            np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s)
+        )
+        compute_s, link_s, over = (
+            self.compute_s + extra_s,
+            self.traffic_s + link_s,
+            held - self.room,
+        )
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
@@ -230,5 +253,7 @@ class DualBounds:
         return dual, over, compute_s - link_s
 
 
-def _either(first: np.ndarray, a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def _either(
+    first: np.ndarray, a: Sequence[np.ndarray], b: Sequence[np.ndarray]
+) -> tuple[np.ndarray, ...]:
     return tuple(np.where(first, x, y) for x, y in zip(a, b, strict=True))

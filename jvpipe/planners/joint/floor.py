@@ -51,7 +51,11 @@ class Floor:
 
 
 def floor(
-    problem: Problem, held_bytes: Callable[[Decision], Sequence[int]], enough_bytes: int, *, keeps: bool = False
+    problem: Problem,
+    held_bytes: Callable[[Decision], Sequence[int]],
+    enough_bytes: int,
+    *,
+    keeps: bool = False,
 ) -> Floor:
     """The plan that holds the least, or the first on the way there that holds no more than is enough.
 
@@ -107,11 +111,18 @@ class _Search:
 def _untimed(problem: Problem) -> Problem:
     """The problem with seconds that no clock has measured, the same on all devices, and without a limit."""
     layers = tuple(
-        replace(x, forward_s=1.0, backward_s=2.0, options=tuple(replace(o, extra_s=1.0) for o in x.options))
+        replace(
+            x,
+            forward_s=1.0,
+            backward_s=2.0,
+            options=tuple(replace(o, extra_s=1.0) for o in x.options),
+        )
         for x in problem.costs.layers
     )
     traits = tuple(replace(each, slowness=()) for each in problem.traits)
-    return replace(problem, costs=replace(problem.costs, layers=layers), memory_limit_bytes=None, traits=traits)
+    return replace(
+        problem, costs=replace(problem.costs, layers=layers), memory_limit_bytes=None, traits=traits
+    )
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
@@ -141,17 +152,24 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
     s, (bounds, choices) = plan.stage, (plan.decision.bounds, plan.decision.choices)
     i, j = bounds[s], bounds[s + 1]
     nearer = [(s, i + 1)] * (s > 0) + [(s + 1, j - 1)] * (s + 1 < problem.stages)
-    yield from _valid(problem, [((*bounds[:at], bound, *bounds[at + 1 :]), choices) for at, bound in nearer])
+    yield from _valid(
+        problem, [((*bounds[:at], bound, *bounds[at + 1 :]), choices) for at, bound in nearer]
+    )
     if keeps:
         return
 
     def counted(decision: Decision) -> StageBytes[int]:
         return stage_bytes(problem, s, i, j, decision.choices)
 
-    others = [(*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)]
+    others = [
+        (*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)
+    ]
     own = counted(plan.decision)
     most = own.static + NEAR * (own.peak - own.static)
-    counts = {decision: counted(decision).peak for decision in _valid(problem, [(bounds, x) for x in others])}
+    counts = {
+        decision: counted(decision).peak
+        for decision in _valid(problem, [(bounds, x) for x in others])
+    }
     yield from sorted((x for x, peak in counts.items() if peak <= most), key=counts.__getitem__)
 
 
@@ -162,7 +180,9 @@ def _ways(problem: Problem, layer: int) -> list[int]:
     return [RECOMPUTE_CHAIN, RECOMPUTE, *allowed]
 
 
-def _valid(problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[Decision]:
+def _valid(
+    problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Iterator[Decision]:
     """Those that are plans, after layers that would have to be run again without an input have got theirs."""
     for bounds, choices in wanted:
         mended = list(choices)

@@ -91,9 +91,16 @@ class LocalSearch:
         """These cuts with the fates of the fewest seconds, chosen in each way, where anything fits."""
         if self.layers <= 0:
             return []
-        ways = ([self._best(cell, way) for cell in cells(tuple(bounds))] for way in range(len(self.pricings)))
+        ways = (
+            [self._best(cell, way) for cell in cells(tuple(bounds))]
+            for way in range(len(self.pricings))
+        )
         whole = ([choices for choices in stages if choices is not None] for stages in ways)
-        return [Decision(tuple(bounds), tuple(chain(*stages))) for stages in whole if len(stages) == len(bounds) - 1]
+        return [
+            Decision(tuple(bounds), tuple(chain(*stages)))
+            for stages in whole
+            if len(stages) == len(bounds) - 1
+        ]
 
     def _cost(self, cell: Cell, choices: Sequence[int]) -> StageCost:
         s, i, j = cell
@@ -116,7 +123,9 @@ class LocalSearch:
         """The table of one stage."""
         key = way, s, int(starts[0]), int(starts[-1]), int(ends[0]), int(ends[-1])
         if key not in self.tables:
-            self.tables[key] = Table(self.pricings[way], [starts, ends], self.effort, first=s, hints=self.hints[way])
+            self.tables[key] = Table(
+                self.pricings[way], [starts, ends], self.effort, first=s, hints=self.hints[way]
+            )
         return self.tables[key]
 
     def _bounds(self, decision: Decision) -> list[int]:
@@ -155,7 +164,10 @@ class LocalSearch:
         left, right = (table.stages[0] for table in tables)
         runs = len(left.block.ends)
         every, one = np.arange(runs), np.zeros(runs, dtype=np.int64)
-        loads = [Load.of_cost(self._cost(cell, decision.choices), runs) for cell in cells(decision.bounds)]
+        loads = [
+            Load.of_cost(self._cost(cell, decision.choices), runs)
+            for cell in cells(decision.bounds)
+        ]
         loads[s - 1 : s + 1] = Load.of(left, one, every), Load.of(right, every, one)
         return least_steps_s(self.problem, loads)
 
@@ -171,13 +183,23 @@ class LocalSearch:
                         yield Decision(decision.bounds, (*choices[:at], other, *choices[at + 1 :]))
 
     def _changed(
-        self, decision: Decision, new: Sequence[Cell], way: int, tables: Sequence[Table | None] = (None, None)
+        self,
+        decision: Decision,
+        new: Sequence[Cell],
+        way: int,
+        tables: Sequence[Table | None] = (None, None),
     ) -> Iterator[Decision]:
         """The decision with some stages beside each other in the place of those that were there, if any fates fit."""
         first, last = new[0], new[-1]
-        bounds = (*decision.bounds[: first[0] + 1], *(cell[2] for cell in new), *decision.bounds[last[0] + 2 :])
+        bounds = (
+            *decision.bounds[: first[0] + 1],
+            *(cell[2] for cell in new),
+            *decision.bounds[last[0] + 2 :],
+        )
         if self.layers > 0 or all((cell, way) in self.choices for cell in new):
             fates = [self._best(cell, way, table) for cell, table in zip(new, tables, strict=False)]
             if None not in fates:
                 inner = chain(*(x for x in fates if x))
-                yield Decision(bounds, (*decision.choices[: first[1]], *inner, *decision.choices[last[2] :]))
+                yield Decision(
+                    bounds, (*decision.choices[: first[1]], *inner, *decision.choices[last[2] :])
+                )

@@ -43,15 +43,25 @@ def lower_bound(problem: Problem) -> float:
     if not solution.feasible:
         return np.inf
     table, segments, m = solution.table, Segments(problem), problem.microbatches
-    stages = [(table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends)) for x in table.stages]
-    work_s, longest_s = float(segments.least_compute_s[-1]), float(np.diff(segments.least_compute_s).max())
+    stages = [
+        (table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends))
+        for x in table.stages
+    ]
+    work_s, longest_s = (
+        float(segments.least_compute_s[-1]),
+        float(np.diff(segments.least_compute_s).max()),
+    )
     if not problem.schedule.synchronous:
         return min(max(_of_stream(problem, stages), solution.result.bound_s), m * solution.cap_s)
-    if problem.schedule.name == "gpipe":  # of all plans, and of those whose slowest stage is above the cap
+    if (
+        problem.schedule.name == "gpipe"
+    ):  # of all plans, and of those whose slowest stage is above the cap
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
         return max(every_s, min(_of_gpipe(problem, stages), work_s + (m - 1) * solution.cap_s))
     # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
-    every_s = m * segments.share_s if problem.traits else work_s / (1 - (1 - 1 / m) ** problem.stages)
+    every_s = (
+        m * segments.share_s if problem.traits else work_s / (1 - (1 - 1 / m) ** problem.stages)
+    )
     return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
 
 
@@ -66,7 +76,9 @@ def _of_any_order(problem: Problem) -> float:
         x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True)
     )
     if problem.traits:
-        return work_s / sum(1 / min(problem.slowness(d), default=1.0) for d in range(problem.devices))
+        return work_s / sum(
+            1 / min(problem.slowness(d), default=1.0) for d in range(problem.devices)
+        )
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
     return (work_s + sum(begins_s)) / problem.devices
 
@@ -88,9 +100,17 @@ def _of_gpipe(problem: Problem, stages: Stages) -> float:
 
 def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
     """M micro-batches of a stage, and the work and the transfers before it."""
-    m, crossed_s, every = problem.microbatches, np.zeros(1), []  # the least that transfers up to a cut take
+    m, crossed_s, every = (
+        problem.microbatches,
+        np.zeros(1),
+        [],
+    )  # the least that transfers up to a cut take
     for t, x in stages:
         there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
-        every.append(np.maximum(m * t + segments.least_compute_s[x.starts][:, None] + there_s, m * x.traffic_s))
+        every.append(
+            np.maximum(
+                m * t + segments.least_compute_s[x.starts][:, None] + there_s, m * x.traffic_s
+            )
+        )
         crossed_s = there_s.min(0)
     return least_max(every)

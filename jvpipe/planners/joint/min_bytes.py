@@ -41,7 +41,9 @@ class MinBytesSearch:
             best = min(best, fewest, key=attrgetter("bytes"))
         for dropped, growth in unsure:
             if exact and dropped < best.bytes:
-                best = min(best, self._fewest(growth, MANY_STATES, best.bytes), key=attrgetter("bytes"))
+                best = min(
+                    best, self._fewest(growth, MANY_STATES, best.bytes), key=attrgetter("bytes")
+                )
         return best.bytes, best.choices
 
     def _fewest(self, growth: Growth, width: int, below: float) -> MinBytes:

@@ -119,7 +119,10 @@ def _ahead(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
     steps = course.lists[d]
     for at in range(first + 1, min(last, first + FARTHEST) + 1):
         step, passed = steps[at], steps[first:at]
-        if all(course.there[step] < course.ends[one] and not _bound(course, step, one) for one in passed):
+        if all(
+            course.there[step] < course.ends[one] and not _bound(course, step, one)
+            for one in passed
+        ):
             yield _move(course, draw, d, first, [step, *passed], step)
 
 
@@ -129,7 +132,10 @@ def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]
     steps, cells, splits = course.lists[d], course.cells, course.loads.splits
     for at in range(last, max(first, last - FARTHEST) - 1, -1):
         step, passed = steps[at], steps[at + 1 : last + 1]
-        if passed and all(course.there[one] < course.ends[step] and not _bound(course, step, one) for one in passed):
+        if passed and all(
+            course.there[one] < course.ends[step] and not _bound(course, step, one)
+            for one in passed
+        ):
             yield _move(course, draw, d, at, [*passed, step], step)
         cell = step - cells
         whole = 0 <= cell < cells and not course.half[cell]

@@ -44,19 +44,27 @@ class Course:
         self.half = [False] * cells
         for s, m in ((s, m) for steps in order for kind, s, m in steps if kind is Kind.I):
             self.half[s * M + m] = True
-        self.device, self.place, self.held = [-1] * (3 * cells), [-1] * (3 * cells), [[0.0]] * len(order)
+        self.device, self.place, self.held = (
+            [-1] * (3 * cells),
+            [-1] * (3 * cells),
+            [[0.0]] * len(order),
+        )
         self.take(loads)
 
     def take(self, loads: Loads, limit_s: float = float("inf")) -> None:
         """Clocks the order for the loads of another plan with as many stages; see `run`."""
         M, whole = self.M, (loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W))
-        bytes_of = loads.kept_bytes, [-b for b in loads.kept_bytes], [-b for b in loads.handed_bytes]
+        bytes_of = (
+            loads.kept_bytes,
+            [-b for b in loads.kept_bytes],
+            [-b for b in loads.handed_bytes],
+        )
         self.loads = loads
         self.seconds = [s for each in whole for s in each for _ in range(M)]
         self.bytes = [b for each in bytes_of for b in each for _ in range(M)]
-        self.send_s = [s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)] + [
-            0.0
-        ] * self.cells
+        self.send_s = [
+            s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)
+        ] + [0.0] * self.cells
         for cell, half in enumerate(self.half):
             if half:
                 self.cut(cell, half=True)
@@ -83,7 +91,9 @@ class Course:
         s = cell // self.M
         self.half[cell] = half
         self.seconds[self.cells + cell] = self.loads.seconds[Kind.I if half else Kind.B][s]
-        self.bytes[self.cells + cell] = (self.loads.handed_bytes[s] if half else 0.0) - self.loads.kept_bytes[s]
+        self.bytes[self.cells + cell] = (
+            self.loads.handed_bytes[s] if half else 0.0
+        ) - self.loads.kept_bytes[s]
 
     def placed(self, d: int) -> None:
         """Notes where the steps of a device stand, and what it holds after each."""
@@ -98,7 +108,13 @@ class Course:
         Args:
             limit_s: as soon as it is known that the order takes longer, `step_s` is infinite too.
         """
-        cells, lists, seconds, to, send_s = self.cells, self.lists, self.seconds, self.to, self.send_s
+        cells, lists, seconds, to, send_s = (
+            self.cells,
+            self.lists,
+            self.seconds,
+            self.to,
+            self.send_s,
+        )
         device = self.device
         there = [-1.0] * (4 * cells)  # the last part stands for what would follow second halves
         there[: self.M] = [0.0] * self.M
@@ -199,6 +215,18 @@ class Course:
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     """For each step the one that waits for it, and the one that it waits for; -1 where there is none."""
     nowhere, loss = [-1] * M, range(cells - M, cells)
-    to = [*range(M, cells), *(cells + cell for cell in loss), *nowhere, *range(cells, 2 * cells - M), *[-1] * cells]
-    source = [*nowhere, *range(cells - M), *range(cells + M, 2 * cells), *loss, *range(cells, 2 * cells)]
+    to = [
+        *range(M, cells),
+        *(cells + cell for cell in loss),
+        *nowhere,
+        *range(cells, 2 * cells - M),
+        *[-1] * cells,
+    ]
+    source = [
+        *nowhere,
+        *range(cells - M),
+        *range(cells + M, 2 * cells),
+        *loss,
+        *range(cells, 2 * cells),
+    ]
     return to, source

@@ -13,7 +13,12 @@ from jaxtyping import Float, Int
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_bytes import StageBytes, option_bytes, recomputed_bytes, stage_bytes
+from jvpipe.planners.model.stage_bytes import (
+    StageBytes,
+    option_bytes,
+    recomputed_bytes,
+    stage_bytes,
+)
 from jvpipe.schedules.schedule import Holding
 
 PRICES = 14
@@ -69,7 +74,9 @@ class Ways(NamedTuple):
         return self.choices[layers][np.arange(len(cost)), cost.argmin(1)].tolist()
 
 
-def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]) -> tuple[int, ...]:
+def balanced(
+    problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
+) -> tuple[int, ...]:
     """Bounds of stages that take as long as each other, moved until no device's work falls any more.
 
     Args:
@@ -79,7 +86,10 @@ def balanced(problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
     """
     times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
     totals = np.array([np.concatenate([[0.0], np.cumsum(layer_s * each)])[cuts] for each in times])
-    grids = [np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None]) for total in totals]
+    grids = [
+        np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None])
+        for total in totals
+    ]
     _, path = least_path([grids[place] for place in problem.places], np.maximum)
     assert path is not None, "there are enough cuts"
     best, places = list(path), np.array(problem.places)
@@ -116,7 +126,10 @@ def with_fates(
         begin: whose fates are kept on devices whose layers are the same.
         ways: those of the problem, if they are known.
     """
-    ways, choices = ways or Ways.of(problem), [0] * bounds[-1] if begin is None else list(begin.choices)
+    ways, choices = (
+        ways or Ways.of(problem),
+        [0] * bounds[-1] if begin is None else list(begin.choices),
+    )
     before = None if begin is None else list(pairwise(begin.bounds))
     vectors = problem.schedule.held(problem.devices, problem.microbatches)
     for d, mine in enumerate(vectors):
@@ -157,7 +170,9 @@ def _choose(
         return False
     layers = [layer for s in stages for layer in problem.costs.layers[bounds[s] : bounds[s + 1]]]
     low, high = 1e-6, 1e6  # around seconds of forwards per byte that they leave
-    per_byte = sum(x.forward_s for x in layers) / max(1, sum(x.options[0].kept_bytes for x in layers))
+    per_byte = sum(x.forward_s for x in layers) / max(
+        1, sum(x.options[0].kept_bytes for x in layers)
+    )
     for _ in range(PRICES):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if fits(middle * per_byte) else (middle, high)

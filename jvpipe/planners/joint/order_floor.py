@@ -15,7 +15,16 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.dominance import BEYOND, EXTRA, HELD, SWAPPED, Growth, Step, beyond_held, front
+from jvpipe.planners.joint.dominance import (
+    BEYOND,
+    EXTRA,
+    HELD,
+    SWAPPED,
+    Growth,
+    Step,
+    beyond_held,
+    front,
+)
 from jvpipe.planners.joint.order_cuts import moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -72,7 +81,9 @@ class _Emptiest:
         cuts, inner = self.pricing.segments.cuts, self.problem.stages - 1
         if comb(len(cuts) - 2, inner) <= MOST_CUTS:
             ends = int(cuts[0]), int(cuts[-1])
-            every = ((ends[0], *map(int, some), ends[1]) for some in combinations(cuts[1:-1], inner))
+            every = (
+                (ends[0], *map(int, some), ends[1]) for some in combinations(cuts[1:-1], inner)
+            )
             return min(map(self._of_cuts, every), key=self._fullness)
         best, left = self._of_cuts(least.bounds), MOVED_CUTS
         before = None
@@ -98,11 +109,16 @@ class _Emptiest:
             every = [self.ways(bounds[s], bounds[s + 1]) for s in mine]
             for s, (_, _, choices) in zip(mine, _together(every), strict=True):
                 chosen[s] = choices
-        return Decision(tuple(bounds), tuple(choice for s in sorted(chosen) for choice in chosen[s]))
+        return Decision(
+            tuple(bounds), tuple(choice for s in sorted(chosen) for choice in chosen[s])
+        )
 
     def _ways(self, i: int, j: int) -> list[Way]:
         """The choices of layers [i, j), without those that neither hold less than others nor need less beyond."""
-        growth, steps = Growth(self.pricing, 0, i, j), list[Step]()  # all stages have one micro-batch in flight
+        growth, steps = (
+            Growth(self.pricing, 0, i, j),
+            list[Step](),
+        )  # all stages have one micro-batch in flight
         states = growth.begin()
         for at in range(j - i):
             states = growth.grown(states, at)

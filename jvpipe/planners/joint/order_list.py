@@ -60,7 +60,9 @@ class Listing:
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
         units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
         self.devices = [_Device(*each) for each in zip(on, cap_bytes, units, strict=True)]
-        self.forward, self.backward = (_Way.of(len(loads.places), loads.microbatches) for _ in range(2))
+        self.forward, self.backward = (
+            _Way.of(len(loads.places), loads.microbatches) for _ in range(2)
+        )
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
@@ -68,7 +70,9 @@ class Listing:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
-        whole = all(n == loads.microbatches for n in self.backward.next) and not any(x.late for x in self.devices)
+        whole = all(n == loads.microbatches for n in self.backward.next) and not any(
+            x.late for x in self.devices
+        )
         self.order: Order | None = [x.steps for x in self.devices] if whole else None
 
     def _turn(self, now: float, d: int) -> None:

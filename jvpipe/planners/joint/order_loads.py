@@ -59,7 +59,10 @@ class Loads:
             stages.append(known[key])
         places, limits = problem.places, [problem.limit_of(d) for d in range(problem.devices)]
         held = [stage.held for stage in stages if stage.held is not None]
-        mine = [[x for x, place in zip(held, places, strict=True) if place == d] for d in range(problem.devices)]
+        mine = [
+            [x for x, place in zip(held, places, strict=True) if place == d]
+            for d in range(problem.devices)
+        ]
         taken = [sum(x.static for x in some) + max(x.beyond for x in some) for some in mine]
         away = [a != b for a, b in zip(places, [*places[1:], places[-1]], strict=True)]
         after = [stage.comm_s / 2 for stage in stages[1:]]
@@ -76,10 +79,15 @@ class Loads:
             return_s=(0.0, *(s if there else 0.0 for s, there in zip(after, away, strict=False))),
             kept_bytes=tuple(float(x.kept + x.swapped) for x in held),
             handed_bytes=tuple(float(x.handed) for x in held),
-            room_bytes=tuple(float("inf") if x is None else float(x - n) for x, n in zip(limits, taken, strict=True)),
+            room_bytes=tuple(
+                float("inf") if x is None else float(x - n)
+                for x, n in zip(limits, taken, strict=True)
+            ),
             splits=tuple(x.weight_s > 0 for x in stages),
             in_flight=problem.in_flight,
-            early=() if problem.memory_limit_bytes is None else tuple(_early(problem, decision.bounds)),
+            early=()
+            if problem.memory_limit_bytes is None
+            else tuple(_early(problem, decision.bounds)),
         )
 
     @property
@@ -138,12 +146,17 @@ class Loads:
         arrived, arrivals_s = 0.0, dict[int, float]()
         least = [
             f + min(b, i + w) if split else f + b
-            for f, b, i, w, split in zip(*(self.seconds[kind] for kind in self.seconds), self.splits, strict=True)
+            for f, b, i, w, split in zip(
+                *(self.seconds[kind] for kind in self.seconds), self.splits, strict=True
+            )
         ]
         for s, place in enumerate(self.places):
             arrivals_s.setdefault(place, arrived)
             arrived += self.seconds[Kind.F][s] + self.send_s[s]
-        return max(arrivals_s[d] + self.microbatches * sum(least[s] for s in self.stages_on(d)) for d in arrivals_s)
+        return max(
+            arrivals_s[d] + self.microbatches * sum(least[s] for s in self.stages_on(d))
+            for d in arrivals_s
+        )
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:

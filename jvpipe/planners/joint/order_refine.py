@@ -72,7 +72,9 @@ def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
 
 def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with bounds moved, where that is faster."""
-    return [moved for one in candidates if (moved := with_moved_bounds(one, MOVED_TASKS)) is not one]
+    return [
+        moved for one in candidates if (moved := with_moved_bounds(one, MOVED_TASKS)) is not one
+    ]
 
 
 def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -100,6 +102,8 @@ def _fitting_climb(one: Candidate, moves: int, seed: int) -> Candidate:
         over = one.loads.over_bytes(order)
         if max(over) <= 0:
             family = one.family.removesuffix(CLIMBED)
-            return replace(one, order=order, family=family + CLIMBED, step_s=Course(one.loads, order).step_s)
+            return replace(
+                one, order=order, family=family + CLIMBED, step_s=Course(one.loads, order).step_s
+            )
         rooms = [room - max(0.0, more) for room, more in zip(rooms, over, strict=True)]
     return one

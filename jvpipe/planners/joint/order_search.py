@@ -101,7 +101,9 @@ class OrderedPlan:
         return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 
-def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0) -> OrderedPlan:
+def find_order(
+    problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0
+) -> OrderedPlan:
     """The fastest plan and order that the search finds; always the same one.
 
     Args:
@@ -124,16 +126,24 @@ def find_order(problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (
     own += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
     floors = [] if begin or own else list(_floors(problem))
     rivals = [*rivals, *own, *((one.schedule, one.decision) for one in floors)]
-    begin += [one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)]
+    begin += [
+        one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)
+    ]
     candidates = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
     crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
     best = refined(candidates, seed)
-    some = [*best, *first_of_families(candidates), *candidates[:CROWDED]] if crowded else best[:SIMULATED]
+    some = (
+        [*best, *first_of_families(candidates), *candidates[:CROWDED]]
+        if crowded
+        else best[:SIMULATED]
+    )
     answers = [answer for one in some if (answer := _simulated(one))]
-    answers += [answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))]
+    answers += [
+        answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))
+    ]
     if not answers:
         limit = problem.memory_limit_bytes
         assert limit is not None, "without a limit everything may be kept"
@@ -165,7 +175,9 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
         for at, layer in enumerate(layers)
         if layer.split and layer.split.input_s + layer.split.weight_s > most * layer.backward_s
     )
-    kept = tuple(replace(layer, split=None) if at in whole else layer for at, layer in enumerate(layers))
+    kept = tuple(
+        replace(layer, split=None) if at in whole else layer for at, layer in enumerate(layers)
+    )
     return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
 
 
@@ -173,7 +185,10 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
     """Yields a plan with an order for all placements, rules and ways to make room."""
     cuts = Segments(problem).cuts
     for rules in _placements(problem):
-        placed = [replace(problem, stages=rule.stages_on(problem.devices), schedule=rule) for rule in rules]
+        placed = [
+            replace(problem, stages=rule.stages_on(problem.devices), schedule=rule)
+            for rule in rules
+        ]
         tried: dict[Decision, None] = {}
         even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[1])]
         for bounds, one in product(dict.fromkeys((even, *others)), placed):
@@ -182,7 +197,9 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
                 tried[decision] = None
                 yield from ruled(one, decision)
         shares = SHARES if problem.memory_limit_bytes is not None else ()
-        tried |= dict.fromkeys(one for share in shares if (one := with_fates(placed[0], even, share)))
+        tried |= dict.fromkeys(
+            one for share in shares if (one := with_fates(placed[0], even, share))
+        )
         for decision in tried:
             yield from _listed(placed[0], decision)
 
@@ -192,7 +209,9 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
     most_stages = len(Segments(problem).cuts) - 1
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
-        if rules[0].stages_on(problem.devices) <= most_stages and not (together and rules[0].chunks > 1):
+        if rules[0].stages_on(problem.devices) <= most_stages and not (
+            together and rules[0].chunks > 1
+        ):
             yield rules
 
 
@@ -206,12 +225,16 @@ def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
         for patience in PATIENCES:
             order = Listing(loads, caps, patience).order
             if order is not None:
-                yield from fitting(problem, decision, loads, order, f"{problem.schedule.name}, listed")
+                yield from fitting(
+                    problem, decision, loads, order, f"{problem.schedule.name}, listed"
+                )
     if limited and not problem.schedule.vee:
         late = tuple(_late(problem, loads, d) for d in range(D))
         rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
         order = order_of(rule.tasks(D, problem.microbatches))
-        yield from fitting(problem, decision, loads, order, f"{problem.schedule.name}, late by bytes")
+        yield from fitting(
+            problem, decision, loads, order, f"{problem.schedule.name}, late by bytes"
+        )
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
@@ -226,7 +249,9 @@ def _late(problem: Problem, loads: Loads, d: int) -> int:
 @lru_cache(maxsize=64)
 def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
     """The order in which W is equally late on all devices; that of a device depends on its own lateness alone."""
-    return order_of(InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches))
+    return order_of(
+        InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches)
+    )
 
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
@@ -240,7 +265,9 @@ def _simulated(one: Candidate) -> OrderedPlan | None:
     return _ordered(problem, one.decision, evaluation.stages, one.family, one.loads.bound_s())
 
 
-def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[tuple[Schedule, Decision]]:
+def _planned(
+    problem: Problem, rule: Schedule, *, refine: bool = True
+) -> Iterator[tuple[Schedule, Decision]]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= REFINED_LAYERS
@@ -255,7 +282,13 @@ def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
     usual, devices, most = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
     yield from usual
     while most < devices and all(any(decision.choices) for _, decision in usual):
-        fewer = list(_planned(problem, OneFOneB(most=[min(most, devices - d) for d in range(devices)]), refine=False))
+        fewer = list(
+            _planned(
+                problem,
+                OneFOneB(most=[min(most, devices - d) for d in range(devices)]),
+                refine=False,
+            )
+        )
         yield from fewer
         most = 2 * most if fewer else devices
 
@@ -299,9 +332,16 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedP
     evaluation = evaluate(other, decision)
     if not keeps_limits(other, evaluation):
         return None
-    bound_s, lists = Loads.of(other, decision).bound_s(), schedule.tasks(problem.devices, problem.microbatches)
+    bound_s, lists = (
+        Loads.of(other, decision).bound_s(),
+        schedule.tasks(problem.devices, problem.microbatches),
+    )
     return _ordered(
-        replace(other, schedule=given(lines_of(lists))), decision, evaluation.stages, schedule.name, bound_s
+        replace(other, schedule=given(lines_of(lists))),
+        decision,
+        evaluation.stages,
+        schedule.name,
+        bound_s,
     )
 
 
@@ -313,4 +353,6 @@ def _ordered(
     if problem.lent:  # copies need workers too
         copies_s = problem.microbatches * sum(stage.comm_s for stage in stages)
         idle = max(0.0, bubble_fraction(problem, stages) - copies_s / (problem.devices * step_s))
-    return OrderedPlan(decision, problem.schedule, family, step_s, bound_s, idle=idle, lent=problem.lent)
+    return OrderedPlan(
+        decision, problem.schedule, family, step_s, bound_s, idle=idle, lent=problem.lent
+    )

@@ -57,7 +57,9 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
     >>> jvpipe(problem)
     Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0), replicas=())
     """
-    best = _kept_best(problem, refine) or (_simulated_best(problem) if refine else _surrogate_best(problem))
+    best = _kept_best(problem, refine) or (
+        _simulated_best(problem) if refine else _surrogate_best(problem)
+    )
     check(problem, best)
     return best
 
@@ -87,7 +89,9 @@ def _surrogate_best(problem: Problem) -> Decision:
     solution = within_host_limit(problem, solve(problem, pricing))
     if solution.feasible:
         return solution.decision()
-    raise nothing_fits(pricing if problem.host_limit_bytes is None else pricing_of(problem, swaps=False))
+    raise nothing_fits(
+        pricing if problem.host_limit_bytes is None else pricing_of(problem, swaps=False)
+    )
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
@@ -113,7 +117,12 @@ def _simulated_best(problem: Problem) -> Decision:
         crowded = replace(problem, host=host)
         pricings.append(pricing_of(crowded))
         solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
-    begin = [x.decision(path) for x in solutions if x.feasible for path in x.result.paths[:SIMULATED_PATHS]]
+    begin = [
+        x.decision(path)
+        for x in solutions
+        if x.feasible
+        for path in x.result.paths[:SIMULATED_PATHS]
+    ]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     linked = _link_share(problem, begin[0])
@@ -140,7 +149,9 @@ def _simulated_best(problem: Problem) -> Decision:
 def _link_share(problem: Problem, decision: Decision) -> float:
     """How long all that a micro-batch sends over links takes, in seconds of its work."""
     stages = evaluate(problem, decision).stages
-    return sum(stage.comm_s for stage in stages) / max(sum(stage.compute_s for stage in stages), 1e-300)
+    return sum(stage.comm_s for stage in stages) / max(
+        sum(stage.compute_s for stage in stages), 1e-300
+    )
 
 
 def _rivals(problem: Problem, known_step_s: float) -> Iterator[Decision]:
@@ -150,11 +161,21 @@ def _rivals(problem: Problem, known_step_s: float) -> Iterator[Decision]:
     """
     n, limit = len(problem.costs.layers), problem.memory_limit_bytes
     fates_matter = limit is not None or n <= RIVAL_CHOICES_LAYERS
-    rivals = [x for x in PUBLISHED if n <= x.rival_layers and (fates_matter or x.fate_rule is not FateRule.CHOOSES)]
-    if limit is not None and any(x.needs_all_kept for x in rivals) and least_kept_bytes(problem) > limit:
+    rivals = [
+        x
+        for x in PUBLISHED
+        if n <= x.rival_layers and (fates_matter or x.fate_rule is not FateRule.CHOOSES)
+    ]
+    if (
+        limit is not None
+        and any(x.needs_all_kept for x in rivals)
+        and least_kept_bytes(problem) > limit
+    ):
         rivals = [x for x in rivals if not x.needs_all_kept]
     for rival in rivals:
         with suppress(Infeasible):
-            decision = rival.attempt(problem, known_step_s) if rival.attempt else rival.decide(problem)
+            decision = (
+                rival.attempt(problem, known_step_s) if rival.attempt else rival.decide(problem)
+            )
             if decision is not None:
                 yield decision

@@ -48,7 +48,9 @@ def least_bottleneck_s(tables: Tables, size: int, cuts: Cuts) -> float:
     """
     counts = np.array(replica_counts(tables.problem, size))
     every = (sums(tables.problem.local.compute_s(-(-size // int(r)))) for r in counts)
-    return _least_cap_s(tables, np.array([between(each, cuts, cuts) for each in every]), counts, cuts)
+    return _least_cap_s(
+        tables, np.array([between(each, cuts, cuts) for each in every]), counts, cuts
+    )
 
 
 def lower_bound_s(tables: Tables) -> float:
@@ -62,7 +64,9 @@ def lower_bound_s(tables: Tables) -> float:
     problem, least_s = tables.problem, np.inf
     rate_of = cache(lambda r: line(lambda size: problem.cluster.least_reduce_s(r, size)))
     layers = problem.costs.costs[0].layers
-    gradients = between(sums(x.gradient_bytes or x.parameter_bytes for x in layers), tables.cuts, tables.cuts)
+    gradients = between(
+        sums(x.gradient_bytes or x.parameter_bytes for x in layers), tables.cuts, tables.cuts
+    )
     for size in problem.sizes:
         counts, count = replica_counts(problem, size), problem.batch // size
         every = np.array([problem.local.compute_s(-(-size // r)) for r in counts])
@@ -71,7 +75,10 @@ def lower_bound_s(tables: Tables) -> float:
         if max(through_s, shared_s) < least_s:
             once_s = np.array([between(sums(each), tables.cuts, tables.cuts) for each in every])
             rates = map(rate_of, counts)
-            reduce_s = [np.where(gradients > 0, latency_s + byte_s * gradients, 0.0) for latency_s, byte_s in rates]
+            reduce_s = [
+                np.where(gradients > 0, latency_s + byte_s * gradients, 0.0)
+                for latency_s, byte_s in rates
+            ]
             shown_s = np.maximum(0.0, reduce_s - once_s) if problem.overlaps else np.array(reduce_s)
             steps_s = count * once_s + shown_s
             cap_s = _least_cap_s(tables, steps_s, np.array(counts), tables.cuts, least_s)
@@ -79,7 +86,9 @@ def lower_bound_s(tables: Tables) -> float:
     return least_s
 
 
-def _least_cap_s(tables: Tables, grids: np.ndarray, counts: np.ndarray, cuts: Cuts, most_s: float = np.inf) -> float:
+def _least_cap_s(
+    tables: Tables, grids: np.ndarray, counts: np.ndarray, cuts: Cuts, most_s: float = np.inf
+) -> float:
     """The least cap under which the segments need no more devices than there are, if it is under `most_s`; `grids[r]`
     for `counts[r]`.
     """

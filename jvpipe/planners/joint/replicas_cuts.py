@@ -60,7 +60,11 @@ def _stage(tables: Tables, plan: ReplicaPlan, s: int) -> _Stage:
         latency_s, byte_s = tables.way(plan.places[s - 1], places)
         crossing = tables.local(plan.size, 1).crossing_bytes
         comm_s = np.where(crossing > 0, 2 * latency_s + crossing * byte_s, 0.0)
-    reduce_s = tables.exposed_s(local, *tables.reduce_rate(places)) if len(places) > 1 else np.zeros_like(compute_s)
+    reduce_s = (
+        tables.exposed_s(local, *tables.reduce_rate(places))
+        if len(places) > 1
+        else np.zeros_like(compute_s)
+    )
     backward_s = between(local.backward_s, cuts, cuts)
     return _Stage(compute_s + comm_s, backward_s, comm_s, reduce_s, np.maximum(compute_s, comm_s))
 

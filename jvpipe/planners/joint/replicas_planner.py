@@ -23,7 +23,14 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated, of_each_shape
 from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.model.replicas_stage import Places, ReplicaStage, Tables, few_cuts, least_s, surrogate_s
+from jvpipe.planners.model.replicas_stage import (
+    Places,
+    ReplicaStage,
+    Tables,
+    few_cuts,
+    least_s,
+    surrogate_s,
+)
 from jvpipe.planners.model.replicas_step import simulated_s
 
 SIZES, PATHS, PLACES = 3, 10, 32
@@ -79,7 +86,11 @@ class _Effort:
     every_count: bool = True
 
 
-_GLANCE, _WELL, _LEAST = _Effort(5, (1.25,), False), _Effort(16, (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)), _Effort(16, (1e9,))
+_GLANCE, _WELL, _LEAST = (
+    _Effort(5, (1.25,), False),
+    _Effort(16, (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)),
+    _Effort(16, (1e9,)),
+)
 
 
 class _Search:
@@ -90,12 +101,17 @@ class _Search:
         self.simulated: dict[ReplicaPlan, Simulated] = {}
         self.seen: dict[ReplicaPlan, tuple[tuple[ReplicaStage, ...], float]] = {}
         self._slowest_s: dict[int, float] = {}
-        self._recut = set[tuple[tuple[Places, ...], int]]()  # devices and sizes whose best cuts are known
+        self._recut = set[
+            tuple[tuple[Places, ...], int]
+        ]()  # devices and sizes whose best cuts are known
 
     def run(self) -> None:
         """Looks at every size once, at the best ones well, and climbs."""
         sizes = self.problem.sizes
-        few = sorted({sizes[i * (len(sizes) - 1) // max(1, GLANCES - 1)] for i in range(GLANCES)}, reverse=True)
+        few = sorted(
+            {sizes[i * (len(sizes) - 1) // max(1, GLANCES - 1)] for i in range(GLANCES)},
+            reverse=True,
+        )
         glance = {size: self.glance(size) for size in (sizes if len(sizes) <= GLANCES else few)}
         for size in sorted(glance, key=lambda size: glance[size])[:SIZES]:
             every = np.arange(len(self.tables.coarse))
@@ -103,8 +119,12 @@ class _Search:
             self.simulate_if_fast(straight_rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
         for size in self.straight_sizes()[:2]:
-            known = self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))[:NEIGHBOURS]
-            self.simulate(self.ranked(other for plan in known for other in recut(self.tables, plan))[:RECUTS])
+            known = self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))[
+                :NEIGHBOURS
+            ]
+            self.simulate(
+                self.ranked(other for plan in known for other in recut(self.tables, plan))[:RECUTS]
+            )
         self.simulate(self.of_each_shape() or self.of_least_size()[:1])
         if self.simulated:
             best = min(self.simulated.values(), key=lambda x: x.step_s)
@@ -120,7 +140,9 @@ class _Search:
         some = {x.plan: x for x in (*every[:FINALISTS], *of_each_shape(every).values())}
         near = [x for x in some.values() if x.step_s < WORTH_A_CLIMB * every[0].step_s]
         for x in near:
-            some[x.plan] = replace(x, step_s=simulated_s(self.problem, x.plan, x.stages, closely=True))
+            some[x.plan] = replace(
+                x, step_s=simulated_s(self.problem, x.plan, x.stages, closely=True)
+            )
         return sorted(some.values(), key=lambda x: x.step_s)
 
     def glance(self, size: int) -> float:
@@ -135,7 +157,9 @@ class _Search:
         if size >= self.problem.devices:
             yield ReplicaPlan((0, self.problem.layers), (tuple(range(self.problem.devices)),), size)
 
-    def searched(self, size: int, at: Int[np.ndarray, "n"], effort: _Effort) -> Iterator[ReplicaPlan]:
+    def searched(
+        self, size: int, at: Int[np.ndarray, "n"], effort: _Effort
+    ) -> Iterator[ReplicaPlan]:
         """Yields what paths there are between some of the coarse cuts under caps, and straight ones.
 
         Args:
@@ -145,9 +169,15 @@ class _Search:
         """
         pins, G = self.problem.pins, self.problem.devices
         unit = gcd(G, *pins.replicas) if pins.replicas else -(-G // PLACES)
-        counts = pins.replicas or [r for r in replica_counts(self.problem, size) if self._worth(r, unit)]
+        counts = pins.replicas or [
+            r for r in replica_counts(self.problem, size) if self._worth(r, unit)
+        ]
         if not (effort.every_count or pins.replicas):
-            counts = [r for r in counts if unit > 1 or min(r & (r - 1), (G - r) & (G - r - 1)) == 0 or r == counts[-1]]
+            counts = [
+                r
+                for r in counts
+                if unit > 1 or min(r & (r - 1), (G - r) & (G - r - 1)) == 0 or r == counts[-1]
+            ]
         most = pins.count or min(effort.stages, G // unit, len(at) - 1)
         for order in self.problem.orders:
             ground = Ground(self.tables, size, order, tuple(sorted(set(counts))), at, unit)
@@ -159,7 +189,9 @@ class _Search:
         pins = self.problem.pins
         if set(pins.replicas or (1,)) != {1}:
             return
-        ground = Ground(self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at)
+        ground = Ground(
+            self.tables, size, self.problem.orders[0][: self.tables.most_stages], (1,), at
+        )
         most = pins.count or min(len(ground.order), len(at) - 1)
         share_s = float(self.tables.local(size, 1).seconds[0, -1]) / len(ground.order)
         for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
@@ -168,9 +200,13 @@ class _Search:
     def straight_sizes(self) -> list[int]:
         """The sizes of the straight plans that are known, that of the fastest by the surrogate first."""
         known = [plan for plan in self.seen if plan.shape == "straight" and self.counted(plan)]
-        return list(dict.fromkeys(plan.size for plan in sorted(known, key=lambda plan: self.seen[plan][1])))
+        return list(
+            dict.fromkeys(plan.size for plan in sorted(known, key=lambda plan: self.seen[plan][1]))
+        )
 
-    def _under_caps(self, ground: Ground, caps: Iterable[float], most: int) -> Iterator[ReplicaPlan]:
+    def _under_caps(
+        self, ground: Ground, caps: Iterable[float], most: int
+    ) -> Iterator[ReplicaPlan]:
         """Yields paths under rising caps, as long as a plan that is over the last one can be the best of its order."""
         size, best_s, last_s = ground.size, np.inf, 0.0
         if not ground.counts:
@@ -178,7 +214,9 @@ class _Search:
         every = [self.problem.local.compute_s(-(-size // r)) for r in ground.counts]
         through_s, rest = float(np.min(every, axis=0).sum()), self.problem.batch // size - 1
         known = (self.seen[plan] for plan in self.seen if plan.size == size)
-        known_s = min((step_s for stages, step_s in known if self.tables.fits(stages)), default=np.inf)
+        known_s = min(
+            (step_s for stages, step_s in known if self.tables.fits(stages)), default=np.inf
+        )
         for cap in caps:
             if through_s + rest * last_s > best_s:
                 return
@@ -211,7 +249,9 @@ class _Search:
 
     def ranked(self, plans: Iterable[ReplicaPlan]) -> list[ReplicaPlan]:
         """Those that fit, the fastest by the surrogate first."""
-        return sorted({plan for plan in plans if self.counted(plan)}, key=lambda plan: self.seen[plan][1])
+        return sorted(
+            {plan for plan in plans if self.counted(plan)}, key=lambda plan: self.seen[plan][1]
+        )
 
     def of_each_shape(self, size: int | None = None) -> list[ReplicaPlan]:
         """The best plan by the surrogate of each shape, of a size or of all."""
@@ -225,13 +265,18 @@ class _Search:
         for plan in plans:
             if plan not in self.simulated and self.counted(plan):
                 stages = self.seen[plan][0]
-                self.simulated[plan] = Simulated(plan, stages, simulated_s(self.problem, plan, stages))
+                self.simulated[plan] = Simulated(
+                    plan, stages, simulated_s(self.problem, plan, stages)
+                )
 
     def simulate_if_fast(self, plans: Iterable[ReplicaPlan]) -> None:
         """Simulates plans that fit and that may be the fastest."""
         for plan in plans:
             best_s = min((x.step_s for x in self.simulated.values()), default=np.inf)
-            if self.counted(plan) and least_s(self.seen[plan][0], self.problem.batch // plan.size) < best_s:
+            if (
+                self.counted(plan)
+                and least_s(self.seen[plan][0], self.problem.batch // plan.size) < best_s
+            ):
                 self.simulate([plan])
 
     def climb(self, at: Simulated) -> None:
@@ -243,7 +288,9 @@ class _Search:
             self._recut.add(here)
             self.simulate_if_fast(near)
             best = min(
-                (self.simulated[plan] for plan in near if plan in self.simulated), key=lambda x: x.step_s, default=at
+                (self.simulated[plan] for plan in near if plan in self.simulated),
+                key=lambda x: x.step_s,
+                default=at,
             )
             if best.step_s >= at.step_s:
                 return
@@ -256,7 +303,9 @@ class _Search:
             at = cuts.index(plan.bounds[s])
             for b in cuts[max(0, at - 2) : at + 3]:
                 if plan.bounds[s - 1] < b < plan.bounds[s + 1] and b != plan.bounds[s]:
-                    yield ReplicaPlan((*plan.bounds[:s], b, *plan.bounds[s + 1 :]), plan.places, plan.size)
+                    yield ReplicaPlan(
+                        (*plan.bounds[:s], b, *plan.bounds[s + 1 :]), plan.places, plan.size
+                    )
         sizes, at = self.problem.sizes, self.problem.sizes.index(plan.size)
         for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
             if size >= max(plan.replicas):
@@ -283,7 +332,10 @@ class _Search:
     def _least_bytes(self, limit: int) -> int:
         """The least limit known to do; between it and `limit`, which does not, a half is tried a few times."""
         roomy = _Search(replace(self.problem, memory_limit_bytes=None, recomputes=True))
-        least, low = min(max(x.peak_bytes for x in roomy.seen[plan][0]) for plan in roomy.of_least_size()), limit
+        least, low = (
+            min(max(x.peak_bytes for x in roomy.seen[plan][0]) for plan in roomy.of_least_size()),
+            limit,
+        )
         while not self._finds(least):
             low, least = least, least + least // 8 + 1
         for _ in range(HALVINGS):

@@ -45,7 +45,10 @@ class Ground:
     @cached_property
     def backward_s(self) -> list[Grid]:
         """Backward of a micro-batch, for each replica count."""
-        return [between(self.tables.local(self.size, r).backward_s, self.cuts, self.cuts) for r in self.counts]
+        return [
+            between(self.tables.local(self.size, r).backward_s, self.cuts, self.cuts)
+            for r in self.counts
+        ]
 
     def _here(self, grid: Grid) -> Grid:
         """What is between the places to cut, of a grid of all coarse cuts."""
@@ -74,7 +77,9 @@ class Ground:
     @cached_property
     def hides_s(self) -> Float[np.ndarray, "n 1"]:
         """What backwards before each cut take at least: so much of an all-reduce behind it they hide."""
-        every = np.min([self.tables.local(self.size, r).backward_s[self.cuts] for r in self.counts], axis=0)
+        every = np.min(
+            [self.tables.local(self.size, r).backward_s[self.cuts] for r in self.counts], axis=0
+        )
         return every[:, None]
 
     @cached_property
@@ -88,7 +93,9 @@ class Ground:
         every = []
         for k, r in enumerate(self.counts):
             local, units = self.tables.local(self.size, r), r // self.unit
-            _, firsts, kinds = np.unique(self.where.held[units:, k], axis=0, return_index=True, return_inverse=True)
+            _, firsts, kinds = np.unique(
+                self.where.held[units:, k], axis=0, return_index=True, return_inverse=True
+            )
             starts = (len(self.order) - (units + m) * self.unit for m in firsts.tolist())
             rates = (self.tables.reduce_rate(self.order[start:][:r]) for start in starts)
             grids = [self._here(self.tables.exposed_s(local, *rate)) for rate in rates]
@@ -113,15 +120,22 @@ class _Where:
         starts = G - np.arange(G // ground.unit + 1)[:, None] * ground.unit
         held = upto[np.minimum(starts + counts, G)] - upto[starts]
         known: dict[bytes, int] = {}
-        pattern = [known.setdefault(each.tobytes(), len(known)) for each in held.reshape(-1, held.shape[-1])]
+        pattern = [
+            known.setdefault(each.tobytes(), len(known))
+            for each in held.reshape(-1, held.shape[-1])
+        ]
         machines, most = (held > 0).sum(-1), held.max(-1)
         least = np.where(held > 0, held, G).min(-1)
         single = np.where(machines == 1, held.argmax(-1), -1)
         return _Where(
-            np.array(pattern).reshape(machines.shape), single, np.stack([np.maximum(1, machines), most, least], axis=-1)
+            np.array(pattern).reshape(machines.shape),
+            single,
+            np.stack([np.maximum(1, machines), most, least], axis=-1),
         )
 
-    def transfer_s(self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]) -> OverM:
+    def transfer_s(
+        self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]
+    ) -> OverM:
         """`Cluster.transfer_s` both ways.
 
         Args:
@@ -136,7 +150,9 @@ class _Where:
         ways = np.minimum(ground.counts[k], readers.replicas[there])
         inside = self.pattern[m, k] == readers.pattern[there]
         inside |= (self.single[m, k] == single) & (single >= 0)
-        nets = np.minimum(ways, cluster.networks * np.minimum(self.held[m, k, 0], readers.machines[there]))
+        nets = np.minimum(
+            ways, cluster.networks * np.minimum(self.held[m, k, 0], readers.machines[there])
+        )
         peer, network = cluster.peer, cluster.network
         near = 2 * peer.latency_s + sizes / ways / peer.bytes_per_s
         far = 2 * network.latency_s + sizes / nets / network.bytes_per_s
@@ -161,7 +177,10 @@ class _Ways:
     def __init__(self, ground: Ground) -> None:
         shape = len(ground.at), len(ground.order) // ground.unit + 1
         self.ground = ground
-        self.cost, self.total = np.full(shape, np.inf), np.full(shape, np.inf)  # with what shows, and without
+        self.cost, self.total = (
+            np.full(shape, np.inf),
+            np.full(shape, np.inf),
+        )  # with what shows, and without
         self.shown = np.zeros(shape)
         self.count, self.cut, self.begin = (np.zeros(shape, dtype=np.int64) for _ in range(3))
 
@@ -201,7 +220,9 @@ class _Ways:
         """Leaves out ways that take more than is worth it from each cut on; the first devices may stay idle."""
         self.cost[self.cost >= worth_s[:, None]] = np.inf
         least = np.minimum.accumulate(self.cost, axis=1)
-        new = np.concatenate([np.ones((len(least), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1)
+        new = np.concatenate(
+            [np.ones((len(least), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1
+        )
         self.begin = np.maximum.accumulate(np.where(new, np.arange(least.shape[1]), 0), axis=1)
         rows = np.arange(len(least))[:, None]
         self.total = np.where(np.isfinite(least), self.total[rows, self.begin], np.inf)
@@ -219,11 +240,19 @@ class _Ways:
     @cached_property
     def readers(self) -> _Readers:
         """Their first stages as readers."""
-        at, where, counts = (self.begin, self.count), self.ground.where, np.array(self.ground.counts)
-        return _Readers(where.pattern[at], where.single[at], where.held[..., 0][at], counts[self.count])
+        at, where, counts = (
+            (self.begin, self.count),
+            self.ground.where,
+            np.array(self.ground.counts),
+        )
+        return _Readers(
+            where.pattern[at], where.single[at], where.held[..., 0][at], counts[self.count]
+        )
 
 
-def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf) -> Iterator[ReplicaPlan]:
+def paths(
+    ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
+) -> Iterator[ReplicaPlan]:
     """Yields the best way found for each number of stages.
 
     Args:

@@ -68,7 +68,11 @@ def under_rule(problem: Problem) -> Decision:
     best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
         return on_devices(jvpipe)(problem)  # which says what would do
-    moved = (with_moved_bounds(one, MOVED_TASKS).decision for decision in best for one in ruled(problem, decision))
+    moved = (
+        with_moved_bounds(one, MOVED_TASKS).decision
+        for decision in best
+        for one in ruled(problem, decision)
+    )
     return min([best[0], *moved], key=step_s)
 
 
@@ -117,7 +121,9 @@ def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
         decision, limit = attempt(problem, np.inf), problem.memory_limit_bytes
         if decision is None:
             assert limit is not None, "without a limit everything may be kept"
-            raise Infeasible(f"{planner.name} finds nothing", stage=0, excess_bytes=1, smallest_limit_bytes=limit)
+            raise Infeasible(
+                f"{planner.name} finds nothing", stage=0, excess_bytes=1, smallest_limit_bytes=limit
+            )
         return decision
 
     return decide
@@ -126,7 +132,11 @@ def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
 def _step_s(problem: Problem, decision: Decision) -> float:
     """The simulated seconds of a step; infinite where a limit is not kept."""
     evaluation = evaluate(problem, decision)
-    return simulated_step_s(problem, evaluation.stages) if keeps_limits(problem, evaluation) else np.inf
+    return (
+        simulated_step_s(problem, evaluation.stages)
+        if keeps_limits(problem, evaluation)
+        else np.inf
+    )
 
 
 def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
@@ -141,7 +151,9 @@ def ruled(problem: Problem, decision: Decision) -> Iterator[Candidate]:
     yield from fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
 
 
-def fitting(problem: Problem, decision: Decision, loads: Loads, order: Order, family: str) -> Iterator[Candidate]:
+def fitting(
+    problem: Problem, decision: Decision, loads: Loads, order: Order, family: str
+) -> Iterator[Candidate]:
     """Yields the candidate if its order fits; backwards of stages that cannot be split become whole.
 
     Args:
@@ -163,7 +175,9 @@ def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> lis
     """A device's steps with whole backwards for the stages that cannot be split."""
     halves = {Kind.I: Kind.B}
     return [
-        (kind if splits[s] else halves.get(kind, kind), s, m) for kind, s, m in steps if kind is not Kind.W or splits[s]
+        (kind if splits[s] else halves.get(kind, kind), s, m)
+        for kind, s, m in steps
+        if kind is not Kind.W or splits[s]
     ]
 
 
@@ -173,7 +187,11 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     Under a limit fates are chosen again, for what the order has in flight.
     """
     cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, traits=())).cuts
-    tries = tasks // sum(map(len, best.order)) // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
+    tries = (
+        tasks
+        // sum(map(len, best.order))
+        // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
+    )
     if min(best.decision.choices) < -1:
         return best
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))

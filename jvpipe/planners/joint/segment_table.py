@@ -49,7 +49,9 @@ class StageTable:
         self.least_s = np.maximum(block.compute_s, block.traffic_s)
         self.least_working_bytes = spread_max(pricing.choices.least_working_bytes, block)
         keeps = block.inside & (self._keeping_bytes() <= limit)
-        fits = block.inside & (keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit))
+        fits = block.inside & (
+            keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit)
+        )
         there = [self.least_working_bytes <= tier.high for tier in pricing.tiers]
         self.bounds_s = [np.where(fits & (keeps | x), self.least_s, np.inf) for x in there]
         self.settled = keeps | ~fits
@@ -60,21 +62,36 @@ class StageTable:
     def refresh(self) -> None:
         """Estimates what cells take: known, or their bounds, by as much higher as it is usual on this stage."""
         ratio = float(np.median(self.ratios)) if self.ratios else 1.0
-        self.seconds: Matrix = np.where(self.settled, self.known_s, np.minimum.reduce(self.bounds_s) * ratio)
+        self.seconds: Matrix = np.where(
+            self.settled, self.known_s, np.minimum.reduce(self.bounds_s) * ratio
+        )
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
-        block, choices, in_flight = self.block, self.pricing.choices, self.pricing.segments.in_flight[self.block.s]
+        block, choices, in_flight = (
+            self.block,
+            self.pricing.choices,
+            self.pricing.segments.in_flight[self.block.s],
+        )
         layers = slice(block.starts[0], block.ends[-1])
-        kept_s, others_s = choices.own_s[layers, :1], np.c_[choices.own_s, choices.forward_s][layers]
+        kept_s, others_s = (
+            choices.own_s[layers, :1],
+            np.c_[choices.own_s, choices.forward_s][layers],
+        )
         if (choices.swapped_bytes[layers, 0] > 0).any() or (others_s < kept_s).any():
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
         kept = between(sums(left), block.starts, block.ends) + block.shared_bytes
-        at_work = self.pricing.segments.at_work(block.starts, block.ends, left, choices.working_bytes[:, 0])
+        at_work = self.pricing.segments.at_work(
+            block.starts, block.ends, left, choices.working_bytes[:, 0]
+        )
         static = block.fixed_bytes - on_device_bytes(in_flight, block.shared_bytes)
         return StageBytes(
-            in_flight, static, kept, np.zeros(()), most_up_to(at_work, block.starts, block.ends) - kept
+            in_flight,
+            static,
+            kept,
+            np.zeros(()),
+            most_up_to(at_work, block.starts, block.ends) - kept,
         ).peak
 
     def place(self, i: int, j: int) -> tuple[int, int]:
@@ -90,7 +107,9 @@ class StageTable:
             mu: seconds per byte that is held.
         """
         pricing = self.pricing
-        bound_s = pricing.bound_s(self.block, self.least_working_bytes, pricing.tiers[tier], alpha, mu)
+        bound_s = pricing.bound_s(
+            self.block, self.least_working_bytes, pricing.tiers[tier], alpha, mu
+        )
         self.bounds_s[tier] = np.maximum(self.bounds_s[tier], bound_s)
         self.refresh()
 
@@ -104,7 +123,11 @@ class StageTable:
         self.block = self.block.at(rows, columns)
         self.least_s, self.least_working_bytes = self.least_s[at], self.least_working_bytes[at]
         self.bounds_s = [bound_s[at] for bound_s in self.bounds_s]
-        self.seconds, self.settled, self.known_s = self.seconds[at], self.settled[at], self.known_s[at]
+        self.seconds, self.settled, self.known_s = (
+            self.seconds[at],
+            self.settled[at],
+            self.known_s[at],
+        )
 
 
 class Table:
@@ -122,7 +145,9 @@ class Table:
         """Between the cuts of bounds from that of stage `first` on; `hints` are prices for the tiers of stages."""
         self.pricing, self.effort, self.first, self.hints = pricing, effort, first, hints or {}
         self.cuts = list(cuts)
-        blocks = [pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
+        blocks = [
+            pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))
+        ]
         self.stages = [StageTable(pricing, block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
         self.fates: dict[Cell, StageChoices] = {}
@@ -182,7 +207,11 @@ class Table:
 
     def open_cells(self, path: Path) -> list[Cell]:
         """Lists the cells of a path that are not settled."""
-        return [cell for cell in cells(path) if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]]
+        return [
+            cell
+            for cell in cells(path)
+            if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]
+        ]
 
     def refine(self, open_cells: Sequence[Cell], enough_s: float = -np.inf) -> None:
         """Refines these cells: by prices, or if those have been found before, by choices of their layers.
@@ -207,7 +236,9 @@ class Table:
         views = [(key, view) for key in keys for view in self.pricing.tiers[key[1]].views]
         bounds = DualBounds(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
         best = dict.fromkeys(keys, (-np.inf, (1.0, 0.0)))
-        for (key, _), prices, bound_s in zip(views, bounds.solve(), bounds.best.tolist(), strict=True):
+        for (key, _), prices, bound_s in zip(
+            views, bounds.solve(), bounds.best.tolist(), strict=True
+        ):
             best[key] = max(best[key], (bound_s, prices))
         for (cell, tier), (bound_s, prices) in best.items():
             self.prices[cell, tier] = prices
@@ -235,14 +266,24 @@ class Table:
         self.layers += cell[2] - cell[1]
         search = FateSearch(self.pricing, self.query(cell), self.pricing.tiers[tier], *prices)
         fates = search.least_seconds(self.effort.quick, known_s)
-        if fates.seconds > enough_s and not fates.proven and self.effort.thorough > self.effort.quick:
+        if (
+            fates.seconds > enough_s
+            and not fates.proven
+            and self.effort.thorough > self.effort.quick
+        ):
             better = search.least_seconds(self.effort.thorough, min(fates.seconds, known_s))
-            fates = better if better.choices else replace(fates, bound_s=min(fates.seconds, better.bound_s))
+            fates = (
+                better
+                if better.choices
+                else replace(fates, bound_s=min(fates.seconds, better.bound_s))
+            )
         if fates.seconds < known_s:
             self.fates[cell], known_s = fates, fates.seconds
         if self.effort.haste and np.isfinite(fates.seconds):
             stage.ratios.append(fates.seconds / before_s)
-        if not fates.proven and fates.seconds > enough_s:  # the tier is not looked at again, but it is no bound
+        if (
+            not fates.proven and fates.seconds > enough_s
+        ):  # the tier is not looked at again, but it is no bound
             self.unproven.setdefault(cell, least_s)
         stage.bounds_s[tier][at] = fates.seconds
         least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
@@ -260,7 +301,11 @@ class Table:
         block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
         return StageQuery(
-            *cell, float(block.compute_s[at]), float(block.traffic_s[at]), room, self.most_swapped_bytes[cell[0]]
+            *cell,
+            float(block.compute_s[at]),
+            float(block.traffic_s[at]),
+            room,
+            self.most_swapped_bytes[cell[0]],
         )
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
@@ -278,7 +323,11 @@ class Table:
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
         """Gives a cell's seconds, those of its forward, and those of the link before it."""
         stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
-        return float(stage.seconds[at]), float(stage.block.forward_s[at]), float(stage.block.comm_s[at])
+        return (
+            float(stage.seconds[at]),
+            float(stage.block.forward_s[at]),
+            float(stage.block.comm_s[at]),
+        )
 
     def settle(self, cell: Cell) -> None:
         """Looks at a cell until it is settled."""

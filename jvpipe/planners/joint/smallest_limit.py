@@ -50,7 +50,14 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         plan = _min_bytes_plan(pricing, cuts)
         assert plan is not None, "without a limit there is a plan"
         return plan
-    low, high = 0.0, float(segments.static_bytes(0)[-1] + pricing.choices.run_bytes.sum() * max(segments.in_flight) + 1)
+    low, high = (
+        0.0,
+        float(
+            segments.static_bytes(0)[-1]
+            + pricing.choices.run_bytes.sum() * max(segments.in_flight)
+            + 1
+        ),
+    )
     high += max(map(segments.problem.less_bytes, range(segments.problem.stages)))
     while high - low > LIMIT_TOLERANCE * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
@@ -99,8 +106,12 @@ class Peaks:
         self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT_LAYERS
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
         least = [spread_max(pricing.choices.least_working_bytes, block) for block in self.blocks]
-        bounds = (pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True))
-        self.bytes = [np.where(b.inside, x, np.inf) for b, x in zip(self.blocks, bounds, strict=True)]
+        bounds = (
+            pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True)
+        )
+        self.bytes = [
+            np.where(b.inside, x, np.inf) for b, x in zip(self.blocks, bounds, strict=True)
+        ]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def settle(self, s: int, a: int, b: int, below: float) -> float:
@@ -146,7 +157,9 @@ class Peaks:
         return self.plan(places) if places[-1] == len(self.cuts[-1]) - 1 else None
 
 
-def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None) -> MinBytesPlan | None:
+def _min_bytes_plan(
+    pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None
+) -> MinBytesPlan | None:
     """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
 
     The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
@@ -187,9 +200,14 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
     """
     choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
-    least = np.minimum.accumulate(inputs[::-1])[::-1][starts - starts[0]]  # of a segment's first layer and those before
+    least = np.minimum.accumulate(inputs[::-1])[::-1][
+        starts - starts[0]
+    ]  # of a segment's first layer and those before
     begun = on_device_bytes(pricing.segments.in_flight[block.s], inputs[-1] - least)
-    ended = np.full(len(block.ends) - b, max(0.0, choices.recompute_peak_bytes[last] - choices.residual_bytes[last]))
+    ended = np.full(
+        len(block.ends) - b,
+        max(0.0, choices.recompute_peak_bytes[last] - choices.residual_bytes[last]),
+    )
     ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]
     return block.fixed_bytes[: a + 1, b:] + held - begun[:, None] - ended - (shared - shared[:, :1])

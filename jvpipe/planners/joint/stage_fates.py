@@ -65,7 +65,9 @@ class StageChoices:
 class FateSearch:
     """Choices in a tier, under given prices of seconds and bytes."""
 
-    def __init__(self, pricing: Pricing, query: StageQuery, tier: Tier, alpha: float = 1.0, mu: float = 0.0) -> None:
+    def __init__(
+        self, pricing: Pricing, query: StageQuery, tier: Tier, alpha: float = 1.0, mu: float = 0.0
+    ) -> None:
         self.query, self.alpha, self.mu = query, alpha, mu
         self.host = pricing.segments.problem.host
         self.growth = Growth(pricing, query.s, query.i, query.j, tier)
@@ -98,7 +100,9 @@ class FateSearch:
             - self.mu * query.room_bytes
         )
         least_s = max(1e-12 * float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0)), 1e-300)
-        near = np.exp((cost.min(1)[:, None] - cost) / max(NEAR_BEST_SHARE * bound_s / len(cost), least_s))
+        near = np.exp(
+            (cost.min(1)[:, None] - cost) / max(NEAR_BEST_SHARE * bound_s / len(cost), least_s)
+        )
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
         room = query.room_bytes - self.last_bytes
@@ -136,7 +140,9 @@ class FateSearch:
         seconds, used = self._seconds(states), states[HELD] + states[BEYOND]
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
-        return StageChoices(self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s))
+        return StageChoices(
+            self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s)
+        )
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What a state will take at least; infinite if it cannot fit."""
@@ -152,7 +158,9 @@ class FateSearch:
             priced = priced + self.mu * np.where(fits, held - query.room_bytes, 0.0) + to_come
         else:
             priced = priced + self.cost_to_come[done]
-        return np.where(fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf)
+        return np.where(
+            fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf
+        )
 
     def _fittest(self, states: States, bound: np.ndarray, done: int, width: int) -> np.ndarray:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
@@ -168,7 +176,9 @@ class FateSearch:
         return np.concatenate([near, low, [np.where(may, states[HELD] + beyond, np.inf).argmin()]])
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        return np.maximum(self.query.compute_s + states[EXTRA], self.query.traffic_s + 2 * self._swap_s(states))
+        return np.maximum(
+            self.query.compute_s + states[EXTRA], self.query.traffic_s + 2 * self._swap_s(states)
+        )
 
     def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
         swapped = states[SWAPPED]

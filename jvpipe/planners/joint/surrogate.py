@@ -148,10 +148,15 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = solution.table.pricing.segments.in_flight
     decision = solution.decision()
     swapped = solution.table.pricing.choices.swapped(decision.choices)
-    wanted = [k[s] * float(swapped[i:j].sum()) for s, (i, j) in enumerate(pairwise(decision.bounds))]
+    wanted = [
+        k[s] * float(swapped[i:j].sum()) for s, (i, j) in enumerate(pairwise(decision.bounds))
+    ]
     if sum(wanted) <= limit:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
     parts = [limit * want / sum(wanted) // kept for want, kept in zip(wanted, k, strict=True)]
-    others = [solve(problem, solution.table.pricing, parts), solve(problem, pricing_of(problem, swaps=False))]
+    others = [
+        solve(problem, solution.table.pricing, parts),
+        solve(problem, pricing_of(problem, swaps=False)),
+    ]
     return min(others, key=lambda x: x.result.step_s)

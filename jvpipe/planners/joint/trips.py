@@ -49,7 +49,10 @@ class Trips:
     def least_cap_s(self) -> float:
         """The least cap under which there are cuts, nearly; infinite if there are none."""
         every = [self.seconds, self.comm_s, self.busy_s]
-        most = [max((x[np.isfinite(x)].max(initial=0.0) for x in matrices), default=0.0) for matrices in every]
+        most = [
+            max((x[np.isfinite(x)].max(initial=0.0) for x in matrices), default=0.0)
+            for matrices in every
+        ]
         low, high = 0.0, sum(most) + 1e-300
         if self.path(high) is None:
             return np.inf

@@ -40,7 +40,11 @@ class Load:
             columns: of the same.
         """
         block, at = stage.block, (rows, columns)
-        forward_s, compute_s, traffic_s = block.forward_s[at], block.compute_s[at], block.traffic_s[at]
+        forward_s, compute_s, traffic_s = (
+            block.forward_s[at],
+            block.compute_s[at],
+            block.traffic_s[at],
+        )
         seconds = stage.seconds[at]
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
         return Load(forward_s, work_s - forward_s, block.comm_s[at], traffic_s)
@@ -57,7 +61,17 @@ def least_steps_s(problem: Problem, stages: Sequence[Load]) -> Runs:
     loads = np.zeros((len(nothing), len(stages), len(PARTS)))
     for s, (stage, after) in enumerate(zip(stages, [*stages[1:], None], strict=True)):
         sent_s = after.comm_s / 2 if after else nothing
-        parts = stage.forward_s, nothing, stage.backward_s, nothing, nothing, sent_s, stage.comm_s / 2, nothing, nothing
+        parts = (
+            stage.forward_s,
+            nothing,
+            stage.backward_s,
+            nothing,
+            nothing,
+            sent_s,
+            stage.comm_s / 2,
+            nothing,
+            nothing,
+        )
         loads[:, s] = np.stack(parts, 1)
     impossible = np.isinf(loads.max(axis=(1, 2)))
     least_s = unqueued_steps_s(problem, np.where(impossible[:, None, None], 0.0, loads))

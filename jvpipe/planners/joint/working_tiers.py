@@ -75,8 +75,14 @@ def _next(choices: Choices, above: float) -> float:
         if length > ENUMERATED_RUN_LAYERS:
             return above + 1
         if length > 1:
-            before = before[:-1] + choices.residual_bytes[length - 2 : -1] + choices.input_bytes[length - 1 :]
-        if (fewest := float((before + least[length - 1 :]).min())) > above:  # and longer runs need more
+            before = (
+                before[:-1]
+                + choices.residual_bytes[length - 2 : -1]
+                + choices.input_bytes[length - 1 :]
+            )
+        if (
+            fewest := float((before + least[length - 1 :]).min())
+        ) > above:  # and longer runs need more
             return min(least_above, fewest)
         for own in (choices.residual_bytes, choices.recompute_peak_bytes):
             working = before + (own + choices.temporary_bytes)[length - 1 :]
@@ -86,13 +92,19 @@ def _next(choices: Choices, above: float) -> float:
 
 def _most(choices: Choices) -> float:
     """What a run of all layers works with at most."""
-    last = np.maximum(choices.residual_bytes, choices.recompute_peak_bytes) + choices.temporary_bytes
+    last = (
+        np.maximum(choices.residual_bytes, choices.recompute_peak_bytes) + choices.temporary_bytes
+    )
     return float((choices.residual_bytes + choices.input_bytes).sum() + last.max())
 
 
 def _runs(choices: Choices, high: float) -> tuple[PerLayer, PerLayer]:
     """What layers in runs of at most `high` bytes are charged, and the most that their runs may have kept."""
-    inputs, total, at = choices.input_bytes, sums(choices.run_bytes)[1:], np.arange(len(choices.input_bytes))
+    inputs, total, at = (
+        choices.input_bytes,
+        sums(choices.run_bytes)[1:],
+        np.arange(len(choices.input_bytes)),
+    )
     first = np.minimum(np.searchsorted(total, total - high), at)  # where the run may begin
     most, least = range_max(inputs, first, at + 1), -range_max(-inputs, first, at + 1)
     return least * choices.run_bytes / np.maximum(high + most, 1.0), most

@@ -52,10 +52,14 @@ def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]
     if not stream.work.fixed:
         return [simulated_step_s(problem, stages) for stages in candidates]
     seconds = np.array(every).reshape(len(every), -1)[:, stream.slots].T
-    return [float(s) for s in _steps_s(problem, stream, stream.work.many_starts_s(seconds) + seconds)]
+    return [
+        float(s) for s in _steps_s(problem, stream, stream.work.many_starts_s(seconds) + seconds)
+    ]
 
 
-def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]) -> Float[np.ndarray, " runs"]:
+def unqueued_steps_s(
+    problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]
+) -> Float[np.ndarray, " runs"]:
     """Computes for many candidates at once what `simulated_step_s` is not below: as if no transfer waited for another.
 
     Args:
@@ -63,7 +67,9 @@ def unqueued_steps_s(problem: Problem, loads_s: Float[np.ndarray, "runs stages p
         loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
     """
     stages = loads_s.shape[1]
-    stream = _stream(problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False))
+    stream = _stream(
+        problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False)
+    )
     by_task = loads_s.reshape(len(loads_s), -1).T[stream.slots]
     return _steps_s(problem, stream, stream.work.many_starts_s(by_task) + by_task)
 
@@ -103,7 +109,11 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
         static = held.static + held.beyond
         loads.append(
             replace(
-                load, static_bytes=static, kept_bytes=held.kept, swapped_bytes=held.swapped, handed_bytes=held.handed
+                load,
+                static_bytes=static,
+                kept_bytes=held.kept,
+                swapped_bytes=held.swapped,
+                handed_bytes=held.handed,
             )
         )
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -119,7 +129,11 @@ def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) 
 @lru_cache(maxsize=32)
 def _stream(schedule: Schedule, stages: int, microbatches: int, features: Features) -> StageWork:
     """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks at."""
-    count = microbatches if schedule.synchronous else sum(stream_window(stages, microbatches)) + stages + 1
+    count = (
+        microbatches
+        if schedule.synchronous
+        else sum(stream_window(stages, microbatches)) + stages + 1
+    )
     return stage_work(schedule.tasks(stages // schedule.chunks, count), features)
 
 
@@ -144,7 +158,10 @@ def _steps_s(
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
     before, timed = stream_window(stream.stages, problem.microbatches)
-    first, last = ([stream.ids[Task(s, Kind.B, m)] for s in range(stream.stages)] for m in (before, before + timed))
+    first, last = (
+        [stream.ids[Task(s, Kind.B, m)] for s in range(stream.stages)]
+        for m in (before, before + timed)
+    )
     return (ends_s[last] - ends_s[first]).max(axis=0) * (problem.microbatches / timed)
 
 

@@ -15,7 +15,12 @@ class Infeasible(ValueError):  # noqa: N818 - it is an answer, too
     """
 
     def __init__(
-        self, message: str, stage: int, excess_bytes: int, smallest_limit_bytes: int, decision: Decision | None = None
+        self,
+        message: str,
+        stage: int,
+        excess_bytes: int,
+        smallest_limit_bytes: int,
+        decision: Decision | None = None,
     ) -> None:
         super().__init__(message)
         self.decision = decision

@@ -19,7 +19,9 @@ from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, optio
 class KeepAll:
     """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
 
-    def __init__(self, problem: Problem, segments: Segments | None = None, cuts: Cuts | None = None) -> None:
+    def __init__(
+        self, problem: Problem, segments: Segments | None = None, cuts: Cuts | None = None
+    ) -> None:
         self.problem = problem
         self.segments = segments or Segments(problem)
         self.cuts = self.segments.cuts if cuts is None else cuts
@@ -54,7 +56,9 @@ class KeepAll:
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
         in_flight, static = self.segments.in_flight[s], self.static_bytes(s)
-        return self._inside(StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes).peak)
+        return self._inside(
+            StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes).peak
+        )
 
     def static_bytes(self, s: int) -> Grid:
         """Counts what stage s holds whatever is in flight."""
@@ -79,7 +83,9 @@ class KeepAll:
     def _layers(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each layer keeps of one micro-batch, and works with."""
         layers = [option_bytes(layer, layer.options[0]) for layer in self.problem.costs.layers]
-        return np.array([float(x.kept) for x in layers]), np.array([float(x.working) for x in layers])
+        return np.array([float(x.kept) for x in layers]), np.array(
+            [float(x.working) for x in layers]
+        )
 
     @cached_property
     def kept_bytes(self) -> Grid:

@@ -13,7 +13,9 @@ LIMIT_TOLERANCE = 0.02
 """How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
 
 
-def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]) -> Decision:
+def plan_or_raise(
+    problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]
+) -> Decision:
     """Gives what `attempt` finds, which answers None if nothing that it looks at fits.
 
     Args:
@@ -32,7 +34,9 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
     assert decision is not None, "without a limit everything may be kept"
     below, enough = limit, evaluate(problem, decision).limit_bytes
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
-        enough += max(1, enough // LIMIT_GROWTH_PARTS)  # a planner may count more bytes than there are
+        enough += max(
+            1, enough // LIMIT_GROWTH_PARTS
+        )  # a planner may count more bytes than there are
     decision = nearer
     while enough - below > max(1, LIMIT_TOLERANCE * enough):
         middle = (below + enough) // 2
@@ -41,7 +45,10 @@ def plan_or_raise(problem: Problem, planner: str, attempt: Callable[[Problem], D
             below = middle
         else:
             enough, decision = middle, nearer
-    peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(evaluate(problem, decision).stages)]
+    peaks = [
+        cost.peak_bytes + problem.less_bytes(s)
+        for s, cost in enumerate(evaluate(problem, decision).stages)
+    ]
     stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "

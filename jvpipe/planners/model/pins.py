@@ -25,7 +25,10 @@ class Pins:
     @property
     def count(self) -> int | None:
         """How many stages there are, if anything says so."""
-        return next((n for n in (self.stages, *map(_length, (self.replicas, self.cuts))) if n is not None), None)
+        return next(
+            (n for n in (self.stages, *map(_length, (self.replicas, self.cuts))) if n is not None),
+            None,
+        )
 
     @property
     def bounds(self) -> tuple[int, ...] | None:
@@ -62,16 +65,26 @@ class Pins:
         Traceback (most recent call last):
         ValueError: replicas (3, 2) take 5 devices, there are 4: use fewer replicas, or more devices
         """
-        said = {"stages": self.stages, "replicas": _length(self.replicas), "cuts": _length(self.cuts)}
+        said = {
+            "stages": self.stages,
+            "replicas": _length(self.replicas),
+            "cuts": _length(self.cuts),
+        }
         told = {name: count for name, count in said.items() if count is not None}
         if len(set(told.values())) > 1:
             raise ValueError(
                 f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} are of {list(told.values())} "
                 "stages: give as many of each, or leave some out"
             )
-        for name, numbers in (("replicas", self.replicas), ("cuts", self.cuts), ("stages", (self.stages or 1,))):
+        for name, numbers in (
+            ("replicas", self.replicas),
+            ("cuts", self.cuts),
+            ("stages", (self.stages or 1,)),
+        ):
             if numbers is not None and (not numbers or min(numbers) < 1):
-                raise ValueError(f"{name} {numbers}: there must be stages, and one device and one layer for each")
+                raise ValueError(
+                    f"{name} {numbers}: there must be stages, and one device and one layer for each"
+                )
         if self.replicas is not None and sum(self.replicas) > devices:
             raise ValueError(
                 f"replicas {self.replicas} take {sum(self.replicas)} devices, there are {devices}: use fewer "
@@ -83,7 +96,9 @@ class Pins:
                 "layers"
             )
         if self.cuts is not None and sum(self.cuts) != layers:
-            raise ValueError(f"cuts {self.cuts} are of {sum(self.cuts)} layers, the model has {layers}")
+            raise ValueError(
+                f"cuts {self.cuts} are of {sum(self.cuts)} layers, the model has {layers}"
+            )
         self._check_fed(batch)
 
     def _check_fed(self, batch: int) -> None:

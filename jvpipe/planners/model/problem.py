@@ -76,7 +76,9 @@ class Problem:
         if chunks > 1:
             self.schedule.check_layers(self.devices, layers)
         if not 1 <= self.stages <= layers:
-            raise ValueError(f"{self.stages} stages: there can be 1 to {layers}, as many as the model has layers")
+            raise ValueError(
+                f"{self.stages} stages: there can be 1 to {layers}, as many as the model has layers"
+            )
         if self.microbatches < 1:
             raise ValueError(f"{self.microbatches} micro-batches: there must be at least one")
         assert len(self.traits) in (0, self.devices), "all devices have traits, or none"
@@ -109,7 +111,11 @@ class Problem:
     @property
     def where(self) -> tuple[int, ...]:
         """The device of each stage, by its number outside."""
-        return tuple(self.traits[place].device for place in self.places) if self.traits else self.places
+        return (
+            tuple(self.traits[place].device for place in self.places)
+            if self.traits
+            else self.places
+        )
 
     def name_of(self, s: int) -> str:
         """Names the device of a stage."""
@@ -123,7 +129,9 @@ class Problem:
 
     def less_bytes(self, s: int) -> int:
         """By how much less than the limit the device of a stage may hold."""
-        return self.traits[self.schedule.device_of(s, self.devices)].less_bytes if self.traits else 0
+        return (
+            self.traits[self.schedule.device_of(s, self.devices)].less_bytes if self.traits else 0
+        )
 
     def limit_of(self, device: int) -> int | None:
         """What the device at a place of the pipeline may hold."""
@@ -145,7 +153,11 @@ class Problem:
     def _layers_on(self) -> dict[tuple[float, ...], tuple[LayerCost, ...]]:
         """The layers on devices of each slowness."""
         layers, every = self.costs.layers, {traits.slowness for traits in self.traits}
-        slower = {x: tuple(layer.slower(by) for layer, by in zip(layers, x, strict=True)) for x in every if x}
+        slower = {
+            x: tuple(layer.slower(by) for layer, by in zip(layers, x, strict=True))
+            for x in every
+            if x
+        }
         return {(): layers, **slower}
 
     def in_order(self, order: Sequence[int]) -> "Problem":
@@ -199,7 +211,9 @@ class Decision:
         """These cuts, everything kept."""
         return Decision(tuple(bounds), (0,) * bounds[-1], tuple(replicas))
 
-    def plan(self, costs: Costs, schedule: str, planner: str, devices: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self, costs: Costs, schedule: str, planner: str, devices: Sequence[int] | None = None
+    ) -> Plan:
         """The decision as a plan; stage s runs on `devices[s]`.
 
         Args:
@@ -222,5 +236,9 @@ class Decision:
             return options[choice].fates
         fates = dict.fromkeys(options[-1].fates, "recompute")
         if choice == RECOMPUTE_CHAIN:
-            fates |= {e.name: "recompute" for e in costs.edges if e.producer == layer - 1 and layer in e.readers}
+            fates |= {
+                e.name: "recompute"
+                for e in costs.edges
+                if e.producer == layer - 1 and layer in e.readers
+            }
         return fates

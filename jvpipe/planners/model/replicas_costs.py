@@ -33,7 +33,9 @@ class LocalCosts:
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip((0, *self.batches), self.batches, strict=False))
         if not self.batches or not rising or len(self.batches) != len(self.costs):
-            raise ValueError(f"local batches {self.batches} must rise from 1 on, with costs of each")
+            raise ValueError(
+                f"local batches {self.batches} must rise from 1 on, with costs of each"
+            )
 
     def at(self, b: int) -> Costs:
         """The costs of `b` examples; parameters and what belongs to them do not change."""
@@ -82,7 +84,8 @@ def local_costs(costs_of: Callable[[int], Costs], batches: Sequence[int]) -> Loc
 
 def _recomputed(costs: Costs) -> Costs:
     layers = (
-        replace(x, options=(Option(0, extra_s=x.forward_s, extra_bytes=recompute_peak_bytes(x)),)) for x in costs.layers
+        replace(x, options=(Option(0, extra_s=x.forward_s, extra_bytes=recompute_peak_bytes(x)),))
+        for x in costs.layers
     )
     return replace(costs, layers=tuple(layers))
 
@@ -99,9 +102,14 @@ class _Numbers(NamedTuple):
     def of(costs: Costs) -> "_Numbers":
         every = [(x, x.options[0]) for x in costs.layers]
         seconds = [(x.forward_s, x.backward_s, option.extra_s) for x, option in every]
-        sizes = [(option.kept_bytes, option.extra_bytes, x.input_bytes, x.temporary_bytes) for x, option in every]
+        sizes = [
+            (option.kept_bytes, option.extra_bytes, x.input_bytes, x.temporary_bytes)
+            for x, option in every
+        ]
         edges, shared = ([float(x.bytes) for x in values] for values in (costs.edges, costs.shared))
-        return _Numbers(np.array(seconds).T, np.array(sizes, dtype=float).T, np.array(edges), np.array(shared))
+        return _Numbers(
+            np.array(seconds).T, np.array(sizes, dtype=float).T, np.array(edges), np.array(shared)
+        )
 
 
 def _with(costs: Costs, numbers: _Numbers) -> Costs:
@@ -133,6 +141,7 @@ def _with(costs: Costs, numbers: _Numbers) -> Costs:
             for x, size in zip(costs.edges, edges, strict=True)
         ),
         shared=tuple(
-            x if x.per_version else replace(x, bytes=size) for x, size in zip(costs.shared, shared, strict=True)
+            x if x.per_version else replace(x, bytes=size)
+            for x, size in zip(costs.shared, shared, strict=True)
         ),
     )

@@ -29,7 +29,9 @@ class Known:
     @staticmethod
     def of(costs: Costs, cuts: Cuts) -> "Known":
         """Those of some costs."""
-        return Known(KeepAll(Problem(costs, 1, ONE_F_ONE_B, 1, peer=Link(1.0)), cuts=cuts))  # a second per byte
+        return Known(
+            KeepAll(Problem(costs, 1, ONE_F_ONE_B, 1, peer=Link(1.0)), cuts=cuts)
+        )  # a second per byte
 
     def at(self, cuts: Cuts) -> "Known":
         """The same between other cuts."""
@@ -61,7 +63,10 @@ class Known:
     @cached_property
     def gradient_bytes(self) -> Float[np.ndarray, "N"]:
         """Sums of gradients over layers."""
-        return sums(layer.gradient_bytes or layer.parameter_bytes for layer in self.kept.problem.costs.layers)
+        return sums(
+            layer.gradient_bytes or layer.parameter_bytes
+            for layer in self.kept.problem.costs.layers
+        )
 
     @cached_property
     def most_gradient_bytes(self) -> Grid:
@@ -69,7 +74,9 @@ class Known:
         each, cuts = np.diff(self.gradient_bytes), self.cuts
         most = np.zeros((len(cuts), len(cuts)))
         for row, i in enumerate(cuts[:-1]):
-            most[row, row + 1 :] = np.maximum.accumulate(each[i : cuts[-1]])[cuts[row + 1 :] - i - 1]
+            most[row, row + 1 :] = np.maximum.accumulate(each[i : cuts[-1]])[
+                cuts[row + 1 :] - i - 1
+            ]
         return most
 
 
@@ -128,13 +135,19 @@ class Local:
             replicas: of the stage.
         """
         reach, longest = self._near.segments.reaches
-        early = max(0, min(microbatches - behind, self._most_stages - behind, reach))  # stages that have one more
+        early = max(
+            0, min(microbatches - behind, self._most_stages - behind, reach)
+        )  # stages that have one more
         key = min(behind, microbatches), early, min(behind - 1, longest), replicas > 1
         if key not in self._peaks:
             in_flight, early, late, reduces = key
-            fixed = self._near.static_bytes + self._mixed(lambda known: known.waiting_bytes(early, late))
+            fixed = self._near.static_bytes + self._mixed(
+                lambda known: known.waiting_bytes(early, late)
+            )
             peaks = fixed + in_flight * self._kept_bytes + self._beyond_bytes
-            peaks = np.maximum(peaks, fixed + 2 * self._near.most_gradient_bytes) if reduces else peaks
+            peaks = (
+                np.maximum(peaks, fixed + 2 * self._near.most_gradient_bytes) if reduces else peaks
+            )
             self._peaks[key] = np.where(self._near.inside, np.rint(peaks), np.inf)
         return self._peaks[key]
 
@@ -146,4 +159,7 @@ class Local:
     @cached_property
     def _beyond_bytes(self) -> Grid:
         """What the layer at work needs beyond what its micro-batch keeps in the end."""
-        return most_up_to(self._mixed(lambda known: known.kept.at_work), self.cuts, self.cuts) - self._kept_bytes
+        return (
+            most_up_to(self._mixed(lambda known: known.kept.at_work), self.cuts, self.cuts)
+            - self._kept_bytes
+        )

@@ -42,10 +42,14 @@ class ReplicaPlan:
 
     def __repr__(self) -> str:
         layers = ":".join(map(str, self.layers))
-        return f"{':'.join(map(str, self.replicas))} of {layers} layers, micro-batches of {self.size}"
+        return (
+            f"{':'.join(map(str, self.replicas))} of {layers} layers, micro-batches of {self.size}"
+        )
 
 
-def placed(order: tuple[int, ...], starts: list[int], replicas: list[int]) -> tuple[tuple[int, ...], ...]:
+def placed(
+    order: tuple[int, ...], starts: list[int], replicas: list[int]
+) -> tuple[tuple[int, ...], ...]:
     """The devices of stages that begin somewhere in an order of devices.
 
     Args:

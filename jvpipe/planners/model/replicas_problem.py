@@ -65,7 +65,11 @@ class ReplicaProblem:
         if self.pins.size is not None:
             return (self.pins.size,)
         most = max(self.pins.replicas or (1,))
-        return tuple(mu for mu in range(self.batch, 0, -1) if self.batch % mu == 0 and self.pins.feeds(most, mu))
+        return tuple(
+            mu
+            for mu in range(self.batch, 0, -1)
+            if self.batch % mu == 0 and self.pins.feeds(most, mu)
+        )
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
@@ -92,14 +96,24 @@ class ReplicaProblem:
 def check(problem: ReplicaProblem, plan: ReplicaPlan) -> None:
     """Raises ValueError unless a plan is complete and contiguous, its places are apart, and every replica is fed."""
     used = [device for places in plan.places for device in places]
-    if plan.bounds[0] or plan.bounds[-1] != problem.layers or any(a >= b for a, b in pairwise(plan.bounds)):
-        raise ValueError(f"bounds {plan.bounds} must rise from 0 to the number of layers, {problem.layers}")
+    if (
+        plan.bounds[0]
+        or plan.bounds[-1] != problem.layers
+        or any(a >= b for a, b in pairwise(plan.bounds))
+    ):
+        raise ValueError(
+            f"bounds {plan.bounds} must rise from 0 to the number of layers, {problem.layers}"
+        )
     if len(plan.bounds) != plan.stages + 1:
-        raise ValueError(f"bounds {plan.bounds} are of {len(plan.bounds) - 1} stages, places of {plan.stages}")
+        raise ValueError(
+            f"bounds {plan.bounds} are of {len(plan.bounds) - 1} stages, places of {plan.stages}"
+        )
     if len(set(used)) < len(used) or not all(0 <= d < problem.devices for d in used):
         raise ValueError(f"places {plan.places} must be different devices of {problem.devices}")
     if problem.batch % plan.size:
-        raise ValueError(f"micro-batches of {plan.size}: they must divide the batch of {problem.batch}")
+        raise ValueError(
+            f"micro-batches of {plan.size}: they must divide the batch of {problem.batch}"
+        )
     if not 1 <= min(plan.replicas) <= max(plan.replicas) <= plan.size:
         raise ValueError(
             f"{max(plan.replicas)} replicas cannot share micro-batches of {plan.size}: "

@@ -83,7 +83,9 @@ class Tables:
         forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
         self.cuts = np.array([b for b in range(problem.layers + 1) if b not in forbidden])
         if crossed := sorted(forbidden & set(problem.pins.bounds or ())):
-            raise ValueError(f"cuts {problem.pins.cuts}: layers {crossed[0] - 1} and {crossed[0]} must share a stage")
+            raise ValueError(
+                f"cuts {problem.pins.cuts}: layers {crossed[0] - 1} and {crossed[0]} must share a stage"
+            )
         self.most_stages = min(problem.devices, len(self.cuts) - 1)
         if (problem.pins.count or 1) > self.most_stages:
             raise ValueError(
@@ -150,7 +152,9 @@ class Tables:
         if fits[0, -1]:
             return kept.seconds  # even the whole model fits
         again = self.local(size, replicas, again=True)
-        other = np.where(again.peak_bytes(*given) - self._spared_bytes(replicas) <= limit, again.seconds, np.inf)
+        other = np.where(
+            again.peak_bytes(*given) - self._spared_bytes(replicas) <= limit, again.seconds, np.inf
+        )
         return np.where(fits, kept.seconds, other)
 
     def _spared_bytes(self, replicas: int) -> Grid:
@@ -175,7 +179,9 @@ class Tables:
 
     def _shown_s(self, local: Local, latency_s: float, byte_s: float) -> Grid:
         cuts, parameters = local.cuts, local.gradient_bytes
-        total = np.where(between(parameters, cuts, cuts) > 0, latency_s, 0.0) + byte_s * between(parameters, cuts, cuts)
+        total = np.where(between(parameters, cuts, cuts) > 0, latency_s, 0.0) + byte_s * between(
+            parameters, cuts, cuts
+        )
         if not self.problem.overlaps:
             return total
         # The last to be reduced is the first layer; it begins when its backward and the reduces of all after it end.
@@ -183,7 +189,9 @@ class Tables:
         behind = byte_s * parameters - local.backward_s
         most = np.full((len(cuts), len(cuts)), -np.inf)
         for row, i in enumerate(cuts[:-1]):
-            most[row, row + 1 :] = np.maximum.accumulate(lead[i : cuts[-1]])[cuts[row + 1 :] - i - 1] - behind[i]
+            most[row, row + 1 :] = (
+                np.maximum.accumulate(lead[i : cuts[-1]])[cuts[row + 1 :] - i - 1] - behind[i]
+            )
         return np.where(total > 0, np.clip(most + latency_s, latency_s, None), 0.0)
 
     def stages(self, plan: ReplicaPlan) -> tuple[ReplicaStage, ...]:
@@ -202,14 +210,20 @@ class Tables:
             comm_s = 2 * latency_s + part.crossing_bytes * byte_s
         if not comm_s and len(devices) == 1:
             return part.stage
-        shown = self.exposed_s(part.local, *self.reduce_rate(devices))[part.at] if len(devices) > 1 else 0.0
+        shown = (
+            self.exposed_s(part.local, *self.reduce_rate(devices))[part.at]
+            if len(devices) > 1
+            else 0.0
+        )
         return replace(part.stage, comm_s=comm_s, reduce_s=float(shown))
 
     def way(self, senders: Places, readers: Places) -> tuple[float, float]:
         """The seconds of a transfer from stage to stage: of its latency, and of each byte."""
         key = senders, readers
         if key not in self._ways:
-            self._ways[key] = line(lambda size: self.problem.cluster.transfer_s(senders, readers, size))
+            self._ways[key] = line(
+                lambda size: self.problem.cluster.transfer_s(senders, readers, size)
+            )
         return self._ways[key]
 
     def reduce_rate(self, devices: Places) -> tuple[float, float]:
@@ -230,7 +244,10 @@ class Tables:
         """
         if len(self.cuts) <= MOST_FINE and not {i, j} <= self._places.keys():
             return self.fine._part(size, replicas, behind, i, j)
-        limit, given = self.problem.memory_limit_bytes, (behind, self.problem.batch // size, replicas)
+        limit, given = (
+            self.problem.memory_limit_bytes,
+            (behind, self.problem.batch // size, replicas),
+        )
         spared = spared_bytes(self.problem.costs.costs[0].layers[i:j], replicas)
         local, *at = self._segment(self.local(size, replicas), i, j)
         peak_bytes = local.peak_bytes(*given)[*at] - spared

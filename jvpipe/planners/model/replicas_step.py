@@ -46,7 +46,11 @@ KIND_OF = dict(zip(WHATS, (Kind.F, Kind.B, Kind.SEND, Kind.RETURN, Kind.REDUCE),
 
 
 def simulated_s(
-    problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], *, closely: bool = False
+    problem: ReplicaProblem,
+    plan: ReplicaPlan,
+    stages: Sequence[ReplicaStage],
+    *,
+    closely: bool = False,
 ) -> float:
     """The seconds of a step under 1F1B.
 
@@ -60,13 +64,17 @@ def simulated_s(
     few = max(LEAST_SIMULATED, more) + more
     step = _step(problem, plan, stages, min(count, few))
     starts_s, seconds = step.timed(stages)
-    backwards_s = starts_s[step.slots == WHATS.index(What.BACKWARD) * plan.stages]  # of the first stage
+    backwards_s = starts_s[
+        step.slots == WHATS.index(What.BACKWARD) * plan.stages
+    ]  # of the first stage
     begin = (few - more) // 2
     apart_s = (backwards_s[begin + more] - backwards_s[begin]) / more if count > few else 0.0
     return float((starts_s + seconds).max() + max(0, count - few) * apart_s)
 
 
-def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]) -> Timeline:
+def simulation(
+    problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage]
+) -> Timeline:
     """The step as a timeline of all its micro-batches; the replicas of a stage are in step, so each stage has one line.
 
     Args:
@@ -79,7 +87,9 @@ def simulation(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[Repl
     whats, where = np.divmod(step.slots, plan.stages)
     rows = zip(whats.tolist(), where.tolist(), step.microbatches.tolist(), strict=True)
     tasks = [Task(s, KIND_OF[WHATS[what]], m) for what, s, m in rows]
-    return Timeline(tasks, starts_s, starts_s + seconds, step.work.occupies, step.names, plan.stages)
+    return Timeline(
+        tasks, starts_s, starts_s + seconds, step.work.occupies, step.names, plan.stages
+    )
 
 
 class _Step(NamedTuple):
@@ -90,16 +100,22 @@ class _Step(NamedTuple):
     microbatches: Int[np.ndarray, " rows"]
     names: tuple[str, ...] = ()
 
-    def timed(self, stages: Sequence[ReplicaStage]) -> tuple[Float[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+    def timed(
+        self, stages: Sequence[ReplicaStage]
+    ) -> tuple[Float[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
         """When each row starts, and the seconds that it takes."""
         each_s = np.array([_seconds(kind, s, stages) for kind in WHATS for s in range(len(stages))])
         seconds = each_s[self.slots]
         return np.array(self.work.starts_s(seconds.tolist())), seconds
 
 
-def _step(problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int) -> _Step:
+def _step(
+    problem: ReplicaProblem, plan: ReplicaPlan, stages: Sequence[ReplicaStage], count: int
+) -> _Step:
     return _linked(
-        len(stages), count, tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages))
+        len(stages),
+        count,
+        tuple(_links(problem, plan, kind, s) for kind in WHATS for s in range(plan.stages)),
     )
 
 
@@ -115,14 +131,20 @@ def _linked(stages: int, count: int, links: tuple[tuple[Hashable, ...], ...]) ->
 @lru_cache(maxsize=64)
 def _alone(stages: int, count: int) -> _Step:
     """The step if transfers disturb nobody; a row waits for rows of its own micro-batch."""
-    forward, backward, send, back, reduce = (range(at * stages, (at + 1) * stages) for at in range(len(WHATS)))
+    forward, backward, send, back, reduce = (
+        range(at * stages, (at + 1) * stages) for at in range(len(WHATS))
+    )
     needs: dict[int, tuple[int, ...]] = {}
     rows: list[tuple[int, int]] = []
     for s, tasks in enumerate(one_f_one_b(stages, count)):
         last = s + 1 == stages
         needs[forward[s]] = (send[s - 1],) if s else ()
         needs[backward[s]] = (forward[s],) if last else (forward[s], back[s + 1])
-        needs[send[s]], needs[back[s]], needs[reduce[s]] = (forward[s],), (backward[s],), (backward[s],)
+        needs[send[s]], needs[back[s]], needs[reduce[s]] = (
+            (forward[s],),
+            (backward[s],),
+            (backward[s],),
+        )
         runs = {
             Kind.F: (forward[s],) if last else (forward[s], send[s]),
             Kind.B: (backward[s], back[s]) if s else (backward[s],),
@@ -174,7 +196,11 @@ def _links(problem: ReplicaProblem, plan: ReplicaPlan, kind: What, s: int) -> tu
     here = machines_of(plan.places[s])
     if kind is What.REDUCE:
         every = sorted(set(here))
-        return tuple((way, machine) for machine in every for way in ("out", "in")) if len(every) > 1 else ()
+        return (
+            tuple((way, machine) for machine in every for way in ("out", "in"))
+            if len(every) > 1
+            else ()
+        )
     if not 0 <= (s + 1 if kind is What.SEND else s - 1) < plan.stages:
         return ()
     there = machines_of(plan.places[s + 1 if kind is What.SEND else s - 1])

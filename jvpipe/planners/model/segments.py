@@ -42,13 +42,17 @@ class Block:
     def at(self, rows: Cuts, columns: Cuts) -> "Block":
         """Picks the segments of some starts and ends, given by their places."""
         grids = {
-            name: x[np.ix_(rows, columns)] for name, x in vars(self).items() if name not in ("s", "starts", "ends")
+            name: x[np.ix_(rows, columns)]
+            for name, x in vars(self).items()
+            if name not in ("s", "starts", "ends")
         }
         return Block(self.s, self.starts[rows], self.ends[columns], **grids)
 
     def row(self, at: int) -> "Block":
         """Picks the segments of one start, given by its place."""
-        grids = {name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")}
+        grids = {
+            name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")
+        }
         return Block(self.s, ends=self.ends, **grids)
 
 
@@ -71,7 +75,9 @@ class Spans:
         there = (rows < len(starts)) & (columns < len(ends))
         flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
         total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
-        passed = np.concatenate([[0.0], np.cumsum(w)])[np.searchsorted(b, starts)]  # b < i: the segment begins later
+        passed = np.concatenate([[0.0], np.cumsum(w)])[
+            np.searchsorted(b, starts)
+        ]  # b < i: the segment begins later
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
@@ -93,7 +99,9 @@ class Hops:
     def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
         """Makes the hops of values, each given as its producer, its readers and its bytes."""
         every = list(values)
-        producer, a, b, value = _ways(tuple((producer, tuple(readers)) for producer, readers, _ in every))
+        producer, a, b, value = _ways(
+            tuple((producer, tuple(readers)) for producer, readers, _ in every)
+        )
         return Hops(producer, a, b, np.array([size for _, _, size in every], dtype=np.int64)[value])
 
     @property
@@ -122,7 +130,9 @@ class Segments:
         self.problem = problem
         self.n = len(problem.costs.layers)
         self.in_flight = problem.in_flight
-        self.versions = tuple(problem.schedule.versions(s, problem.devices) for s in range(problem.stages))
+        self.versions = tuple(
+            problem.schedule.versions(s, problem.devices) for s in range(problem.stages)
+        )
         layers = problem.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
@@ -130,14 +140,22 @@ class Segments:
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
         edges, shared = problem.costs.edges, problem.costs.shared
         self._values = Hops.of((e.producer, e.readers, e.bytes) for e in edges)
-        self._cotangents = Hops.of((e.producer, e.readers, e.bytes) for e in edges if e.differentiable)
+        self._cotangents = Hops.of(
+            (e.producer, e.readers, e.bytes) for e in edges if e.differentiable
+        )
         self._received, self._returned = self._values.spans(), self._cotangents.spans()
-        sent = Hops.of((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in edges)
+        sent = Hops.of(
+            (e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in edges
+        )
         self._sent = Spans(self._mirrored(sent.b), self._mirrored(sent.a), sent.bytes)
-        self._tensors = Hops.of((-1, x.layers, x.bytes) for x in shared if not x.per_version).spans()
+        self._tensors = Hops.of(
+            (-1, x.layers, x.bytes) for x in shared if not x.per_version
+        ).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in shared if x.per_version).spans()
         self._rows: dict[tuple[int, int], Block] = {}
-        self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {(): (self.forward_s, self.compute_s)}
+        self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
+            (): (self.forward_s, self.compute_s)
+        }
         self._early_known: dict[tuple[int, ...], Spans] = {}
         self._late_known: dict[int, Spans] = {}
 
@@ -161,7 +179,9 @@ class Segments:
         """Sums of what layers take on the fastest device for each."""
         if not self.problem.traits:
             return self.compute_s
-        return sums(np.minimum.reduce([np.diff(self.compute_of(s)) for s in range(self.problem.stages)]))
+        return sums(
+            np.minimum.reduce([np.diff(self.compute_of(s)) for s in range(self.problem.stages)])
+        )
 
     @cached_property
     def share_s(self) -> float:
@@ -203,7 +223,9 @@ class Segments:
         hops = self._cotangents
         if most not in self._late_known:
             fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, most + 1)]
-            parts = [(self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars]
+            parts = [
+                (self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars
+            ]
             self._late_known[most] = _spans(parts)
         return self._backwards(self._late_known[most], starts, ends)
 
@@ -222,7 +244,9 @@ class Segments:
 
     def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
         """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
-        return parameter_state_bytes(self.versions[s], self.parameter_bytes[bounds], self.state_bytes[bounds])
+        return parameter_state_bytes(
+            self.versions[s], self.parameter_bytes[bounds], self.state_bytes[bounds]
+        )
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts values that arrive early and cotangents that wait, at most.
@@ -233,7 +257,8 @@ class Segments:
             ends: where they end.
         """
         more = tuple(
-            self.in_flight[s - d] - self.in_flight[s - d + 1] for d in range(1, min(s, self._values.reach) + 1)
+            self.in_flight[s - d] - self.in_flight[s - d + 1]
+            for d in range(1, min(s, self._values.reach) + 1)
         )
         most = min(self.problem.stages - 1 - s, self._cotangents.longest)
         return self.early_bytes(more, starts, ends) + self.late_bytes(most, starts, ends)
@@ -252,8 +277,14 @@ class Segments:
             ends: where they end.
         """
         tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
-        shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(self.versions[s], copies)
-        fixed = between(self.static_bytes(s), starts, ends) + shared + self.waiting_bytes(s, starts, ends)
+        shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(
+            self.versions[s], copies
+        )
+        fixed = (
+            between(self.static_bytes(s), starts, ends)
+            + shared
+            + self.waiting_bytes(s, starts, ends)
+        )
         return fixed + self.problem.less_bytes(s) if self.problem.traits else fixed
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
@@ -292,7 +323,9 @@ class Segments:
             forward_s=between(self.forward_of(s), starts, ends),
             compute_s=between(self.compute_of(s), starts, ends),
             comm_s=seconds(peer, received) + seconds(peer, returned),
-            traffic_s=seconds(peer, transit) if self.problem.peer_uses_host else np.zeros_like(transit),
+            traffic_s=seconds(peer, transit)
+            if self.problem.peer_uses_host
+            else np.zeros_like(transit),
             fixed_bytes=self.fixed_bytes(s, starts, ends),
             shared_bytes=self._tensors.over(starts, ends),
         )

@@ -18,7 +18,10 @@ def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
     """
     sizes = [layer.state_bytes for layer in layers if layer.state_bytes]
     shares = packed([(size, 0) for size in sizes], replicas)
-    loads = [sum(size for size, share in zip(sizes, shares, strict=True) if share == q) for q in range(replicas)]
+    loads = [
+        sum(size for size, share in zip(sizes, shares, strict=True) if share == q)
+        for q in range(replicas)
+    ]
     return sum(sizes) - max(loads)
 
 

@@ -77,7 +77,9 @@ def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
     """Counts a layer's bytes under one of its options: its input is kept beside what the option keeps, or swapped."""
     kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
     working = option.extra_bytes + layer.temporary_bytes
-    return LayerBytes(option.kept_bytes + kept, option.swapped_bytes + swapped, working, option.extra_s)
+    return LayerBytes(
+        option.kept_bytes + kept, option.swapped_bytes + swapped, working, option.extra_s
+    )
 
 
 def recompute_peak_bytes(layer: LayerCost) -> int:
@@ -111,7 +113,11 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
             continue
         alone, residuals = recomputed_bytes(layer), layer.options[0].kept_bytes
         run = run + layer.input_bytes if choice == RECOMPUTE_CHAIN else 0
-        kept, working, extra_s = alone.kept if choice == RECOMPUTE else 0, alone.working, alone.extra_s
+        kept, working, extra_s = (
+            alone.kept if choice == RECOMPUTE else 0,
+            alone.working,
+            alone.extra_s,
+        )
         if following == RECOMPUTE_CHAIN:
             working, extra_s = residuals + layer.temporary_bytes, layer.forward_s
         yield LayerBytes(kept, 0, run + working, extra_s)
@@ -144,7 +150,9 @@ class StageBytes(Generic[Bytes]):
         return self.in_flight * self.swapped
 
 
-def stage_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageBytes[int]:
+def stage_bytes(
+    problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
+) -> StageBytes[int]:
     """Counts the bytes of stage `s` with layers [i, j).
 
     Args:
@@ -181,7 +189,9 @@ def stage_bytes(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
     )
 
 
-def _between_halves(costs: Costs, i: int, left: Sequence[LayerBytes], shared: Sequence[int]) -> tuple[int, int]:
+def _between_halves(
+    costs: Costs, i: int, left: Sequence[LayerBytes], shared: Sequence[int]
+) -> tuple[int, int]:
     """Counts what layers from i on hold between I and W, and the most beyond while I goes through them.
 
     Meanwhile the layers behind hold what W will read: the most is over what there is before or after all of I.

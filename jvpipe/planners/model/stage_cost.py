@@ -52,7 +52,11 @@ def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
         i: the first layer.
         j: the layer after the last.
     """
-    edges = [e for e in problem.costs.edges_at(i, j) if e.producer < i and any(i <= r < j for r in e.readers)]
+    edges = [
+        e
+        for e in problem.costs.edges_at(i, j)
+        if e.producer < i and any(i <= r < j for r in e.readers)
+    ]
     return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
@@ -64,7 +68,11 @@ def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
         i: the first layer.
         j: the layer after the last.
     """
-    edges = [e for e in problem.costs.edges_at(i, j) if i <= e.producer < j and any(r >= j for r in e.readers)]
+    edges = [
+        e
+        for e in problem.costs.edges_at(i, j)
+        if i <= e.producer < j and any(r >= j for r in e.readers)
+    ]
     return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
 
 
@@ -81,7 +89,9 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
-    halves = [halves_s(problem.costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
+    halves = (
+        [halves_s(problem.costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
+    )
     swap_s = 2 * problem.host.seconds(held.swapped)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
@@ -132,7 +142,9 @@ def needed_limit_bytes(problem: Problem, held: Sequence[int]) -> int:
     return max(size + each.less_bytes for size, each in zip(held, problem.traits, strict=True))
 
 
-def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0) -> int:
+def joint_bytes(
+    held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0
+) -> int:
     """Counts the most that the stages of one device hold at once.
 
     Args:
@@ -141,7 +153,10 @@ def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding], sha
         share: of these that is counted.
     """
     most = max(
-        sum(on_device_bytes(k, x.kept, x.swapped) + w * x.handed for x, (k, w) in zip(held, vector, strict=True))
+        sum(
+            on_device_bytes(k, x.kept, x.swapped) + w * x.handed
+            for x, (k, w) in zip(held, vector, strict=True)
+        )
         for vector in vectors
     )
     return int(sum(x.static for x in held) + share * most + max(x.beyond for x in held))
@@ -170,10 +185,15 @@ class Evaluation:
 def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """What a decision takes, by the stated surrogate."""
     check(problem, decision)
-    stages = tuple(stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(decision.bounds)))
+    stages = tuple(
+        stage_cost(problem, s, i, j, decision.choices)
+        for s, (i, j) in enumerate(pairwise(decision.bounds))
+    )
     held = device_bytes(problem, stages)
     limit_bytes = needed_limit_bytes(problem, held)
-    return Evaluation(stages, surrogate(problem, stages), slowest_s(problem, stages), held, limit_bytes)
+    return Evaluation(
+        stages, surrogate(problem, stages), slowest_s(problem, stages), held, limit_bytes
+    )
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
@@ -214,9 +234,13 @@ def check(problem: Problem, decision: Decision) -> None:
         raise ValueError(f"{len(decision.choices)} choices for {len(layers)} layers")
     for layer, choice in enumerate(decision.choices):
         if not RECOMPUTE_CHAIN <= choice < len(layers[layer].options):
-            raise ValueError(f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen")
+            raise ValueError(
+                f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen"
+            )
         if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
-            raise ValueError(f"layer {layer} is run again without its input, but the layer before it is not run again")
+            raise ValueError(
+                f"layer {layer} is run again without its input, but the layer before it is not run again"
+            )
     for group in problem.together:
         if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):
             raise ValueError(f"layers {group} must share a stage, the bounds are {bounds}")

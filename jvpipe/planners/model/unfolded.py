@@ -60,7 +60,9 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
         limit: that of the roomiest device.
         budget: the part of it.
     """
-    traits = tuple(replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.traits)
+    traits = tuple(
+        replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.traits
+    )
     return replace(apart, memory_limit_bytes=budget, traits=traits)
 
 

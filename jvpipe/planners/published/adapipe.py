@@ -93,10 +93,18 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
         f = row.forward_s[0, ends]
         b = row.compute_s[0, ends] - f + recomputation.extra_s[s, i, ends]
         c = row.comm_s[0, ends]
-        W = f + np.maximum(after.warmup_s[ends] + after.backward_s[ends] + after.comm_s[ends], later * f)
-        E = b + np.maximum(after.ending_s[ends] + after.forward_s[ends] + after.comm_s[ends], later * b)
+        W = f + np.maximum(
+            after.warmup_s[ends] + after.backward_s[ends] + after.comm_s[ends], later * f
+        )
+        E = b + np.maximum(
+            after.ending_s[ends] + after.forward_s[ends] + after.comm_s[ends], later * b
+        )
         M = np.maximum.reduce([after.steady_s[ends], f + b, c, row.traffic_s[0, ends]])
-        T = W + E + max(0, problem.microbatches - problem.stages) * M if problem.schedule.synchronous else M
+        T = (
+            W + E + max(0, problem.microbatches - problem.stages) * M
+            if problem.schedule.synchronous
+            else M
+        )
         best = np.lexsort((W + E, T))[0]
         for column, values in zip(vars(suffix).values(), (W, E, M, f, b, c, ends), strict=True):
             column[i] = values[best]

@@ -63,7 +63,10 @@ def dapple(problem: Problem) -> Decision:
             way += [_finite(kept.comm_s[:, -1]), _finite(kept.compute_s(m)[:, -1]) / (devices - m)]
         latency = latency_s([Phases(0.0, seconds) for seconds in way], problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
-        plan = [seconds[begin] for seconds in plan] + [_finite(kept.comm_s)[begin, places], stage_s[begin, places]]
+        plan = [seconds[begin] for seconds in plan] + [
+            _finite(kept.comm_s)[begin, places],
+            stage_s[begin, places],
+        ]
         there = fits[begin, places]
         begins.append(begin)
     if not there[-1]:
@@ -91,8 +94,12 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    from_start_s = (x.reduce_s - done + x.backward_s for x, done in zip(stages, backward_s, strict=True))
-    ahead_s = list(accumulate(from_start_s, np.maximum))  # T_e by the stages up to each, less B of all of these
+    from_start_s = (
+        x.reduce_s - done + x.backward_s for x, done in zip(stages, backward_s, strict=True)
+    )
+    ahead_s = list(
+        accumulate(from_start_s, np.maximum)
+    )  # T_e by the stages up to each, less B of all of these
     pivot_s, between_s, behind_s, least_s = -np.inf, 0.0, -np.inf, 0.0
     for s in range(len(stages) - 1, -1, -1):
         stage, upto_s = stages[s], backward_s[s]
@@ -101,7 +108,10 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
         ending_s = np.maximum(ahead_s[s] + upto_s, behind_s + upto_s - stage.backward_s)
         moves = steady_s > pivot_s + between_s
         least_s = np.where(moves, forward_s[s] + steady_s + ending_s, least_s)
-        pivot_s, between_s = np.where(moves, steady_s, pivot_s), np.where(moves, 0.0, between_s + work_s)
+        pivot_s, between_s = (
+            np.where(moves, steady_s, pivot_s),
+            np.where(moves, 0.0, between_s + work_s),
+        )
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)
     return least_s if np.ndim(least_s) else float(least_s)
 

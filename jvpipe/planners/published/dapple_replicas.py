@@ -107,7 +107,9 @@ class _Plans:
     """The plans behind T_PL(j, g) for each j; L is infinite where there is none."""
 
     latency_s: Float[np.ndarray, "n"]
-    before: list[tuple["_Plans", int] | None]  # the plans that each goes on from, and the j of that one
+    before: list[
+        tuple["_Plans", int] | None
+    ]  # the plans that each goes on from, and the j of that one
     places: list[Places]  # of the last stage
     phases: list[tuple[Phases, ...]]  # of all stages and the transfers between them
 
@@ -153,7 +155,10 @@ class _Search:
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """What all devices together take at least for a micro-batch, from each cut on."""
         counts = range(self.unit, self.tables.problem.devices + 1, self.unit)
-        every = np.min([r * self.tables.problem.local.compute_s(-(-self.size // r)) for r in (1, *counts)], axis=0)
+        every = np.min(
+            [r * self.tables.problem.local.compute_s(-(-self.size // r)) for r in (1, *counts)],
+            axis=0,
+        )
         total = sums(every)[self.cuts]
         return total[-1] - total
 
@@ -166,10 +171,17 @@ class _Search:
             for free in [free for free in self.known if sum(free) == left]:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.tables.problem.pins.feeds(m, self.size):
-                        for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
+                        for taken in dict.fromkeys(
+                            policy(free, self.whole, m) for policy in POLICIES
+                        ):
                             self.extend(free, taken)
         # What L is there is the least: with more in flight layers may run again.
-        every = ((float(x), free, j) for free, plans in self.known.items() for j, x in enumerate(plans.latency_s) if j)
+        every = (
+            (float(x), free, j)
+            for free, plans in self.known.items()
+            for j, x in enumerate(plans.latency_s)
+            if j
+        )
         for least_s, free, j in sorted(every):
             if least_s >= self.best_s:
                 break
@@ -183,7 +195,11 @@ class _Search:
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
         slowest_s = np.maximum(forward_s + backward_s, self.left_s / max(1, len(rest)))
-        there = fits & np.isfinite(before.latency_s)[:, None] & (self.microbatches * slowest_s < self.best_s)
+        there = (
+            fits
+            & np.isfinite(before.latency_s)[:, None]
+            & (self.microbatches * slowest_s < self.best_s)
+        )
         if not rest:
             there[:, :-1] = False
         rows = np.flatnonzero(there.any(1))
@@ -202,7 +218,11 @@ class _Search:
         better = np.flatnonzero(every_s[at] < known.latency_s)
         for end in better:
             row, j = int(at[0][end]), int(rows[at[0][end]])
-            known.latency_s[end], known.before[end], known.places[end] = every_s[row, end], (before, j), places
+            known.latency_s[end], known.before[end], known.places[end] = (
+                every_s[row, end],
+                (before, j),
+                places,
+            )
             added = (into, stage) if j else (stage,)
             known.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
         if len(better):
@@ -211,7 +231,9 @@ class _Search:
     def judge(self, free: Free, j: int) -> None:
         """Counts the plan behind T_PL(j, g), with as many micro-batches in flight as it has: the best, if it is."""
         last, tables = len(self.cuts) - 1, self.tables
-        stages = self.known[free].stages(j) + ([(last, self.places(free, free))] if j < last else [])
+        stages = self.known[free].stages(j) + (
+            [(last, self.places(free, free))] if j < last else []
+        )
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
         plan = ReplicaPlan(bounds, tuple(places for _, places in stages), self.size)
         if self.known[free].latency_s[j] < self.best_s and tables.problem.pins.allow(plan):
@@ -223,7 +245,9 @@ class _Search:
     def places(self, free: Free, taken: Free) -> Places:
         """The devices that are taken: those of a machine in their order."""
         every = zip(self.starts, self.whole, free, taken, strict=True)
-        return tuple(start + whole - left + d for start, whole, left, take in every for d in range(take))
+        return tuple(
+            start + whole - left + d for start, whole, left, take in every for d in range(take)
+        )
 
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """F and B of each segment on some replicas, and whether it fits: the last stage with one micro-batch in flight,

@@ -50,7 +50,9 @@ class Part:
 class BinaryPartition:
     """The best parts of segments between bounds, by segment and stages; `least` balances the bytes of least memory."""
 
-    def __init__(self, segments: Segments, least: bool = False, known_step_s: float = math.inf) -> None:
+    def __init__(
+        self, segments: Segments, least: bool = False, known_step_s: float = math.inf
+    ) -> None:
         self.segments, self.known_step_s = segments, known_step_s
         self.bounds: list[int] = segments.cuts.tolist()
         self.crossing = segments.crossing_bytes
@@ -62,7 +64,9 @@ class BinaryPartition:
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
         every = self.changes[self.segments.in_flight[s]].layers
-        held = [min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in every]
+        held = [
+            min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in every
+        ]
         total = np.concatenate([[0], np.cumsum(held)]) + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
@@ -77,7 +81,13 @@ class BinaryPartition:
         """
         share = self.seconds[p] + (self.seconds[q] - self.seconds[p]) * left / (left + right)
         near = bisect_left(self.seconds, share, p, q)
-        return self._clip(min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right)), p, q, left, right)
+        return self._clip(
+            min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right)),
+            p,
+            q,
+            left,
+            right,
+        )
 
     def floor_s(self, p: int, b: int, q: int, left: int, right: int) -> float:
         """Bounds what the slowest stage takes from below, if b is the bound between so many stages.
@@ -89,7 +99,9 @@ class BinaryPartition:
             left: how many stages lie before it.
             right: how many behind it.
         """
-        return max((self.seconds[b] - self.seconds[p]) / left, (self.seconds[q] - self.seconds[b]) / right)
+        return max(
+            (self.seconds[b] - self.seconds[p]) / left, (self.seconds[q] - self.seconds[b]) / right
+        )
 
     def memory_balanced(self, p: int, q: int, first: int, middle: int, last: int) -> int:
         """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
@@ -136,7 +148,9 @@ class BinaryPartition:
         bounds = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
         if len(bounds) <= MOST_BOUNDS:
             return bounds
-        narrow = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])[: MOST_BOUNDS - 2]
+        narrow = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])[
+            : MOST_BOUNDS - 2
+        ]
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:
@@ -147,7 +161,13 @@ class BinaryPartition:
             p: the first bound's place.
             q: the last one's.
         """
-        chosen = Selection(self.segments, self.changes[self.segments.in_flight[s]], s, self.bounds[p], self.bounds[q])
+        chosen = Selection(
+            self.segments,
+            self.changes[self.segments.in_flight[s]],
+            s,
+            self.bounds[p],
+            self.bounds[q],
+        )
         chosen.enough_s = self.most_s(p)
         if chosen.may_fit:
             optimise(chosen)
@@ -185,7 +205,9 @@ class BinaryPartition:
         middle = first + (last - first + 1) // 2
         best = None
         for b in self.between(p, q, first, middle, last):
-            if self.floor_s(p, b, q, middle - first, last - middle) >= (best.seconds if best else self.most_s(p)):
+            if self.floor_s(p, b, q, middle - first, last - middle) >= (
+                best.seconds if best else self.most_s(p)
+            ):
                 break  # farther from cb it only grows; algorithm 1 stops where nothing had to be saved, with less proof
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):
@@ -206,6 +228,11 @@ def attempt(problem: Problem, known_step_s: float = math.inf) -> Decision | None
         part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
         if part is not None:
             place = {b: at for at, b in enumerate(search.bounds)}
-            stages = [search.stage(s, place[i], place[j]) for s, (i, j) in enumerate(pairwise((0, *part.ends)))]
-            return Decision((0, *part.ends), tuple(chain.from_iterable(stage.choices for stage in stages)))
+            stages = [
+                search.stage(s, place[i], place[j])
+                for s, (i, j) in enumerate(pairwise((0, *part.ends)))
+            ]
+            return Decision(
+                (0, *part.ends), tuple(chain.from_iterable(stage.choices for stage in stages))
+            )
     return None

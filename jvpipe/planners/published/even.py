@@ -23,9 +23,14 @@ def even(problem: Problem) -> Decision:
     wanted = [*accumulate(even_counts(len(problem.costs.layers), stages))][:-1]
     places = [0]
     for s, cut in enumerate(wanted):
-        first, last = places[-1] + 1, len(cuts) - stages + s  # a place must be left for each cut to come
+        first, last = (
+            places[-1] + 1,
+            len(cuts) - stages + s,
+        )  # a place must be left for each cut to come
         places.append(first + int(np.abs(cuts[first : last + 1] - cut).argmin()))
-    return Decision.keeping_all([*(int(cuts[place]) for place in places), len(problem.costs.layers)])
+    return Decision.keeping_all(
+        [*(int(cuts[place]) for place in places), len(problem.costs.layers)]
+    )
 
 
 def even_counts(layers: int, stages: int) -> list[int]:

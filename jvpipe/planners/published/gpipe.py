@@ -26,4 +26,7 @@ def gpipe(problem: Problem) -> Decision:
     _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)
-    return Decision(bounds, tuple(RECOMPUTE if layer in bounds else RECOMPUTE_CHAIN for layer in range(bounds[-1])))
+    return Decision(
+        bounds,
+        tuple(RECOMPUTE if layer in bounds else RECOMPUTE_CHAIN for layer in range(bounds[-1])),
+    )

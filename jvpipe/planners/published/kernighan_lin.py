@@ -46,14 +46,18 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
             if middles:
                 break
         nearest = min(abs(total[b] - share) for b in middles)
-        balanced = [b for b in middles if abs(total[b] - share) <= max(nearest, BALANCE_TOLERANCE * mean_s)]
+        balanced = [
+            b for b in middles if abs(total[b] - share) <= max(nearest, BALANCE_TOLERANCE * mean_s)
+        ]
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
     return refine([0, *bisect(0, fine[-1], problem.stages)], fine, coarse, total, crossing)
 
 
-def coarse_bounds(problem: Problem, fine: Sequence[int], total: OverJ, heaviest_s: float) -> list[int]:
+def coarse_bounds(
+    problem: Problem, fine: Sequence[int], total: OverJ, heaviest_s: float
+) -> list[int]:
     """Finds the bounds of the coarse graph's vertices.
 
     A backbone vertex is a layer that no edge passes by; what lies between two of them is a nest, merged into one
@@ -101,7 +105,11 @@ def refine(
         lo, b, hi = bounds[s - 1 : s + 2]
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
-        slower = {c: max(total[c] - total[lo], total[hi] - total[c]) for c in fine if first <= c <= last}
+        slower = {
+            c: max(total[c] - total[lo], total[hi] - total[c]) for c in fine if first <= c <= last
+        }
         enough = min(slower.values()) * (1 + BALANCE_TOLERANCE)
-        bounds[s] = min((c for c in slower if slower[c] <= enough), key=lambda c: (crossing[c], slower[c]))
+        bounds[s] = min(
+            (c for c in slower if slower[c] <= enough), key=lambda c: (crossing[c], slower[c])
+        )
     return tuple(bounds)

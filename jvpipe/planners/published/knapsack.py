@@ -60,17 +60,27 @@ def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
     """Lists bounds on the working bytes, all that differ or some of them; under each every layer has a treatment."""
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
-    at = np.linspace(0, len(caps) - 1, min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers)))).round().astype(int)
+    at = (
+        np.linspace(0, len(caps) - 1, min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers))))
+        .round()
+        .astype(int)
+    )
     return [caps[a] for a in at]
 
 
 class Knapsack:
     """Treatments under one cap on their working bytes, weighed in q quanta for k micro-batches in flight."""
 
-    def __init__(self, layers: Sequence[Sequence[Item]], cap_bytes: int, k: int, limit_bytes: int, q: int) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[Item]], cap_bytes: int, k: int, limit_bytes: int, q: int
+    ) -> None:
         self.layers = [[x for x in layer if x.working_bytes <= cap_bytes] for layer in layers]
-        self.base_bytes = np.array([0, *accumulate(min(x.bytes for x in layer) for layer in self.layers)])
-        self.working_bytes = np.array([max(x.working_bytes for x in layer) for layer in self.layers])
+        self.base_bytes = np.array(
+            [0, *accumulate(min(x.bytes for x in layer) for layer in self.layers)]
+        )
+        self.working_bytes = np.array(
+            [max(x.working_bytes for x in layer) for layer in self.layers]
+        )
         more = [[x.bytes - min(y.bytes for y in layer) for x in layer] for layer in self.layers]
         divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
         most = min(limit_bytes // k, sum(max(layer) for layer in more))
@@ -136,7 +146,9 @@ class Recomputation:
         self._kept_bytes = np.array([0, *accumulate(x.kept for x in kept)])
         self._working_bytes = np.array([x.working for x in kept])
         self._extra_s = np.array([0.0, *accumulate(x.options[0].extra_s for x in layers)])
-        self.extra_s = np.stack([[self._all_kept(s, i) for i in range(len(layers))] for s in stages])
+        self.extra_s = np.stack(
+            [[self._all_kept(s, i) for i in range(len(layers))] for s in stages]
+        )
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
         if np.isinf(self.extra_s).any():
@@ -155,7 +167,10 @@ class Recomputation:
     def _all_kept(self, s: int, i: int) -> OverJ:
         """Extra seconds of [i, j) with everything kept, over j; infinite where it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
-        taken = on_device_bytes(self.segments.in_flight[s], self._kept_bytes - self._kept_bytes[i]) + working
+        taken = (
+            on_device_bytes(self.segments.in_flight[s], self._kept_bytes - self._kept_bytes[i])
+            + working
+        )
         fits = (taken <= self._free_bytes(s, i)) | (np.arange(len(taken)) <= i)
         return np.where(fits, self._extra_s - self._extra_s[i], np.inf)
 

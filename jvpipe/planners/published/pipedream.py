@@ -47,4 +47,6 @@ def least_peaks(kept: KeepAll) -> list[float]:
     stages = range(kept.problem.stages)
     _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
     assert places is not None, "there are as many places as stages need"
-    return [float(kept.peak_bytes(s)[ends]) for s, ends in zip(stages, pairwise(places), strict=True)]
+    return [
+        float(kept.peak_bytes(s)[ends]) for s, ends in zip(stages, pairwise(places), strict=True)
+    ]

@@ -39,7 +39,9 @@ def replicated(problem: Problem) -> Decision:
         assert least is not None, "without a limit there is a pipeline"
         peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
         raise nothing_fits("pipedream", problem.memory_limit_bytes, peaks)
-    return kept.decision([0, *(stage.b for stage in pipeline)], [stage.replicas for stage in pipeline])
+    return kept.decision(
+        [0, *(stage.b for stage in pipeline)], [stage.replicas for stage in pipeline]
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,11 @@ class _Fastest:
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
             alone = self._stage_cost(k, behind, m, m)[:rows]
-            cost, begins, parts = alone, np.repeat(np.arange(rows)[:, None], n, 1), np.full((rows, n), m)
+            cost, begins, parts = (
+                alone,
+                np.repeat(np.arange(rows)[:, None], n, 1),
+                np.full((rows, n), m),
+            )
             for last in range(1, m):
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
                 joined, middle = _join(pipelines.cost[m - last - 1], closing, np.maximum)
@@ -135,7 +141,9 @@ class _Fastest:
 
     def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
         """T^k(., ., last) of the last of m parts."""
-        return self.share(self.levels[k - 1], last, self._cost(k - 1, self._behind(k, behind, m, last)))
+        return self.share(
+            self.levels[k - 1], last, self._cost(k - 1, self._behind(k, behind, m, last))
+        )
 
     def _behind(self, k: int, behind: Fraction, m: int, last: int) -> Fraction:
         """The devices behind each copy, of a stage that is on the `last` of m parts."""
@@ -154,7 +162,10 @@ class _Fastest:
         stages: list[_Stage] = []
         while m:
             begin, last = int(pipelines.begins[m - 1][a, b]), int(pipelines.parts[m - 1][a, b])
-            stages = self._stages(k - 1, self._behind(k, behind, m, last), begin, b, replicas * last) + stages
+            stages = (
+                self._stages(k - 1, self._behind(k, behind, m, last), begin, b, replicas * last)
+                + stages
+            )
             b, m = begin, m - last
         return stages
 

@@ -38,7 +38,8 @@ def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
     """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
     every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
     return tuple(
-        Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left) for x in every
+        Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left)
+        for x in every
     )
 
 
@@ -62,7 +63,10 @@ class FateChanges:
 
     def __init__(self, problem: Problem, k: int) -> None:
         self.layers = [treatments(layer, k) for layer in problem.costs.layers]
-        self.least_bytes = [0, *accumulate(min(t.held_bytes for t in layer) for layer in self.layers)]
+        self.least_bytes = [
+            0,
+            *accumulate(min(t.held_bytes for t in layer) for layer in self.layers),
+        ]
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
@@ -134,7 +138,9 @@ class Selection:
     def peak_bytes(self) -> int:
         """What the device holds at most."""
         most, left = 0, 0  # of what layers work with beyond what later ones leave
-        for layer, choice, given in zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True):
+        for layer, choice, given in zip(
+            reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True
+        ):
             now = self.changes.layers[layer][choice]
             most = max(most, now.working_bytes - left)
             left += now.left_bytes + int(given)
@@ -152,13 +158,17 @@ class Selection:
     def is_over(self) -> bool:
         """Whether anything is over its limit; mostly what is held alone is, which is known at once."""
         device = self.problem.memory_limit_bytes
-        return (device is not None and self.fixed_bytes + self.held_bytes > device) or self.excess_bytes > 0
+        return (
+            device is not None and self.fixed_bytes + self.held_bytes > device
+        ) or self.excess_bytes > 0
 
     @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
         limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
-        return limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
+        return (
+            limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
+        )
 
     def link_s(self, more_bytes: int = 0) -> float:
         """Says how long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
@@ -177,7 +187,11 @@ class Selection:
         """Tells whether the stage's share of the host holds what the change swaps."""
         limit = self.problem.host_limit_bytes
         swapped = self.swapped_bytes + change.swapped_bytes
-        return limit is None or change.swapped_bytes <= 0 or self.in_flight * swapped <= limit // self.problem.stages
+        return (
+            limit is None
+            or change.swapped_bytes <= 0
+            or self.in_flight * swapped <= limit // self.problem.stages
+        )
 
     def take(self, change: FateChange) -> None:
         """Changes one layer's choice."""
@@ -202,7 +216,10 @@ class Selection:
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
             choice = self.choices[layer - self.first]
-            return [(-float(score(change)), -change.saved_bytes, choice, change) for change in changes(layer, choice)]
+            return [
+                (-float(score(change)), -change.saved_bytes, choice, change)
+                for change in changes(layer, choice)
+            ]
 
         def is_wanted() -> bool:
             return self.is_over and self.compute_s < self.enough_s

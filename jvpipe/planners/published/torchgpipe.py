@@ -22,7 +22,9 @@ def torchgpipe(problem: Problem) -> Decision:
     >>> torchgpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4)).bounds
     (0, 3, 4)
     """
-    return _balanced(problem, [layer.forward_s + layer.backward_s for layer in problem.costs.layers])
+    return _balanced(
+        problem, [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
+    )
 
 
 def torchgpipe_size(problem: Problem) -> Decision:

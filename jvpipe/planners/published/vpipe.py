@@ -73,7 +73,9 @@ def _load(stage: Selection) -> tuple[int, float]:
 
 
 def _migrate(
-    bounds: tuple[int, ...], allowed: Sequence[int], stages_of: Callable[[Sequence[int]], list[Selection]]
+    bounds: tuple[int, ...],
+    allowed: Sequence[int],
+    stages_of: Callable[[Sequence[int]], list[Selection]],
 ) -> tuple[int, ...] | None:
     """These bounds after a layer has left the slowest stage for the nearest that is better for it; None if none is.
 

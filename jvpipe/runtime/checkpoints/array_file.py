@@ -16,7 +16,9 @@ from safetensors.numpy import save_file
 
 from jvpipe.trace.keys import is_key
 
-Arrays = dict[str, dict[str, Any]]  # kind -> path -> array, of numbers or of typed keys; None for one that is not read
+Arrays = dict[
+    str, dict[str, Any]
+]  # kind -> path -> array, of numbers or of typed keys; None for one that is not read
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ def pack(arrays: Arrays) -> Packed:
     """Makes arrays ready to be written."""
     words = {(kind, name): _words(x) for kind, named in arrays.items() for name, x in named.items()}
     return Packed(
-        {"/".join(at): x if _is_native(x) else x.reshape(-1).view(np.uint8) for at, x in words.items()},
+        {
+            "/".join(at): x if _is_native(x) else x.reshape(-1).view(np.uint8)
+            for at, x in words.items()
+        },
         [
             [kind, name, str(jax.random.key_impl(arrays[kind][name]))]
             for kind, name in words
@@ -97,4 +102,6 @@ def _words(value: Any) -> np.ndarray:
 
 def _is_native(array: np.ndarray) -> bool:
     """True if the format knows the type of an array."""
-    return (array.dtype.isbuiltin == 1 and array.dtype.itemsize <= 8) or str(array.dtype) == "bfloat16"
+    return (array.dtype.isbuiltin == 1 and array.dtype.itemsize <= 8) or str(
+        array.dtype
+    ) == "bfloat16"

@@ -28,7 +28,9 @@ class Writer:
     def begin(self, write: Callable[[], None]) -> None:
         """Begins a write, once the one before is done; raises what that failed with."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:

@@ -13,7 +13,11 @@ def read_by_orbax(folder: Path) -> Arrays:
 
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            return dict(checkpointer.restore(folder, ocp.args.Composite(arrays=ocp.args.StandardRestore())).arrays)
+            return dict(
+                checkpointer.restore(
+                    folder, ocp.args.Composite(arrays=ocp.args.StandardRestore())
+                ).arrays
+            )
     except Exception as problem:  # of any kind
         raise DamageError(f"{folder} is damaged: {str(problem).partition(' [')[0]}") from problem
 

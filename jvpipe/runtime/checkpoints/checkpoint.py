@@ -50,7 +50,9 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The folder for a checkpoint; ValueError if there is a file of that name."""
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, and a checkpoint is a folder: save under another name")
+        raise ValueError(
+            f"{folder} is a file, and a checkpoint is a folder: save under another name"
+        )
     return folder
 
 
@@ -73,7 +75,9 @@ class Saved:
             DamageError: a file is not what was saved.
         """
         if self.generation is not None:
-            generations.check(self.generation, sorted(self.meta.get("parts", [ARRAYS]))[process::count])
+            generations.check(
+                self.generation, sorted(self.meta.get("parts", [ARRAYS]))[process::count]
+            )
 
     def read(self, wanted: Collection[tuple[str, str]] | None = None) -> Arrays:
         """Reads arrays, from the files that hold them alone; of the others the names are told, with None.
@@ -119,7 +123,9 @@ def open_checkpoint(path: str | Path) -> Saved:
     try:
         return Saved(folder, generation, dict(json.loads(file.read_text())))
     except (OSError, ValueError, TypeError) as problem:
-        raise DamageError(f"{folder} is damaged: {file.relative_to(folder)}: {problem}") from problem
+        raise DamageError(
+            f"{folder} is damaged: {file.relative_to(folder)}: {problem}"
+        ) from problem
 
 
 def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
@@ -165,7 +171,10 @@ WORDS = {
 
 
 def check_paths(
-    kind: str, saved: Mapping[str, Any], wanted: Mapping[str, tuple[tuple[int, ...], str]], where: str
+    kind: str,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, tuple[tuple[int, ...], str]],
+    where: str,
 ) -> None:
     """Checks that saved arrays have the wanted names, and those that were read the wanted shapes and types.
 

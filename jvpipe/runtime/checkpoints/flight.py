@@ -33,7 +33,9 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
         stream_steps: the steps of its stream, 0 at rest.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in reversed(compiled.persistent)}
+    return {
+        name_of(buffer): newest[_holder(buffer.spot)] for buffer in reversed(compiled.persistent)
+    }
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
@@ -46,12 +48,18 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     plain = []
     for buffer, at in zip(compiled.persistent, _nearest(compiled, state.stream_steps), strict=True):
         array, device = state.arrays[at], compiled.devices[buffer.place]
-        here = array is None or not _jax.is_own(device) or array.devices() == {*_jax.devices_in(device)}
+        here = (
+            array is None
+            or not _jax.is_own(device)
+            or array.devices() == {*_jax.devices_in(device)}
+        )
         plain.append(array if here else compiled.placing.put(array, buffer))
     return tuple(plain)
 
 
-def brought_arrays(compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def brought_arrays(
+    compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
     """The arrays of a plain state, each where the plan has it: what lies with another process is brought; all ask.
 
     Args:
@@ -84,7 +92,12 @@ def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
 
 
 def with_leaves(
-    names: Sequence[Spot], arrays: Sequence[jax.Array], kind: ValueKind, leaves: Sequence[Any], *, consume: bool
+    names: Sequence[Spot],
+    arrays: Sequence[jax.Array],
+    kind: ValueKind,
+    leaves: Sequence[Any],
+    *,
+    consume: bool,
 ) -> tuple[jax.Array, ...]:
     """The arrays of a state, those of a kind from others where they lie.
 
@@ -155,6 +168,10 @@ def restore_in_flight(
             arrays.append(None)
             continue
         ledger.hold(buffer.memory, buffer.bytes)
-        array = jax.device_put(value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False)
-        arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array)
+        array = jax.device_put(
+            value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False
+        )
+        arrays.append(
+            _jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array
+        )
     return tuple(arrays)

@@ -84,7 +84,9 @@ def check(generation: Path, names: Collection[str] | None = None) -> None:
         path = generation / name
         if not (path.is_file() and digest_of(path) == digests.get(name)):
             told = "is not what was saved" if path.exists() else "is gone"
-            raise DamageError(f"{generation.parent} is damaged: {path.relative_to(generation.parent)} {told}")
+            raise DamageError(
+                f"{generation.parent} is damaged: {path.relative_to(generation.parent)} {told}"
+            )
 
 
 def delete(folder: Path) -> None:

@@ -75,7 +75,9 @@ def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
     file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
     array_file.write(file, packed, draft.parent)
     generations.sync(file)
-    return _Part(file.name, file.stat().st_size, generations.digest_of(file), packed.keys, packed.raw)
+    return _Part(
+        file.name, file.stat().st_size, generations.digest_of(file), packed.keys, packed.raw
+    )
 
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
@@ -115,7 +117,10 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
     if hosts is not None:
-        hosts.agree("the checkpoints", [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))])
+        hosts.agree(
+            "the checkpoints",
+            [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))],
+        )
     share = (hosts.process, hosts.count) if hosts is not None else (0, 1)
     read_together(hosts, partial(saved.check, *share))
     return saved

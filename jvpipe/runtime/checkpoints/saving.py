@@ -63,12 +63,19 @@ class Saving:
             stream_steps: the steps of the stream that was saved, 0 at rest.
         """
         compiled = self.compiled
-        here = [spot for spot in names_of(compiled, stream_steps) if is_own(compiled.devices[spot.place])]
+        here = [
+            spot
+            for spot in names_of(compiled, stream_steps)
+            if is_own(compiled.devices[spot.place])
+        ]
         if stream_steps:
             return {("flight", str(spot)) for spot in here}
         indices = {(spot.value.kind, spot.value.index) for spot in here}
         return {
-            (kind, name) for kind, names in self.names.items() for i, name in enumerate(names) if (kind, i) in indices
+            (kind, name)
+            for kind, names in self.names.items()
+            for i, name in enumerate(names)
+            if (kind, i) in indices
         }
 
     def meta(
@@ -115,16 +122,23 @@ class Saving:
         leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
             named = arrays.get(kind, {})
-            check_paths(kind, named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path))
+            check_paths(
+                kind, named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path)
+            )
             leaves |= {
-                (kind, i): given_leaves([named[name]])[0] for i, name in enumerate(names) if named[name] is not None
+                (kind, i): given_leaves([named[name]])[0]
+                for i, name in enumerate(names)
+                if named[name] is not None
             }
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
         """Raises ValueError if what was in flight belongs to another schedule, other cuts, fates or devices."""
         plan = Plan.from_json(in_flight["legs"][-1][1])
-        then, now = ([stage.devices for stage in stages] for stages in (plan.stages, self.compiled.plan.stages))
+        then, now = (
+            [stage.devices for stage in stages]
+            for stages in (plan.stages, self.compiled.plan.stages)
+        )
         if in_flight["bound_to"] != self._binding or then != now:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
@@ -138,7 +152,14 @@ class Saving:
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
         turns = [list(plan.replicas)] if plan.replicated else []
-        return [self.schedule.options, list(plan.cuts), list(plan.splits), fates, self.microbatches, *turns]
+        return [
+            self.schedule.options,
+            list(plan.cuts),
+            list(plan.splits),
+            fates,
+            self.microbatches,
+            *turns,
+        ]
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
         graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
@@ -161,7 +182,9 @@ def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
     return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
 
 
-def saved_inputs(path: str | Path, meta: Mapping[str, Any]) -> tuple[Any, Any, jax.Array | None, Any]:
+def saved_inputs(
+    path: str | Path, meta: Mapping[str, Any]
+) -> tuple[Any, Any, jax.Array | None, Any]:
     """The shapes of parameters and batch, the key and the shapes of the model state that a checkpoint tells of.
 
     Raises:

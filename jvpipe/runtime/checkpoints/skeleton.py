@@ -67,7 +67,13 @@ def _dump(tree: Tree) -> Any:
         return {kind.__name__: [_dump(v) for v in tree]}
     children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
     if (node := structure.node_data()) is not None:
-        return {"node": [f"{kind.__module__}:{kind.__qualname__}", _told(node[1]), [_dump(x) for x in children]]}
+        return {
+            "node": [
+                f"{kind.__module__}:{kind.__qualname__}",
+                _told(node[1]),
+                [_dump(x) for x in children],
+            ]
+        }
     if not hasattr(tree, "dtype"):
         raise TypeError(kind)
     weak = ["weak"] if getattr(tree, "weak_type", False) else []
@@ -100,5 +106,7 @@ def _class(name: str) -> type:
     try:
         container = attrgetter(inside)(sys.modules[module])
     except (KeyError, AttributeError) as problem:
-        raise ValueError(f"the containers are of class {inside} of {module}: import that before restore") from problem
+        raise ValueError(
+            f"the containers are of class {inside} of {module}: import that before restore"
+        ) from problem
     return container

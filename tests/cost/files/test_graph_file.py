@@ -21,7 +21,9 @@ JSON = '{"maxSizePerFPGA": 9, "maxFPGAs": 1, "nodes": [{"id": 3, "fpgaLatency": 
         ("\ufeff \n" + JSON + ', "edges": []}', (3,)),
     ],
 )
-def test_the_content_tells_the_format(tmp_path: Path, name: str, text: str, ids: tuple[int, ...]) -> None:
+def test_the_content_tells_the_format(
+    tmp_path: Path, name: str, text: str, ids: tuple[int, ...]
+) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert read_graph(tmp_path / name).costs.ids == ids
 
@@ -32,7 +34,11 @@ def test_the_content_tells_the_format(tmp_path: Path, name: str, text: str, ids:
         ("a.txt", b"", "a.txt, line 1: the file is empty"),
         ("a.json", b" \n\t", "a.json, line 1: the file is empty"),
         ("a.json", b"node1 -- Add", "a.json, line 1: this is not JSON"),
-        ("a.txt", b"digraph { a -> b }", "a.txt, line 1: this is no graph file: it is neither PipeDream's graph.txt"),
+        (
+            "a.txt",
+            b"digraph { a -> b }",
+            "a.txt, line 1: this is no graph file: it is neither PipeDream's graph.txt",
+        ),
         ("a.txt", b"\xff\xfe\x00", "a.txt, line 1: this is not text"),
         ("a.txt", b"  node1 -- node2\n", "a.txt, line 1: the edge dangles: node1 is not described"),
     ],

@@ -15,7 +15,10 @@ def graphs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], list[list
     pairs = [(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
     edges = draw(st.lists(st.sampled_from(pairs), max_size=9)) if pairs else []
     colors = draw(st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes)))
-    classes = [[n for n, color in zip(nodes, colors, strict=True) if color == wanted] for wanted in (1, 2, 3)]
+    classes = [
+        [n for n, color in zip(nodes, colors, strict=True) if color == wanted]
+        for wanted in (1, 2, 3)
+    ]
     return nodes, edges, [members for members in classes if members]
 
 
@@ -31,7 +34,9 @@ def test_what_a_cut_can_part_is_in_two_pieces_and_every_cut_between_pieces_is_la
     for chosen in product((False, True), repeat=len(nodes)):
         before = {n for n, there in zip(nodes, chosen, strict=True) if there}
         closed = all(a in before or b not in before for a, b in edges)
-        if closed and all(before.isdisjoint(members) or before.issuperset(members) for members in classes):
+        if closed and all(
+            before.isdisjoint(members) or before.issuperset(members) for members in classes
+        ):
             lawful.append(before)
     for prefix in accumulate(map(set, found), set.union):
         assert prefix in lawful

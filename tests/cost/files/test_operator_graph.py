@@ -32,10 +32,19 @@ def operator_graph(blocks: int, seed: int = 0) -> Raw:
 
     def operator(backward: bool, color: int | None, cost: float, *reads: int) -> int:
         name, size = len(nodes), rng.choice([0.0, 4096.0, 1e6])
-        node = {"id": name, "fpgaLatency": rng.uniform(0, 3), "size": size, "isBackwardNode": int(backward)}
-        nodes.append(node | {"supportedOnFpga": 1} | ({} if color is None else {"colorClass": color}))
+        node = {
+            "id": name,
+            "fpgaLatency": rng.uniform(0, 3),
+            "size": size,
+            "isBackwardNode": int(backward),
+        }
+        nodes.append(
+            node | {"supportedOnFpga": 1} | ({} if color is None else {"colorClass": color})
+        )
         cost_of[name] = cost
-        edges.extend({"sourceId": source, "destId": name, "cost": cost_of[source]} for source in reads)
+        edges.extend(
+            {"sourceId": source, "destId": name, "cost": cost_of[source]} for source in reads
+        )
         return name
 
     weights = [operator(False, 3 * b, 9.0) for b in range(blocks)]
@@ -89,7 +98,9 @@ def lawful_cuts(path: Path) -> list[int]:
     return [b for b in range(1, len(costs.layers)) if b not in inside]
 
 
-def test_colors_whose_members_lie_far_apart_leave_as_many_pieces_as_there_are_colors(graph: tuple[Path, Raw]) -> None:
+def test_colors_whose_members_lie_far_apart_leave_as_many_pieces_as_there_are_colors(
+    graph: tuple[Path, Raw],
+) -> None:
     path, raw = graph
     colors = {node.get("colorClass", -1 - node["id"]) for node in raw["nodes"]}
     assert len(colors) == 62 + 20, "three of each block, the input, the loss; a sum of each block"
@@ -105,11 +116,17 @@ def test_a_graph_of_forward_operators_alone_is_cut_as_often(tmp_path: Path) -> N
     assert len(lawful_cuts(path)) + 1 == len({node["colorClass"] for node in raw["nodes"]}) == 61
 
 
-def test_backward_operators_without_a_forward_are_layers_that_the_forward_passes(graph: tuple[Path, Raw]) -> None:
+def test_backward_operators_without_a_forward_are_layers_that_the_forward_passes(
+    graph: tuple[Path, Raw],
+) -> None:
     path, raw = graph
     costs = read_graph(path).costs
     forward = {node.get("colorClass") for node in raw["nodes"] if not node["isBackwardNode"]}
-    orphans = [node["id"] for node in raw["nodes"] if node["isBackwardNode"] and node.get("colorClass") not in forward]
+    orphans = [
+        node["id"]
+        for node in raw["nodes"]
+        if node["isBackwardNode"] and node.get("colorClass") not in forward
+    ]
     place = {node: i for i, node in enumerate(costs.ids)}
     there = [node for node in orphans if node in place]
     assert len(there) == 21  # the loss and its gradient are of one color
@@ -127,7 +144,9 @@ def test_every_lawful_split_costs_what_the_format_says(graph: tuple[Path, Raw]) 
     for count in (1, 2, 5, 20, len(cuts)):
         bounds = [0, *sorted(rng.sample(cuts, count)), len(file.costs.layers)]
         split = [file.costs.ids[i:j] for i, j in pairwise(bounds)]
-        assert [1e3 * load for load in split_loads_s(file, split)] == pytest.approx(loads_ms(raw, split))
+        assert [1e3 * load for load in split_loads_s(file, split)] == pytest.approx(
+            loads_ms(raw, split)
+        )
 
 
 def test_a_cycle_through_colors_is_one_piece(tmp_path: Path) -> None:
@@ -142,23 +161,41 @@ def test_a_cycle_through_colors_is_one_piece(tmp_path: Path) -> None:
     assert {5, 6, 7, 8, 9, 10, 11, 12, 13} <= {ids[layer] for layer in group}
 
 
-def test_backward_edges_that_run_the_way_of_the_forward_mirror_it_all_the_same(tmp_path: Path) -> None:
+def test_backward_edges_that_run_the_way_of_the_forward_mirror_it_all_the_same(
+    tmp_path: Path,
+) -> None:
     one = {"fpgaLatency": 1.0, "size": 8.0}
     nodes = [one | {"id": n, "isBackwardNode": n // 3, "colorClass": n % 3} for n in range(6)]
     edges = [{"sourceId": a, "destId": a + 1, "cost": 2.0, "size": 64.0} for a in (0, 1, 3, 4)]
     path = tmp_path / "layers.json"
-    path.write_text(json.dumps({"maxSizePerFPGA": 1e9, "maxFPGAs": 3, "nodes": nodes, "edges": edges}))
+    path.write_text(
+        json.dumps({"maxSizePerFPGA": 1e9, "maxFPGAs": 3, "nodes": nodes, "edges": edges})
+    )
     costs = read_graph(path).costs
     assert (costs.together, costs.ids) == ((), (0, 1, 2))
-    assert [(e.producer, e.readers, e.differentiable) for e in costs.edges] == [(0, (1,), True), (1, (2,), True)]
+    assert [(e.producer, e.readers, e.differentiable) for e in costs.edges] == [
+        (0, (1,), True),
+        (1, (2,), True),
+    ]
 
 
 @pytest.mark.parametrize("planner", ["even", "pipedream", "jvpipe"])
 def test_a_large_graph_of_operators_is_planned(planner: str, tmp_path: Path) -> None:
     raw, path, out = operator_graph(100), tmp_path / "operators.json", tmp_path / "plan.json"
     path.write_text(json.dumps(raw))
-    options = ["--graph", str(path), "--stages", "6", "--schedule", "pipedream", "--planner", planner]
+    options = [
+        "--graph",
+        str(path),
+        "--stages",
+        "6",
+        "--schedule",
+        "pipedream",
+        "--planner",
+        planner,
+    ]
     assert main([*options, "--json", str(out)]) == 0
-    device = {node: s for s, x in enumerate(json.loads(out.read_text())["stages"]) for node in x["layers"]}
+    device = {
+        node: s for s, x in enumerate(json.loads(out.read_text())["stages"]) for node in x["layers"]
+    }
     color = {node["id"]: node.get("colorClass", -1 - node["id"]) for node in raw["nodes"]}
     assert len({(color[node], s) for node, s in device.items()}) == len(set(color.values()))

@@ -37,7 +37,10 @@ def test_what_was_left_is_freed_two_tasks_of_every_stage_later() -> None:
     assert made.moved == []
     for task in range(8, 13):
         departures.free(task)
-        assert [one.kind for one in made.blocks[0].rows] == [Kind.MOVE, *[Kind.FREE, Kind.DROP] * (task == 12)]
+        assert [one.kind for one in made.blocks[0].rows] == [
+            Kind.MOVE,
+            *[Kind.FREE, Kind.DROP] * (task == 12),
+        ]
     assert rows(made)[1:] == [
         "FREE on 0: parameter 1 version 0 at 0, parameter 1 version 0 at 1 -> ",
         "DROP on 1: parameter 1 version 0 at 1 -> ",
@@ -67,13 +70,31 @@ def test_in_the_end_every_reader_of_a_parameter_has_its_newest_version() -> None
 
 def test_a_version_may_be_overwritten_after_its_last_read() -> None:
     """PipeDream: the first of two stages reads version m - 1 of its weights in F<m> and B<m>."""
-    timeline = StreamTimeline(GRAPH, [PlanSpan(0, layout([2, 1]))], find_schedule("pipedream"), 2, 2, drained=True)
+    timeline = StreamTimeline(
+        GRAPH, [PlanSpan(0, layout([2, 1]))], find_schedule("pipedream"), 2, 2, drained=True
+    )
     tasks = [
         Task.parse(text)
-        for text in ["0F0", "0F1", "0B0", "0U0", "0F2", "0B1", "0U1", "0F3", "0B2", "0U2", "0B3", "0U3"]
+        for text in [
+            "0F0",
+            "0F1",
+            "0B0",
+            "0U0",
+            "0F2",
+            "0B1",
+            "0U1",
+            "0F3",
+            "0B2",
+            "0U2",
+            "0B3",
+            "0U3",
+        ]
     ]
     last = LastReads(timeline, StreamWeights(timeline, set()), tasks)
-    reads = {version: [n for n in range(len(tasks)) if last.after(1, 0, version, n)] for version in range(4)}
+    reads = {
+        version: [n for n in range(len(tasks)) if last.after(1, 0, version, n)]
+        for version in range(4)
+    }
     assert {version: max(n, default=-1) + 1 for version, n in reads.items()} == {
         0: tasks.index(Task(0, Kind.B, 1)),
         1: tasks.index(Task(0, Kind.B, 2)),

@@ -20,7 +20,10 @@ AT_REST = ["parameter 0 version 0 at 0", "parameter 0 version 0 at 1", "paramete
 
 
 def stream(name: str, *cuts_from: tuple[int, list[int]]) -> StreamLowering:
-    spans = [PlanSpan(start, layout(cuts, number=n)) for n, (start, cuts) in enumerate(cuts_from or [(0, [2, 1])])]
+    spans = [
+        PlanSpan(start, layout(cuts, number=n))
+        for n, (start, cuts) in enumerate(cuts_from or [(0, [2, 1])])
+    ]
     return StreamLowering(GRAPH, spans, find_schedule(name), M, optimizer(1))
 
 
@@ -30,9 +33,15 @@ def drawn(step: Step, layer: int = 1, p: int = 1) -> str:
     def weights(one: Row) -> str:
         values = (step.lowered.buffers[b].value for b in one.reads)
         read = [value for value in values if value.kind in WEIGHTS and value.index == p]
-        return " ".join(str(v.version) if v.kind is ValueKind.PARAMETER else str(v.kind) for v in read)
+        return " ".join(
+            str(v.version) if v.kind is ValueKind.PARAMETER else str(v.kind) for v in read
+        )
 
-    own = [one for one in step.lowered.rows if one.layer == layer and one.kind not in (Kind.SEND, Kind.ZERO)]
+    own = [
+        one
+        for one in step.lowered.rows
+        if one.layer == layer and one.kind not in (Kind.SEND, Kind.ZERO)
+    ]
     return ", ".join(f"{one.kind} {weights(one)}" for one in own)
 
 
@@ -59,9 +68,14 @@ def test_steps_hand_on_what_is_in_flight_by_name(name: str) -> None:
 
 
 def test_the_first_stage_of_two_stashes_two_versions_and_the_last_one() -> None:
-    alive = [(str(spot.value.kind), spot.value.index, spot.place) for spot in stream("pipedream").steps[-1].before]
+    alive = [
+        (str(spot.value.kind), spot.value.index, spot.place)
+        for spot in stream("pipedream").steps[-1].before
+    ]
     assert alive.count(("parameter", 1, 0)) == 2
-    assert alive.count(("parameter", 0, 1)) == 0, "of a tied one, its owner sends each version on when it is read"
+    assert alive.count(("parameter", 0, 1)) == 0, (
+        "of a tied one, its owner sends each version on when it is read"
+    )
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -78,19 +92,26 @@ def test_a_drain_ends_at_rest(name: str) -> None:
 def test_what_only_later_steps_would_have_read_is_dropped_by_the_drain() -> None:
     """2BW's first step sends version 0 of the tied parameter on for the second, which is then not run."""
     drain = stream("2bw").drain(1)
-    assert row(drain.lowered.rows[0], drain.lowered.buffers) == "DROP on 1: parameter 0 version -1 at 1 -> "
+    assert (
+        row(drain.lowered.rows[0], drain.lowered.buffers)
+        == "DROP on 1: parameter 0 version -1 at 1 -> "
+    )
     assert not [one for one in drain.lowered.rows[1:] if one.kind is Kind.DROP]
     assert not [one for one in stream("pipedream").drain(2).lowered.rows if one.kind is Kind.DROP]
 
 
-def test_a_layer_that_changes_stages_takes_its_weights_along_and_frees_its_old_place_later() -> None:
+def test_a_layer_that_changes_stages_takes_its_weights_along_and_frees_its_old_place_later() -> (
+    None
+):
     asked = stream("pipedream", (0, [2, 1]), (4, [1, 2]))
     at_change = asked.step(asked.switch_step).lowered
     (move,) = (one for one in at_change.rows if one.kind is Kind.MOVE)
     old, new = (at_change.buffers[b] for b in (*move.reads, *move.writes))
     assert (old.value.kind, old.value.index, old.place, new.place) == (ValueKind.PARAMETER, 1, 0, 1)
     later = asked.step(asked.switch_step + 1).lowered
-    places = [one.place for one in (*at_change.rows, *later.rows) if one.kind is Kind.F and one.layer == 1]
+    places = [
+        one.place for one in (*at_change.rows, *later.rows) if one.kind is Kind.F and one.layer == 1
+    ]
     assert places == [1] * len(places)
     freed = [one.kind for one in (*at_change.rows, *later.rows) if one.kind is Kind.FREE]
     assert freed == [Kind.FREE]

@@ -56,10 +56,19 @@ def test_the_first_stage_is_as_drawn(S: int) -> None:
 def test_options_out_of_range_are_refused() -> None:
     for bad, message in [
         (lambda: PipeMare(decay=1.0), "decay must lie between 0 and 1, not be 1.0"),
-        (lambda: PipeMare(warmup_updates=-1), "warmup_updates must be a whole number of at least 0, not -1"),
+        (
+            lambda: PipeMare(warmup_updates=-1),
+            "warmup_updates must be a whole number of at least 0, not -1",
+        ),
         (lambda: XPipe(update_every=0), "update_every must be a whole number of at least 1, not 0"),
-        (lambda: PipeDream(update_every=3).check(2, 4), "update_every=3 must divide the 4 micro-batches"),
-        (lambda: TwoBW().check(4, 3), "2bw on 4 stages needs at least 4 micro-batches, 3 are given"),
+        (
+            lambda: PipeDream(update_every=3).check(2, 4),
+            "update_every=3 must divide the 4 micro-batches",
+        ),
+        (
+            lambda: TwoBW().check(4, 3),
+            "2bw on 4 stages needs at least 4 micro-batches, 3 are given",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             bad()

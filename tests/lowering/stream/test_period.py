@@ -33,7 +33,9 @@ def unrolled(*, ended: bool = False) -> Unrolled:
     uses = [[Use(Kind.F, 0, m, m)] for m in range(STEPS + ended)]
     end = [(WEIGHT.spot, 0)] if ended else None
     metrics = [[]] * (STEPS + ended)
-    return Unrolled(GRAPH, rows, [WEIGHT, *left], bounds, spots, uses, metrics, frozenset({0}), 1, 10**6, end)
+    return Unrolled(
+        GRAPH, rows, [WEIGHT, *left], bounds, spots, uses, metrics, frozenset({0}), 1, 10**6, end
+    )
 
 
 def shown(step: Step) -> list[str]:
@@ -47,7 +49,10 @@ def shown(step: Step) -> list[str]:
 def test_a_step_counts_from_its_own_beginning() -> None:
     step = unrolled().step(1)
     weight = "parameter 0 version 0 at 0"
-    before, here = ("residual 0 layer 0 micro-batch -1 at 0", "residual 0 layer 0 micro-batch 0 at 0")
+    before, here = (
+        "residual 0 layer 0 micro-batch -1 at 0",
+        "residual 0 layer 0 micro-batch 0 at 0",
+    )
     assert shown(step) == [f"F 0: ['{weight}'] ['{here}']", f"B -1: ['{weight}', '{before}'] []"]
     assert [str(spot) for spot in step.before] == [weight, before]
     assert step.before == step.after

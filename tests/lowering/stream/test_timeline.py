@@ -11,7 +11,9 @@ from tests.lowering.test_step import lowered
 M = 4
 
 
-def timeline(schedule: Schedule, *cuts_from: tuple[int, list[int]], steps: int = 5) -> StreamTimeline:
+def timeline(
+    schedule: Schedule, *cuts_from: tuple[int, list[int]], steps: int = 5
+) -> StreamTimeline:
     """Of a small chain of layers, under these cuts from these micro-batches on."""
     graph, *_ = lowered("mlp", 1, "1f1b")
     spans = [
@@ -26,7 +28,9 @@ def test_a_layer_reads_what_the_rule_of_its_new_stage_says() -> None:
     found = timeline(find_schedule("pipedream"), (0, [2, 3]), (9, [1, 4]))
     assert [found.version(1, m, back=False) for m in range(7, 12)] == [6, 7, 9, 10, 11]
     assert [found.version(1, m, back=True) for m in range(7, 12)] == [6, 7, 9, 10, 11]
-    assert Task(0, Kind.U, 8) in found.versions(Task(1, Kind.F, 9))  # which then was made on its old stage
+    assert Task(0, Kind.U, 8) in found.versions(
+        Task(1, Kind.F, 9)
+    )  # which then was made on its old stage
     assert list(found.versions(Task(1, Kind.F, 10))) == []
 
 

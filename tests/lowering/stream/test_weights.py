@@ -18,7 +18,9 @@ CUTS = ([2, 1], [3])
 
 
 def weights(schedule: Schedule | str, cuts: list[int] = CUTS[0]) -> StreamWeights:
-    timeline = StreamTimeline(GRAPH, [PlanSpan(0, layout(cuts))], find_schedule(schedule), 2, 4, drained=False)
+    timeline = StreamTimeline(
+        GRAPH, [PlanSpan(0, layout(cuts))], find_schedule(schedule), 2, 4, drained=False
+    )
     return StreamWeights(timeline, set())
 
 
@@ -40,12 +42,16 @@ def test_a_parameter_is_tied_where_its_readers_are_on_several_stages() -> None:
         ("xpipe", [0, 0, 1, 2], [0, 1, 2, 3]),
     ],
 )
-def test_versions_of_the_first_of_two_stages(name: str, forward: list[int], backward: list[int]) -> None:
+def test_versions_of_the_first_of_two_stages(
+    name: str, forward: list[int], backward: list[int]
+) -> None:
     of = weights(name)
     assert [of.version(1, m, back=False) for m in range(4)] == forward
     assert [of.version(1, m, back=True) for m in range(4)] == backward
     assert [of.version(0, m, back=True) for m in range(4)] == forward, "a tied one is stashed"
-    assert [of.ahead(1, m) for m in range(4)] == [b - f for f, b in zip(forward, backward, strict=True)]
+    assert [of.ahead(1, m) for m in range(4)] == [
+        b - f for f, b in zip(forward, backward, strict=True)
+    ]
     assert [of.tau(layer, 0) for layer in range(3)] == [1, 1, 0]
 
 
@@ -65,7 +71,9 @@ def test_weights_are_predicted_once_there_is_an_update_to_go_by() -> None:
     assert str(of.reading(1, 1, 3, back=False)) == "predicted 1 micro-batch 3"
     assert str(of.reading(1, 1, 3, back=True)) == "parameter 1 version 3"
     assert list(of.shifts(MIDDLE, 3, [1], back=back)) == [], "and only once"
-    assert list(of.shifts(MIDDLE, 3, [1], back=True)) == [], "a backward of XPipe reads what is there"
+    assert list(of.shifts(MIDDLE, 3, [1], back=True)) == [], (
+        "a backward of XPipe reads what is there"
+    )
     assert of.use(Kind.F, MIDDLE, 3) == Use(Kind.F, 1, 3, 2, (), 1)
 
 
@@ -81,7 +89,9 @@ def test_weights_are_corrected_for_the_backward() -> None:
 
 def test_the_owner_of_a_tied_parameter_sends_each_version_on() -> None:
     of = weights("pipedream")
-    assert [(str(d.value), d.layers) for d in of.tied_versions(FIRST, 2)] == [("parameter 0 version 1", (0, 2))]
+    assert [(str(d.value), d.layers) for d in of.tied_versions(FIRST, 2)] == [
+        ("parameter 0 version 1", (0, 2))
+    ]
     assert of.tied_versions(LAST, 2) == ()
 
 

@@ -18,13 +18,26 @@ def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4)
     draw, costs = np.random.default_rng(seed), []
     for i in range(layers):
         kept, forward_s = 2 * int(draw.integers(2, 12)), float(draw.integers(1, 6))
-        options = (Option(kept), Option(0, kept), Option(kept // 2, 0, forward_s / 4, 3), Option(0, 0, forward_s, kept))
+        options = (
+            Option(kept),
+            Option(0, kept),
+            Option(kept // 2, 0, forward_s / 4, 3),
+            Option(0, 0, forward_s, kept),
+        )
         more = dict.fromkeys(("parameter_bytes", "gradient_bytes"), int(draw.integers(0, 5)))
-        more |= dict(zip(("input_bytes", "temporary_bytes"), (int(x) for x in draw.integers(0, 5, 2)), strict=True))
+        more |= dict(
+            zip(
+                ("input_bytes", "temporary_bytes"),
+                (int(x) for x in draw.integers(0, 5, 2)),
+                strict=True,
+            )
+        )
         costs.append(LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more))
     edges = tuple(Edge(i, (i + 1,), int(draw.integers(1, 4))) for i in range(layers - 1))
     link = Link(4.0, 0.25)
-    problem = Problem(Costs(tuple(costs), edges), 2, find_schedule(schedule), 4, host=link, peer=link)
+    problem = Problem(
+        Costs(tuple(costs), edges), 2, find_schedule(schedule), 4, host=link, peer=link
+    )
     even = (0, layers // 2, layers)
     most = evaluate(problem, Decision.keeping_all(even)).peak_bytes
     least = evaluate(problem, Decision(even, (RECOMPUTE,) * layers)).peak_bytes
@@ -34,8 +47,12 @@ def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4)
 def choices(problem: Problem, i: int, j: int) -> Iterator[list[int]]:
     """All choices of layers [i, j), as a list for all layers."""
     n = len(problem.costs.layers)
-    for some in product(*(range(RECOMPUTE_CHAIN, len(layer.options)) for layer in problem.costs.layers[i:j])):
-        if some[0] != RECOMPUTE_CHAIN and all(b != RECOMPUTE_CHAIN or a < 0 for a, b in pairwise(some)):
+    for some in product(
+        *(range(RECOMPUTE_CHAIN, len(layer.options)) for layer in problem.costs.layers[i:j])
+    ):
+        if some[0] != RECOMPUTE_CHAIN and all(
+            b != RECOMPUTE_CHAIN or a < 0 for a, b in pairwise(some)
+        ):
             yield [0] * i + list(some) + [0] * (n - j)
 
 

@@ -50,7 +50,11 @@ def _placements(problem: Problem) -> Iterator[list[int]]:
     devices = list(range(problem.devices))
     yield devices
     if len(devices) > 1:
-        yield from (x for x in (2 * devices, 4 * devices, devices + devices[::-1]) if len(x) <= _layers(problem))
+        yield from (
+            x
+            for x in (2 * devices, 4 * devices, devices + devices[::-1])
+            if len(x) <= _layers(problem)
+        )
 
 
 def _layers(problem: Problem) -> int:
@@ -69,11 +73,16 @@ def _plans(problem: Problem, stages: int) -> Iterator[tuple[tuple[Held, ...], li
 def _ways(problem: Problem, i: int, j: int) -> list[Held]:
     """What a stage may hold under all fates, without what holds nowhere less than another."""
     fates = product((KEEP, AGAIN, CHAIN), repeat=j - i)
-    every = {_held(problem, i, j, x) for x in fates if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)}
+    every = {
+        _held(problem, i, j, x) for x in fates if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)
+    }
     fields = [(x, (x.static, x.kept, x.handed, x.beyond, x.beyond_halves)) for x in sorted(every)]
 
     def useless(mine: tuple[int, ...]) -> bool:
-        return any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for _, other in fields)
+        return any(
+            other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+            for _, other in fields
+        )
 
     return [x for x, mine in fields if not useless(mine)]
 
@@ -85,7 +94,9 @@ def _held(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
     needs = [_needs(layers, fates, at) for at in range(j - i)]
     split = [layer.split.held_bytes if layer.split else 0 for layer in layers]
     made = [edge.bytes for edge in costs.edges]
-    if i == 0:  # nobody waits for a cotangent of the first layer: it runs in the second half, and reads all it has
+    if (
+        i == 0
+    ):  # nobody waits for a cotangent of the first layer: it runs in the second half, and reads all it has
         split[0] = left[0] + sum(made[:1])
     behind = [sum(left[at + 1 :]) for at in range(j - i)]
     between = [sum(split[at + 1 :]) for at in range(j - i)]
@@ -95,7 +106,8 @@ def _held(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
     beyond = max(0, *(need - later for need, later in zip(needs, behind, strict=True)))
     ends = max(sum(left), sum(split))
     return Held(
-        static=sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in layers) + sum(made[j - 1 : j]),
+        static=sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in layers)
+        + sum(made[j - 1 : j]),
         kept=sum(left),
         handed=sum(split),
         beyond=beyond,
@@ -105,7 +117,11 @@ def _held(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
 
 def _left(layer: LayerCost, fate: int) -> int:
     """What a forward leaves: the residuals and the input, the input, or nothing."""
-    return {KEEP: layer.input_bytes + layer.options[0].kept_bytes, AGAIN: layer.input_bytes, CHAIN: 0}[fate]
+    return {
+        KEEP: layer.input_bytes + layer.options[0].kept_bytes,
+        AGAIN: layer.input_bytes,
+        CHAIN: 0,
+    }[fate]
 
 
 def _needs(layers: tuple[LayerCost, ...], fates: tuple[int, ...], at: int) -> int:
@@ -123,11 +139,18 @@ def _needs(layers: tuple[LayerCost, ...], fates: tuple[int, ...], at: int) -> in
 
 
 def _some_order(
-    microbatches: int, places: list[int], plan: tuple[Held, ...], edges: list[int], limit: int, split: bool
+    microbatches: int,
+    places: list[int],
+    plan: tuple[Held, ...],
+    edges: list[int],
+    limit: int,
+    split: bool,
 ) -> bool:
     """Whether an order of these stages keeps the limit, for some numbers of micro-batches in flight at most."""
     numbers = combinations_with_replacement(range(1, microbatches + 1), len(places))
-    return any(_ordered(microbatches, places, plan, edges, limit, most[::-1], split) for most in numbers)
+    return any(
+        _ordered(microbatches, places, plan, edges, limit, most[::-1], split) for most in numbers
+    )
 
 
 def _ordered(
@@ -149,12 +172,17 @@ def _ordered(
     for s in stages:
         early = (most[s - 1] - most[s]) * edges[s] if s else 0
         rooms[places[s]] -= plan[s].static + early
-        beyond[places[s]] = max(beyond[places[s]], plan[s].beyond_halves if split else plan[s].beyond)
+        beyond[places[s]] = max(
+            beyond[places[s]], plan[s].beyond_halves if split else plan[s].beyond
+        )
     rooms = [room - more for room, more in zip(rooms, beyond, strict=True)]
 
     def fits(state: State, s: int) -> bool:
         mine = [t for t in stages if places[t] == places[s]]
-        held = sum((f - i) * plan[t].kept + (i - w) * plan[t].handed for t, (f, i, w) in ((t, state[t]) for t in mine))
+        held = sum(
+            (f - i) * plan[t].kept + (i - w) * plan[t].handed
+            for t, (f, i, w) in ((t, state[t]) for t in mine)
+        )
         return state[s][0] - state[s][1] <= most[s] and held <= rooms[places[s]]
 
     begin: State = ((0, 0, 0),) * len(places)
@@ -184,7 +212,9 @@ def _next(state: State, M: int, split: bool) -> Iterator[tuple[int, tuple[int, i
         if f < M and (s == 0 or f < state[s - 1][0]):
             yield s, (f + 1, i, w)
         if i < f and (s == last or i < state[s + 1][1]):
-            if w == i:  # a whole one adds to the gradients, which the halves before it must have done
+            if (
+                w == i
+            ):  # a whole one adds to the gradients, which the halves before it must have done
                 yield s, (f, i + 1, w + 1)
             if split:
                 yield s, (f, i + 1, w)

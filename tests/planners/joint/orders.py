@@ -12,7 +12,13 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def problem_of(
-    layers: int, devices: int, microbatches: int, seed: int = 0, *, link: Link = INFINITE, split: bool = True
+    layers: int,
+    devices: int,
+    microbatches: int,
+    seed: int = 0,
+    *,
+    link: Link = INFINITE,
+    split: bool = True,
 ) -> Problem:
     """Unlike layers whose backwards can be split, each after the one before; links of their own for sends."""
     draw = random.Random(seed)
@@ -25,7 +31,9 @@ def problem_of(
         some.append(LayerCost(f"layer{i}", f, i_s + w_s, options, 2, 2, 2, 1, 1, halves))
     edges = tuple(Edge(i, (i + 1,), 1) for i in range(layers - 1))
     costs = Costs(tuple(some), edges)
-    return Problem(costs, devices, find_schedule("1f1b"), microbatches, peer=link, peer_uses_host=False)
+    return Problem(
+        costs, devices, find_schedule("1f1b"), microbatches, peer=link, peer_uses_host=False
+    )
 
 
 def placed(problem: Problem, schedule: Schedule) -> tuple[Problem, Decision]:

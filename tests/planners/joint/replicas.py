@@ -46,4 +46,6 @@ def best_s(problem: ReplicaProblem) -> float:
     """The least simulated step of all of them that keep the limit."""
     tables = Tables(problem)
     counted = ((plan, tables.stages(plan)) for plan in every_plan(problem))
-    return min(simulated_s(problem, plan, stages) for plan, stages in counted if tables.fits(stages))
+    return min(
+        simulated_s(problem, plan, stages) for plan, stages in counted if tables.fits(stages)
+    )

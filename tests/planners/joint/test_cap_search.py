@@ -30,7 +30,9 @@ def enumerated(problem: Problem) -> tuple[float, int]:
     def best(s: int, i: int, j: int) -> tuple[StageCost | None, int]:
         every = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
         fits = [cost for cost in every if limit is None or cost.peak_bytes <= limit]
-        return min(fits, key=lambda cost: cost.seconds, default=None), min(cost.peak_bytes for cost in every)
+        return min(fits, key=lambda cost: cost.seconds, default=None), min(
+            cost.peak_bytes for cost in every
+        )
 
     least_s, smallest = float("inf"), 2**60
     for bounds in cuts(problem):
@@ -48,7 +50,11 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
     enough = plan_within_bytes(pricing_of(problem), smallest)
     assert enough is not None
-    assert evaluate(problem, Decision(enough.bounds, enough.choices)).peak_bytes == enough.peak_bytes == smallest
+    assert (
+        evaluate(problem, Decision(enough.bounds, enough.choices)).peak_bytes
+        == enough.peak_bytes
+        == smallest
+    )
     assert plan_within_bytes(pricing_of(problem), smallest - 1) is None
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
@@ -64,7 +70,9 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
 
 
-def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True) -> Problem:
+def chain(
+    schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True
+) -> Problem:
     """Unlike layers that keep, swap or recompute, and a limit of that share of what even cuts hold."""
     draw = np.random.default_rng(seed)
     drawn = []
@@ -72,13 +80,28 @@ def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inpu
         f, kept = float(draw.uniform(1, 10)), int(draw.integers(50, 200))
         again = Option(0, extra_s=f * float(draw.uniform(0.3, 1)), extra_bytes=kept)
         sizes: dict[str, Any] = {
-            name: int(draw.integers(1, 50)) for name in ("parameter_bytes", "gradient_bytes", "temporary_bytes")
+            name: int(draw.integers(1, 50))
+            for name in ("parameter_bytes", "gradient_bytes", "temporary_bytes")
         }
         options = (Option(kept), Option(0, swapped_bytes=kept), again)
-        drawn.append(LayerCost(f"layer{i}", f, 2 * f, options, **sizes, input_bytes=inputs * int(draw.integers(5, 20))))
+        drawn.append(
+            LayerCost(
+                f"layer{i}",
+                f,
+                2 * f,
+                options,
+                **sizes,
+                input_bytes=inputs * int(draw.integers(5, 20)),
+            )
+        )
     edges = tuple(Edge(i, (i + 1,), int(draw.integers(1, 30))) for i in range(layers - 1))
     problem = Problem(
-        Costs(tuple(drawn), edges), stages, find_schedule(schedule), 2 * stages, host=Link(30.0, 0.1), peer=Link(50.0)
+        Costs(tuple(drawn), edges),
+        stages,
+        find_schedule(schedule),
+        2 * stages,
+        host=Link(30.0, 0.1),
+        peer=Link(50.0),
     )
     even = Decision.keeping_all([layers * s // stages for s in range(stages + 1)])
     return limited(problem, int(share * evaluate(problem, even).peak_bytes))
@@ -86,12 +109,17 @@ def chain(schedule: str, layers: int, stages: int, seed: int, share: float, inpu
 
 def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
     """The fewest seconds of a stage, of all selections of three fates per layer side by side: 3 ** (j - i) of them."""
-    k, n = problem.schedule.in_flight(problem.stages, problem.microbatches)[s], len(problem.costs.layers)
+    k, n = (
+        problem.schedule.in_flight(problem.stages, problem.microbatches)[s],
+        len(problem.costs.layers),
+    )
     extra_s, swapped, held, beyond = (np.zeros(1) for _ in range(4))
     for layer in problem.costs.layers[i:j]:
         extra_s = np.add.outer([option.extra_s for option in layer.options], extra_s).ravel()
         swapped = np.add.outer([option.swapped_bytes for option in layer.options], swapped).ravel()
-        kept = [k * option.kept_bytes + min(k, 2) * option.swapped_bytes for option in layer.options]
+        kept = [
+            k * option.kept_bytes + min(k, 2) * option.swapped_bytes for option in layer.options
+        ]
         held = np.add.outer(kept, held).ravel()
         works = np.array([option.extra_bytes + layer.temporary_bytes for option in layer.options])
         left = np.array([option.kept_bytes + option.swapped_bytes for option in layer.options])
@@ -115,8 +143,12 @@ def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.35, 0.9))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(schedule: str, seed: int, share: float) -> None:
-    problem = chain(schedule, 10, 3, seed, share, inputs=False)  # without inputs runs of several layers save nothing
+def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(
+    schedule: str, seed: int, share: float
+) -> None:
+    problem = chain(
+        schedule, 10, 3, seed, share, inputs=False
+    )  # without inputs runs of several layers save nothing
     least_s = float("inf")
     stage = cache(lambda s, i, j: least_seconds(problem, s, i, j))
     for bounds in cuts(problem):
@@ -127,18 +159,25 @@ def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(schedule:
         with pytest.raises(Infeasible):
             jvpipe(problem, refine=False)
     else:
-        assert evaluate(problem, jvpipe(problem, refine=False)).step_s == pytest.approx(least_s, rel=1e-9)
+        assert evaluate(problem, jvpipe(problem, refine=False)).step_s == pytest.approx(
+            least_s, rel=1e-9
+        )
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(0.01, 100.0), min_size=4, max_size=40), st.integers(2, 4))
-def test_without_a_limit_the_slowest_stage_is_as_fast_as_can_be(seconds: list[float], stages: int) -> None:
+def test_without_a_limit_the_slowest_stage_is_as_fast_as_can_be(
+    seconds: list[float], stages: int
+) -> None:
     layers = tuple(LayerCost(f"layer{i}", x, 2 * x, (Option(1),)) for i, x in enumerate(seconds))
     decision = jvpipe(Problem(Costs(layers), stages, find_schedule("pipedream"), 8), refine=False)
     least = [float("inf")] * len(seconds) + [0.0]
     for _ in range(stages):
         least = [
-            min((max(3 * sum(seconds[i:j]), least[j]) for j in range(i + 1, len(seconds) + 1)), default=float("inf"))
+            min(
+                (max(3 * sum(seconds[i:j]), least[j]) for j in range(i + 1, len(seconds) + 1)),
+                default=float("inf"),
+            )
             for i in range(len(seconds))
         ] + [float("inf")]
     slowest = max(3 * sum(seconds[i:j]) for i, j in pairwise(decision.bounds))

@@ -16,7 +16,10 @@ def test_no_cut_of_a_plan_under_the_cap_is_outside_its_window(seed: int) -> None
     slowest = {}
     for cut in range(1, 4):
         stages = (every_cost(problem, 0, 0, cut), every_cost(problem, 1, cut, 4))
-        least = (min((c.seconds for c in stage if c.peak_bytes <= limit), default=np.inf) for stage in stages)
+        least = (
+            min((c.seconds for c in stage if c.peak_bytes <= limit), default=np.inf)
+            for stage in stages
+        )
         slowest[cut] = max(least)
     best_s = min(slowest.values())
     assert reach.least_cap_s() <= best_s * (1 + 1e-3)

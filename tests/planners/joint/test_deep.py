@@ -28,11 +28,15 @@ def deep(layers: int, stages: int, schedule: str, seed: int, microbatches: int =
     for i in range(layers):
         f, kept = draw.uniform(0.1, 2.0), draw.randint(10, 90)
         again = Option(0, extra_s=0.8 * f, extra_bytes=kept)
-        drawn.append(LayerCost(f"layer{i}", f, 2 * f, (Option(kept), again), 5, 5, 10, input_bytes=3))
+        drawn.append(
+            LayerCost(f"layer{i}", f, 2 * f, (Option(kept), again), 5, 5, 10, input_bytes=3)
+        )
     edges = tuple(Edge(i, (i + 1,), draw.choice((1, 3, 9, 27))) for i in range(layers - 1))
     link = Link(20 * stages / layers)
     m = microbatches or 2 * stages
-    return Problem(Costs(tuple(drawn), edges), stages, find_schedule(schedule), m, host=Link(100.0), peer=link)
+    return Problem(
+        Costs(tuple(drawn), edges), stages, find_schedule(schedule), m, host=Link(100.0), peer=link
+    )
 
 
 def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> float:
@@ -47,13 +51,19 @@ def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> float:
 
 @pytest.mark.parametrize(
     ("schedule", "shared"),
-    grid(product(("gpipe", "1f1b", "pipedream"), (True, False)), ("1f1b", True), ("pipedream", False)),
+    grid(
+        product(("gpipe", "1f1b", "pipedream"), (True, False)), ("1f1b", True), ("pipedream", False)
+    ),
 )
-def test_two_stages_of_many_layers_on_slow_links_are_cut_where_it_is_best(schedule: str, shared: bool) -> None:
+def test_two_stages_of_many_layers_on_slow_links_are_cut_where_it_is_best(
+    schedule: str, shared: bool
+) -> None:
     for layers, seed in ((150, 0), (300, 1), (420, 2)):
         problem = replace(deep(layers, 2, schedule, seed, 3), peer_uses_host=shared)
         every = [Decision.keeping_all((0, cut, layers)) for cut in range(1, layers)]
-        least_s = min(simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every)
+        least_s = min(
+            simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every
+        )
         assert step_s(problem, jvpipe) == pytest.approx(least_s, rel=1e-9)
 
 
@@ -83,5 +93,7 @@ def test_the_lower_bound_of_balanced_stages_on_slow_links_is_near() -> None:
     for schedule, near in (("pipedream", 1.01), ("gpipe", 1.05), ("1f1b", 1.25)):
         problem = replace(deep(150, 2, schedule, 4, 8), peer_uses_host=False)
         every = [Decision.keeping_all((0, cut, 150)) for cut in range(1, 150)]
-        least_s = min(simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every)
+        least_s = min(
+            simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every
+        )
         assert lower_bound(problem) <= least_s <= near * lower_bound(problem)

@@ -28,7 +28,9 @@ HOST_BYTES_PER_S, PEER_BYTES_PER_S, EDGE_BYTES = 200.0, 100.0, 10
 SLOW = 2.0
 
 
-def chain(layers: int, devices: int, seed: int, microbatches: int = 8, schedule: str = "1f1b") -> Problem:
+def chain(
+    layers: int, devices: int, seed: int, microbatches: int = 8, schedule: str = "1f1b"
+) -> Problem:
     """Layers of three fates: keep, swap, recompute."""
     draw = random.Random(seed)
 
@@ -37,7 +39,9 @@ def chain(layers: int, devices: int, seed: int, microbatches: int = 8, schedule:
         again = Option(0, 0, f * draw.uniform(0.3, 1.0), size)
         options = (Option(size), Option(0, size), again)
         split = SplitCost(f, f, size // 2, size // 4)
-        return LayerCost(f"layer{i}", f, 2 * f, options, draw.randint(10, 60), 20, 40, 10, 15, split)
+        return LayerCost(
+            f"layer{i}", f, 2 * f, options, draw.randint(10, 60), 20, 40, 10, 15, split
+        )
 
     edges = tuple(Edge(i, (i + 1,), EDGE_BYTES) for i in range(layers - 1))
     costs = Costs(tuple(layer(i) for i in range(layers)), edges)
@@ -49,13 +53,19 @@ def chain(layers: int, devices: int, seed: int, microbatches: int = 8, schedule:
 def two(layers: int, seed: int, share: float, schedule: str = "1f1b") -> Problem:
     """A fast device of 24 parts of memory and one of half its speed and 11 parts."""
     problem = chain(layers, 2, seed, schedule=schedule)
-    whole = problem if problem.schedule.chunks == 1 else replace(problem, stages=2, schedule=find_schedule("1f1b"))
+    whole = (
+        problem
+        if problem.schedule.chunks == 1
+        else replace(problem, stages=2, schedule=find_schedule("1f1b"))
+    )
     all_kept = evaluate(whole, Decision.keeping_all((0, 2 * layers // 3, layers))).peak_bytes
     large = int(share * all_kept)
     return problem.told_apart([(), (SLOW,) * layers], [large, large * 11 // 24], ["large", "small"])
 
 
-def milp_s(problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], seconds: float) -> tuple[float, float]:
+def milp_s(
+    problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], seconds: float
+) -> tuple[float, float]:
     """The least 1F1B surrogate that HiGHS finds in time for devices in this order, and what it proves none is below.
 
     x[i, s, o]: layer i is on stage s with option o; a[i, s]: what the layers of s up to i leave of a micro-batch.
@@ -80,7 +90,11 @@ def milp_s(problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], 
         work, link, held = {int(t[s]): -1.0}, {int(t[s]): -1.0}, {int(top[s]): 1.0}
         rows.append((dict.fromkeys(x[:, s].ravel().tolist(), 1.0), 1, np.inf))
         for i in range(n):
-            layer, grown, needs = layers[i], {int(a[i, s]): -1.0}, {int(a[i, s]): 1.0, int(top[s]): -1.0}
+            layer, grown, needs = (
+                layers[i],
+                {int(a[i, s]): -1.0},
+                {int(a[i, s]): 1.0, int(top[s]): -1.0},
+            )
             if i:
                 grown[int(a[i - 1, s])] = 1.0
             for o, option in enumerate(layer.options):
@@ -88,7 +102,9 @@ def milp_s(problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], 
                 work[v] = times[s] * (layer.forward_s + layer.backward_s + option.extra_s)
                 link[v] = 2 * option.swapped_bytes / HOST_BYTES_PER_S
                 held[v] = layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes
-                held[v] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (min(k, 2) - 1) * option.swapped_bytes
+                held[v] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (
+                    min(k, 2) - 1
+                ) * option.swapped_bytes
                 grown[v] = option.kept_bytes + option.swapped_bytes + layer.input_bytes
                 needs[v] = option.extra_bytes + layer.temporary_bytes
             rows += [(grown, 0, 0), (needs, -np.inf, 0)]
@@ -104,16 +120,22 @@ def milp_s(problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], 
         price,
         constraints=[(matrix.tocsr(), [r[1] for r in rows], [r[2] for r in rows])],
         integrality=whole,
-        bounds=scipy.optimize.Bounds(0, np.r_[np.ones(x.size), np.full(slowest + 1 - x.size, np.inf)]),
+        bounds=scipy.optimize.Bounds(
+            0, np.r_[np.ones(x.size), np.full(slowest + 1 - x.size, np.inf)]
+        ),
         options={"time_limit": seconds, "mip_rel_gap": 5e-4},
     )
     comm_s = 2 * EDGE_BYTES * (stages - 1) / PEER_BYTES_PER_S
     best = np.inf if result.fun is None else float(result.fun)
-    return best + comm_s, float(result.mip_dual_bound if result.mip_dual_bound is not None else -np.inf) + comm_s
+    return best + comm_s, float(
+        result.mip_dual_bound if result.mip_dual_bound is not None else -np.inf
+    ) + comm_s
 
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.55), (1, 0.7), (2, 1.0)])
-def test_a_card_of_24_and_one_of_11_gib_are_within_a_thousandth_of_highs(seed: int, share: float) -> None:
+def test_a_card_of_24_and_one_of_11_gib_are_within_a_thousandth_of_highs(
+    seed: int, share: float
+) -> None:
     problem = two(12, seed, share)
     large, small = problem.limits
     asked = (((1.0, SLOW), (large, small)), ((SLOW, 1.0), (small, large)))
@@ -127,14 +149,20 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
 
     @cache
     def stage_s(times: float, i: int, j: int) -> float:
-        return times * sum(layer.forward_s + layer.backward_s for layer in problem.costs.layers[i:j])
+        return times * sum(
+            layer.forward_s + layer.backward_s for layer in problem.costs.layers[i:j]
+        )
 
     def step_s(times: tuple[float, ...], bounds: tuple[int, ...]) -> float:
-        stages_s = [stage_s(x, i, j) for x, (i, j) in zip(times, itertools.pairwise(bounds), strict=True)]
+        stages_s = [
+            stage_s(x, i, j) for x, (i, j) in zip(times, itertools.pairwise(bounds), strict=True)
+        ]
         return sum(stages_s) + 7 * max(stages_s) + 2 * 2 * EDGE_BYTES / PEER_BYTES_PER_S
 
     inner = list(itertools.combinations(range(1, 10), 2))
-    least = min(step_s(x, (0, *cuts, 10)) for x in itertools.permutations((1.0, 2.0, 1.5)) for cuts in inner)
+    least = min(
+        step_s(x, (0, *cuts, 10)) for x in itertools.permutations((1.0, 2.0, 1.5)) for cuts in inner
+    )
     found = min(evaluate(one, jvpipe(one, refine=False)).step_s for one in orders(problem))
     assert found == pytest.approx(least)
     assert {one.where for one in worth_searching(problem)} <= {one.where for one in orders(problem)}
@@ -143,13 +171,19 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
 @pytest.mark.parametrize(
     ("schedule", "share"),
     grid(
-        [*itertools.product(("1f1b", "gpipe", "pipedream"), (0.8, 1.2)), ("zb-h1", 0.8), ("zb-v", 1.2)],
+        [
+            *itertools.product(("1f1b", "gpipe", "pipedream"), (0.8, 1.2)),
+            ("zb-h1", 0.8),
+            ("zb-v", 1.2),
+        ],
         ("1f1b", 0.8),
         ("pipedream", 1.2),
         ("zb-v", 1.2),
     ),
 )
-def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(schedule: str, share: float) -> None:
+def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(
+    schedule: str, share: float
+) -> None:
     problem = two(9, 3, share, schedule)
     bound, ours = least_bound(problem), np.inf
     for one in orders(problem):
@@ -165,7 +199,9 @@ def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(sched
                 step_s = simulated_step_s(one, found.stages)
                 assert step_s >= bound * (1 - 1e-9)
                 ours = min(ours, step_s) if planner.name == "jvpipe" else ours
-            told = forecast(one, decision).peak_bytes[:2]  # of several stages what they work with is summed
+            told = forecast(one, decision).peak_bytes[
+                :2
+            ]  # of several stages what they work with is summed
             assert schedule != "1f1b" or all(map(int.__le__, told, found.device_bytes))
     assert np.isfinite(ours)
 
@@ -190,9 +226,15 @@ def test_layers_may_differ_in_how_much_slower_they_are() -> None:
         cost = stage_cost(problem, 1, i, j, [2] * layers)
         every = list(zip(problem.costs.layers[i:j], slowness[i:j], strict=True))
         assert cost.compute_s == pytest.approx(
-            sum(x * (layer.forward_s + layer.backward_s + layer.options[2].extra_s) for layer, x in every)
+            sum(
+                x * (layer.forward_s + layer.backward_s + layer.options[2].extra_s)
+                for layer, x in every
+            )
         )
-    assert all(lower_bound(one) <= simulated_step_s(one, evaluate(one, jvpipe(one)).stages) for one in orders(problem))
+    assert all(
+        lower_bound(one) <= simulated_step_s(one, evaluate(one, jvpipe(one)).stages)
+        for one in orders(problem)
+    )
 
 
 def test_the_order_of_tasks_is_found_for_each_order_of_devices() -> None:

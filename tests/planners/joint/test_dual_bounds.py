@@ -38,7 +38,9 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
                 room = float(pricing.room_bytes(block, least, tier)[at])
                 if np.isinf(room):
                     continue
-                segment = Segment(s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at]))
+                segment = Segment(
+                    s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at])
+                )
                 prices = DualBounds(pricing, [segment]).solve()[0]
                 bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))
             if fits:

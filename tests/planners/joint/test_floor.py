@@ -33,9 +33,14 @@ def test_no_plan_holds_less_by_lists_that_hold_a_little_more_than_is_counted(see
 
     def held(decision: Decision) -> list[int]:
         stages = zip(pairwise(decision.bounds), evaluate(problem, decision).stages, strict=True)
-        return [x.peak_bytes + sum(more[n][decision.choices[n]] for n in range(i, j)) for (i, j), x in stages]
+        return [
+            x.peak_bytes + sum(more[n][decision.choices[n]] for n in range(i, j))
+            for (i, j), x in stages
+        ]
 
-    assert floor(problem, held, 0).bytes == min(max(held(decision)) for decision in every_decision(problem))
+    assert floor(problem, held, 0).bytes == min(
+        max(held(decision)) for decision in every_decision(problem)
+    )
 
 
 def test_the_first_plan_that_is_enough_is_taken() -> None:

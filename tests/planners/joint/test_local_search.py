@@ -19,7 +19,9 @@ from tests.planners.small import SCHEDULES, limited
 def test_two_stages_that_keep_all_are_cut_where_the_simulator_is_fastest(schedule: str) -> None:
     problem = limited(tiny(2, schedule, layers=7), None)
     pricing = pricing_of(problem)
-    search = LocalSearch(problem, (pricing,), (solve(problem, pricing).table.best_prices(),), Effort(), 100, 100)
+    search = LocalSearch(
+        problem, (pricing,), (solve(problem, pricing).table.best_prices(),), Effort(), 100, 100
+    )
     every = [Decision.keeping_all((0, cut, 7)) for cut in range(1, 7)]
     steps = [simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every]
     best = search.top([every[0]])

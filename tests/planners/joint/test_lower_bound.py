@@ -15,7 +15,9 @@ def test_no_plan_that_fits_is_below_the_bound(schedule: str) -> None:
     problem = tiny(1, schedule, layers=3)
     evaluations = (evaluate(problem, decision) for decision in every_decision(problem))
     steps = [
-        simulated_step_s(problem, x.stages) for x in evaluations if x.peak_bytes <= (problem.memory_limit_bytes or 0)
+        simulated_step_s(problem, x.stages)
+        for x in evaluations
+        if x.peak_bytes <= (problem.memory_limit_bytes or 0)
     ]
     assert 0 < lower_bound(problem) <= min(steps) * (1 + 1e-9)
 

@@ -36,7 +36,12 @@ def test_two_devices_and_micro_batches_are_as_good_as_trying_everything() -> Non
     for seed in range(3):
         loads = loads_of(problem_of(4, 2, 2, seed), find_schedule("zb-h1"))
         order = order_of(find_schedule("zb-h1").tasks(2, 2))
-        first = {tuple(p) for p in permutations([(k, 0, m) for k in (Kind.F, Kind.B) for m in range(2)])}
-        second = {tuple(p) for p in permutations([(k, 1, m) for k in (Kind.F, Kind.I, Kind.W) for m in range(2)])}
+        first = {
+            tuple(p) for p in permutations([(k, 0, m) for k in (Kind.F, Kind.B) for m in range(2)])
+        }
+        second = {
+            tuple(p)
+            for p in permutations([(k, 1, m) for k in (Kind.F, Kind.I, Kind.W) for m in range(2)])
+        }
         every = [Course(loads, [list(a), list(b)]).step_s for a, b in product(first, second)]
         assert Course(loads, climbed(loads, order, 400)).step_s <= min(every) + 1e-9

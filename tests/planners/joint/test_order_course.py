@@ -28,16 +28,22 @@ def test_the_clock_is_the_simulators(schedule: Schedule, link: Link) -> None:
         problem, decision = placed(problem_of(13, devices, m, seed, link=link), schedule)
         stages = evaluate(problem, decision).stages
         lists = schedule.tasks(devices, m)
-        course = Course(loads_of(problem_of(13, devices, m, seed, link=link), schedule), order_of(lists))
+        course = Course(
+            loads_of(problem_of(13, devices, m, seed, link=link), schedule), order_of(lists)
+        )
         assert course.step_s == pytest.approx(simulated_step_s(problem, stages))
         assert lists_of(order_of(lists)) == lists
         assert course.order == order_of(lists)
 
 
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
-def test_an_order_is_clocked_for_other_loads_and_given_up_where_these_take_too_long(schedule: Schedule) -> None:
+def test_an_order_is_clocked_for_other_loads_and_given_up_where_these_take_too_long(
+    schedule: Schedule,
+) -> None:
     order = order_of(schedule.tasks(3, 7))
-    one, other = (loads_of(problem_of(13, 3, 7, seed, link=Link(4.0, 0.25)), schedule) for seed in range(2))
+    one, other = (
+        loads_of(problem_of(13, 3, 7, seed, link=Link(4.0, 0.25)), schedule) for seed in range(2)
+    )
     course, fresh = Course(one, order), Course(other, order)
     course.take(other, fresh.step_s)
     assert (course.step_s, course.starts, course.held) == (fresh.step_s, fresh.starts, fresh.held)
@@ -54,8 +60,12 @@ def test_no_rule_is_under_the_bound(schedule: Schedule) -> None:
 
 def test_steps_that_wait_for_each_other_are_stuck() -> None:
     loads = loads_of(problem_of(2, 2, 1), find_schedule("1f1b"))
-    assert Course(loads, [[(Kind.F, 0, 0), (Kind.B, 0, 0)], [(Kind.B, 1, 0), (Kind.F, 1, 0)]]).step_s == float("inf")
-    assert Course(loads, [[(Kind.B, 0, 0), (Kind.F, 0, 0)], [(Kind.F, 1, 0), (Kind.B, 1, 0)]]).step_s == float("inf")
+    assert Course(
+        loads, [[(Kind.F, 0, 0), (Kind.B, 0, 0)], [(Kind.B, 1, 0), (Kind.F, 1, 0)]]
+    ).step_s == float("inf")
+    assert Course(
+        loads, [[(Kind.B, 0, 0), (Kind.F, 0, 0)], [(Kind.F, 1, 0), (Kind.B, 1, 0)]]
+    ).step_s == float("inf")
     assert Course(
         loads, [[(Kind.F, 0, 0), (Kind.B, 0, 0)], [(Kind.F, 1, 0), (Kind.W, 1, 0), (Kind.I, 1, 0)]]
     ).step_s == float("inf")
@@ -80,7 +90,9 @@ def test_a_step_may_take_longer_by_its_slack_and_no_more(schedule: Schedule) -> 
 @pytest.mark.parametrize("link", [INFINITE, Link(1.0, 0.25)])
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
 def test_a_longest_path_goes_from_the_start_to_the_end(schedule: Schedule, link: Link) -> None:
-    course = Course(loads_of(problem_of(13, 3, 6, link=link), schedule), order_of(schedule.tasks(3, 6)))
+    course = Course(
+        loads_of(problem_of(13, 3, 6, link=link), schedule), order_of(schedule.tasks(3, 6))
+    )
     for seed in range(3):
         *_, first = blocks = course.path(Random(seed))
         assert course.starts[course.lists[first.device][first.first]] == 0

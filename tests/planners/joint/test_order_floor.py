@@ -43,7 +43,9 @@ def limited(problem: Problem, limit: int) -> Problem:
 def smallest(problem: Problem, rule: str) -> int:
     """The smallest limit that a rule's planner names."""
     schedule = find_schedule(rule)
-    other = replace(problem, schedule=schedule, stages=schedule.stages_on(problem.devices), memory_limit_bytes=1)
+    other = replace(
+        problem, schedule=schedule, stages=schedule.stages_on(problem.devices), memory_limit_bytes=1
+    )
     with pytest.raises(Infeasible) as refused:
         find_planner("jvpipe").decide(other)
     return refused.value.smallest_limit_bytes

@@ -10,7 +10,9 @@ from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
 from tests.planners.joint.orders import loads_of, problem_of
 
-RULES = [find_schedule(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")] + [Interleaved(chunks=3, split=True)]
+RULES = [find_schedule(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")] + [
+    Interleaved(chunks=3, split=True)
+]
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.5, 1.0])
@@ -24,11 +26,18 @@ def test_orders_run_keep_caps_and_ascend(schedule: Schedule, patience: float) ->
                 order = Listing(loads, [times * x for x in unit], patience).order
                 assert order is not None
                 assert Course(loads, order).step_s < float("inf")
-                assert all(loads.peak_bytes(steps) <= times * x for steps, x in zip(order, unit, strict=True))
+                assert all(
+                    loads.peak_bytes(steps) <= times * x
+                    for steps, x in zip(order, unit, strict=True)
+                )
                 for tasks in lists_of(order):
                     for stage in {task.stage for task in tasks}:
-                        backwards = [t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "I")]
-                        sums = [t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "W")]
+                        backwards = [
+                            t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "I")
+                        ]
+                        sums = [
+                            t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "W")
+                        ]
                         assert backwards == sorted(sums) == list(range(m))
                         assert sums == backwards
 

@@ -29,14 +29,20 @@ def test_room_is_what_the_limit_leaves(schedule: Schedule) -> None:
         assert loads_of(tight, schedule).fits(order) is fits
 
 
-@pytest.mark.parametrize("schedule", [find_schedule("zb-h1"), find_schedule("zb-v"), Interleaved(chunks=3, split=True)])
+@pytest.mark.parametrize(
+    "schedule", [find_schedule("zb-h1"), find_schedule("zb-v"), Interleaved(chunks=3, split=True)]
+)
 def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: Schedule) -> None:
     for times in (0.6, 0.8):
         problem, decision = placed(problem_of(12, 3, 8), schedule)
-        problem = replace(problem, memory_limit_bytes=int(times * evaluate(problem, decision).peak_bytes))
+        problem = replace(
+            problem, memory_limit_bytes=int(times * evaluate(problem, decision).peak_bytes)
+        )
         loads = Loads.of(problem, decision)
         order = Listing(loads, loads.room_bytes, 0.0).order
         assert order is not None
         own = replace(problem, schedule=given(lines_of(lists_of(order))))
         limit = problem.memory_limit_bytes or 0
-        assert loads.over_bytes(order) == [size - limit for size in evaluate(own, decision).device_bytes]
+        assert loads.over_bytes(order) == [
+            size - limit for size in evaluate(own, decision).device_bytes
+        ]

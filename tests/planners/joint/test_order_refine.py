@@ -18,7 +18,9 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
     begin = []
     for name in RULES:
         problem, decision = placed(problem_of(12, 3, 6), find_schedule(name))
-        tight = replace(problem, memory_limit_bytes=int(0.8 * evaluate(problem, decision).peak_bytes))
+        tight = replace(
+            problem, memory_limit_bytes=int(0.8 * evaluate(problem, decision).peak_bytes)
+        )
         if fates := with_fates(tight, decision.bounds):
             begin += ruled(tight, fates)
     assert len(begin) >= 3

@@ -27,14 +27,20 @@ def checked(problem: Problem, found: OrderedPlan) -> None:
     """Asserts that a plan takes what it says, and fits."""
     costs = replace(
         problem.costs,
-        layers=tuple(replace(x, split=None) if i in found.whole else x for i, x in enumerate(problem.costs.layers)),
+        layers=tuple(
+            replace(x, split=None) if i in found.whole else x
+            for i, x in enumerate(problem.costs.layers)
+        ),
     )
     stages = found.schedule.stages_on(problem.devices)
     planned = replace(problem, costs=costs, schedule=found.schedule, stages=stages)
     evaluation = evaluate(planned, found.decision)
     assert simulated_step_s(planned, evaluation.stages) == found.step_s
     assert found.bound_s <= found.step_s + 1e-9
-    assert lower_bound(replace(problem, costs=costs, schedule=find_schedule("zb-h1"))) <= found.step_s + 1e-9
+    assert (
+        lower_bound(replace(problem, costs=costs, schedule=find_schedule("zb-h1")))
+        <= found.step_s + 1e-9
+    )
     limit = problem.memory_limit_bytes
     assert limit is None or evaluation.peak_bytes <= limit
 
@@ -66,7 +72,9 @@ def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, par
             decision = find_planner("jvpipe").decide(other)
         except Infeasible:
             continue
-        assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages) + 1e-9, name
+        assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages) + 1e-9, (
+            name
+        )
 
 
 def test_a_plan_brings_its_lists() -> None:
@@ -106,7 +114,9 @@ def test_rivals_are_answers_too() -> None:
 
 def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
     problem = replace(problem_of(6, 2, 4), memory_limit_bytes=10)
-    with pytest.raises(Infeasible, match="no order of tasks was found that keeps 10 bytes per device") as refused:
+    with pytest.raises(
+        Infeasible, match="no order of tasks was found that keeps 10 bytes per device"
+    ) as refused:
         find_order(problem)
     enough = replace(problem, memory_limit_bytes=refused.value.smallest_limit_bytes)
     checked(enough, find_order(enough))
@@ -114,11 +124,17 @@ def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
 
 def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
     problem = problem_of(6, 2, 4)
-    dear = tuple(replace(layer, backward_s=0.95 * layer.backward_s) for layer in problem.costs.layers)
+    dear = tuple(
+        replace(layer, backward_s=0.95 * layer.backward_s) for layer in problem.costs.layers
+    )
     problem = replace(problem, costs=replace(problem.costs, layers=dear))
     alone, lending = find_order(problem), find_order(replace(problem, lent=1.0))
     kinds = [
-        {task.kind for tasks in lists_of(one.plan(problem.costs, "x"), find_schedule("auto"), 4) for task in tasks}
+        {
+            task.kind
+            for tasks in lists_of(one.plan(problem.costs, "x"), find_schedule("auto"), 4)
+            for task in tasks
+        }
         for one in (alone, lending)
     ]
     assert Kind.W in kinds[0]
@@ -128,7 +144,9 @@ def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
 
 
 @pytest.mark.parametrize(("lent", "usual"), [(0.0, False), (0.5, False), (0.9, True)])
-def test_where_idle_devices_lend_most_of_their_time_little_gain_is_left_alone(lent: float, usual: bool) -> None:
+def test_where_idle_devices_lend_most_of_their_time_little_gain_is_left_alone(
+    lent: float, usual: bool
+) -> None:
     found = find_order(replace(problem_of(6, 2, 4), lent=lent))
     assert (found.family == ONE_F_ONE_B.name) == usual
     assert found.others[ONE_F_ONE_B.name] > found.bound_s

@@ -32,10 +32,21 @@ def chain(layers: int, stages: int, schedule: str, microbatches: int, seed: int)
         f, size = draw.uniform(0.5, 1.5), draw.randint(50, 150)
         again = Option(0, 0, f * draw.uniform(0.3, 1.0), size)
         return LayerCost(
-            f"layer{i}", f, 2 * f, (Option(size), Option(0, size), again), draw.randint(10, 60), 20, 40, 10, 15
+            f"layer{i}",
+            f,
+            2 * f,
+            (Option(size), Option(0, size), again),
+            draw.randint(10, 60),
+            20,
+            40,
+            10,
+            15,
         )
 
-    costs = Costs(tuple(layer(i) for i in range(layers)), tuple(Edge(i, (i + 1,), 10) for i in range(layers - 1)))
+    costs = Costs(
+        tuple(layer(i) for i in range(layers)),
+        tuple(Edge(i, (i + 1,), 10) for i in range(layers - 1)),
+    )
     links = {"host": Link(200.0), "peer": Link(100.0), "peer_uses_host": True}
     return Problem(costs, stages, find_schedule(schedule), microbatches, **links)
 
@@ -44,7 +55,10 @@ def limited(problem: Problem, share: float) -> Problem:
     """Under a share of what even cuts take with everything kept."""
     layers = len(problem.costs.layers)
     even = [layers * s // problem.stages for s in range(problem.stages + 1)]
-    return replace(problem, memory_limit_bytes=int(share * evaluate(problem, Decision.keeping_all(even)).peak_bytes))
+    return replace(
+        problem,
+        memory_limit_bytes=int(share * evaluate(problem, Decision.keeping_all(even)).peak_bytes),
+    )
 
 
 def least_step_s(problem: Problem) -> float:
@@ -107,7 +121,9 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
 
     for i in range(n):
         rows.append(({int(x): 1.0 for x in at[i].ravel()}, 1, 1))
-    for i, s in itertools.product(range(n - 1), range(stages)):  # the next layer is on this stage or a later one
+    for i, s in itertools.product(
+        range(n - 1), range(stages)
+    ):  # the next layer is on this stage or a later one
         coefficients = {int(x): 1.0 for x in at[i, s].ravel()}
         coefficients |= {int(x): -1.0 for x in at[i + 1, s : s + 2].ravel()}
         rows.append((coefficients, -np.inf, 0))
@@ -123,11 +139,15 @@ def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
             compute[x] = layer.forward_s + layer.backward_s + option.extra_s
             link[x] = 2 * option.swapped_bytes / problem.host.bytes_per_s
             held[x] = v * layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes
-            held[x] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (min(k, 2) - 1) * option.swapped_bytes
+            held[x] += (k - 1) * (option.kept_bytes + layer.input_bytes) + (
+                min(k, 2) - 1
+            ) * option.swapped_bytes
             built[x] = option.kept_bytes + layer.input_bytes + option.swapped_bytes
         for i in range(n):  # what layers up to this one leave, and what it works with
             before = {up_to(i - 1, s): 1.0} if i else {}
-            rows.append(({int(x): built[int(x)] for x in at[i, s]} | before | {up_to(i, s): -1.0}, 0, 0))
+            rows.append(
+                ({int(x): built[int(x)] for x in at[i, s]} | before | {up_to(i, s): -1.0}, 0, 0)
+            )
             own = zip(at[i, s], layers[i].options, strict=True)
             works = {int(x): option.extra_bytes + layers[i].temporary_bytes for x, option in own}
             rows.append((works | {up_to(i, s): 1.0, at_work[s]: -1.0}, -np.inf, 0))
@@ -186,7 +206,9 @@ def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None
                 continue
             if theirs.peak_bytes <= (problem.memory_limit_bytes or 0):
                 assert ours is not None, f"{planner} finds a plan that fits"
-                ours_s, theirs_s = (simulated_step_s(problem, evaluation.stages) for evaluation in (ours, theirs))
+                ours_s, theirs_s = (
+                    simulated_step_s(problem, evaluation.stages) for evaluation in (ours, theirs)
+                )
                 assert ours_s <= theirs_s * (1 + 1e-6), planner
 
 
@@ -212,18 +234,27 @@ def test_schedules_change_the_answer() -> None:
         answers[schedule] = jvpipe(problem)
     assert answers["1f1b"] == Decision.keeping_all((0, 4, 8, 12))
     assert answers["gpipe"].bounds == (0, 4, 8, 12)
-    assert any(answers["gpipe"].choices)  # six micro-batches in flight on every stage: some layers run again
+    assert any(
+        answers["gpipe"].choices
+    )  # six micro-batches in flight on every stage: some layers run again
     assert answers["pipedream"].bounds[1] < 4  # the first stage holds three versions, the last one
     assert len(set(answers.values())) == 4
 
 
 def test_what_fits_with_everything_kept_is_kept() -> None:
     """Swaps behind the work would take as long and leave room that nobody asked for."""
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(30), Option(0, swapped_bytes=30))) for i in range(8))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(30), Option(0, swapped_bytes=30)))
+        for i in range(8)
+    )
     problem = Problem(Costs(layers), 2, find_schedule("1f1b"), 6, host=Link(1000.0))
     default = jvpipe(problem)
     peak = evaluate(problem, default).peak_bytes
-    assert jvpipe(replace(problem, memory_limit_bytes=peak)) == default == Decision.keeping_all((0, 4, 8))
+    assert (
+        jvpipe(replace(problem, memory_limit_bytes=peak))
+        == default
+        == Decision.keeping_all((0, 4, 8))
+    )
     assert any(jvpipe(replace(problem, memory_limit_bytes=peak - 61)).choices)
 
 

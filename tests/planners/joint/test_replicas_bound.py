@@ -37,10 +37,14 @@ def test_no_plan_is_below_the_bound_and_the_least_bottleneck_is_reached(overlaps
             reached = min(max(x.forward_s + x.backward_s for x in stages) for _, stages in mine)
             assert slowest_s <= reached == pytest.approx(slowest_s, rel=1e-3)
         bound_s = lower_bound_s(tables)
-        assert all(simulated_s(problem, plan, stages) >= bound_s * (1 - 1e-9) for plan, stages in plans)
+        assert all(
+            simulated_s(problem, plan, stages) >= bound_s * (1 - 1e-9) for plan, stages in plans
+        )
 
 
 def test_what_data_parallelism_cannot_be_below_counts_its_all_reduce() -> None:
     problem = ReplicaProblem(chain([layer(1.0, 30)], []), flat(4, 10.0), 4, 4)
     assert lower_bound_s(Tables(problem)) == pytest.approx(3.0 + 2 * 3 / 4 * 30 / 10.0, rel=1e-3)
-    assert lower_bound_s(Tables(replace(problem, overlaps=True))) == pytest.approx(2 * 3 / 4 * 30 / 10.0, rel=1e-3)
+    assert lower_bound_s(Tables(replace(problem, overlaps=True))) == pytest.approx(
+        2 * 3 / 4 * 30 / 10.0, rel=1e-3
+    )

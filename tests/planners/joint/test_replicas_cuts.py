@@ -17,11 +17,17 @@ PLACES = ((0,), (1, 2, 3), (4, 5))
 
 
 @pytest.mark.parametrize("limit", [None, 900])
-def test_the_first_has_the_least_bottleneck_of_all_cuts_and_the_best_is_near_the_least_step(limit: int | None) -> None:
+def test_the_first_has_the_least_bottleneck_of_all_cuts_and_the_best_is_near_the_least_step(
+    limit: int | None,
+) -> None:
     draw = random.Random(6)
     for _ in range(4):
-        layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60), draw.randint(1, 9)) for _ in range(9)]
-        problem = ReplicaProblem(chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), CLUSTER, 8, 24, limit)
+        layers = [
+            layer(draw.uniform(0.5, 2.0), draw.randint(0, 60), draw.randint(1, 9)) for _ in range(9)
+        ]
+        problem = ReplicaProblem(
+            chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), CLUSTER, 8, 24, limit
+        )
         tables = Tables(problem)
         every = [ReplicaPlan((0, *inner, 9), PLACES, 12) for inner in combinations(range(1, 9), 2)]
         counted = [stages for plan in every if tables.fits(stages := tables.stages(plan))]
@@ -33,7 +39,9 @@ def test_the_first_has_the_least_bottleneck_of_all_cuts_and_the_best_is_near_the
         mine = [tables.stages(plan) for plan in found]
         slowest = [max(stage.seconds for stage in stages) for stages in (mine[0], *counted)]
         assert slowest[0] == pytest.approx(min(slowest[1:]))
-        assert min(surrogate_s(stages, 2) for stages in mine) <= 1.02 * min(surrogate_s(x, 2) for x in counted)
+        assert min(surrogate_s(stages, 2) for stages in mine) <= 1.02 * min(
+            surrogate_s(x, 2) for x in counted
+        )
 
 
 def test_all_cuts_are_looked_at_where_grids_have_few_of_them() -> None:

@@ -37,9 +37,15 @@ def test_large_parameters_at_the_end_and_slow_links_leave_the_last_layers_alone(
 
 def test_small_cases_are_as_good_as_anything_there_is() -> None:
     draw = random.Random(1)
-    clusters = (flat(4, 20.0), flat(3, 200.0), Cluster("two", GPU, 2, 2, peer=Link(200.0), network=Link(20.0)))
+    clusters = (
+        flat(4, 20.0),
+        flat(3, 200.0),
+        Cluster("two", GPU, 2, 2, peer=Link(200.0), network=Link(20.0)),
+    )
     for _ in range(12):
-        layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60), draw.randint(1, 9)) for _ in range(4)]
+        layers = [
+            layer(draw.uniform(0.5, 2.0), draw.randint(0, 60), draw.randint(1, 9)) for _ in range(4)
+        ]
         cluster = draw.choice(clusters)
         limit = draw.choice((None, 400))
         costs = chain(layers, [draw.randint(1, 9) for _ in layers[1:]])
@@ -49,16 +55,28 @@ def test_small_cases_are_as_good_as_anything_there_is() -> None:
         assert answer.bound_s <= answer.best.step_s
 
 
-def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_the_papers_plans() -> None:
+def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_the_papers_plans() -> (
+    None
+):
     draw = random.Random(2)
     for _ in range(3):
         layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 60)) for _ in range(10)]
         cluster = Cluster("two", GPU, 4, 2, peer=Link(100.0), network=Link(30.0))
-        problem = ReplicaProblem(chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), cluster, 8, 16)
+        problem = ReplicaProblem(
+            chain(layers, [draw.randint(1, 9) for _ in layers[1:]]), cluster, 8, 16
+        )
         best, tables = plan_replicas(problem).best, Tables(problem)
-        straight = (ReplicaPlan((0, *range(3, 10), 10), tuple((d,) for d in range(8)), size) for size in (1, 2, 4))
+        straight = (
+            ReplicaPlan((0, *range(3, 10), 10), tuple((d,) for d in range(8)), size)
+            for size in (1, 2, 4)
+        )
         plain = (ReplicaPlan((0, 10), (tuple(range(8)),), size) for size in (16, 8))
-        papers = (plan for size in problem.sizes for ask in (straight_rivals, rivals) for plan in ask(tables, size))
+        papers = (
+            plan
+            for size in problem.sizes
+            for ask in (straight_rivals, rivals)
+            for plan in ask(tables, size)
+        )
         for plan in (*straight, *plain, *papers):
             assert best.step_s <= simulated_s(problem, plan, tables.stages(plan)) * (1 + 1e-9)
 

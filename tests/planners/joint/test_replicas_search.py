@@ -24,7 +24,11 @@ def test_paths_are_plans_and_the_best_of_few_micro_batches_is_found() -> None:
         for plan in found:
             check(PROBLEM, plan)
         best = min(surrogate_s(tables.stages(plan), 8 // size) for plan in found)
-        every = (surrogate_s(tables.stages(plan), 8 // size) for plan in every_plan(PROBLEM) if plan.size == size)
+        every = (
+            surrogate_s(tables.stages(plan), 8 // size)
+            for plan in every_plan(PROBLEM)
+            if plan.size == size
+        )
         assert best <= 1.05 * min(every)
 
 

@@ -24,7 +24,11 @@ RULES = ("interleaved", "zb-h1", "zb-v", "v-half")
 def step_s(problem: Problem, decision: Decision) -> float:
     found = evaluate(problem, decision)
     limit = problem.memory_limit_bytes
-    return simulated_step_s(problem, found.stages) if limit is None or found.limit_bytes <= limit else float("inf")
+    return (
+        simulated_step_s(problem, found.stages)
+        if limit is None or found.limit_bytes <= limit
+        else float("inf")
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,9 @@ def step_s(problem: Problem, decision: Decision) -> float:
 def test_no_other_planner_is_faster(slow: bool, share: float | None, rule: str) -> None:
     costs, link = chain(9, slow)
     schedule = find_schedule(rule)
-    problem = Problem(costs, schedule.stages_on(2), schedule, 4, host=Link(12e9), peer=link, peer_uses_host=slow)
+    problem = Problem(
+        costs, schedule.stages_on(2), schedule, 4, host=Link(12e9), peer=link, peer_uses_host=slow
+    )
     full = evaluate(problem, find_planner("even").decide(problem)).peak_bytes
     problem = replace(problem, memory_limit_bytes=share and int(share * full))
     ours_s = step_s(problem, under_rule(problem))
@@ -56,7 +62,9 @@ def test_no_other_planner_is_faster(slow: bool, share: float | None, rule: str) 
 def test_few_layers_are_cut_best(rule: str) -> None:
     """All cuts of nine layers, where an edge in the middle is dear: the simulator finds nothing faster."""
     seconds, schedule = (3.0, 1.0, 1.0, 4.0, 1.0, 2.0, 1.0, 1.0, 3.0), find_schedule(rule)
-    layers = tuple(LayerCost("layer", s, 2 * s, (Option(8),), split=SplitCost(s, s, 4, 4)) for s in seconds)
+    layers = tuple(
+        LayerCost("layer", s, 2 * s, (Option(8),), split=SplitCost(s, s, 4, 4)) for s in seconds
+    )
     edges = tuple(Edge(i, (i + 1,), 40 if i == 4 else 1) for i in range(8))
     problem = Problem(Costs(layers, edges), schedule.stages_on(2), schedule, 4, peer=Link(20.0))
     inner = combinations(range(1, 9), problem.stages - 1)

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jvpipe.planners.joint.smallest_limit import longer_bytes, min_bytes_plan, nothing_fits, plan_within_bytes
+from jvpipe.planners.joint.smallest_limit import (
+    longer_bytes,
+    min_bytes_plan,
+    nothing_fits,
+    plan_within_bytes,
+)
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
@@ -18,7 +23,11 @@ def test_no_plan_has_an_emptier_fullest_stage(seed: int) -> None:
     pricing = pricing_of(problem)
     plan = min_bytes_plan(pricing)
     least = min(evaluate(problem, decision).peak_bytes for decision in every_decision(problem))
-    assert plan.peak_bytes == least == evaluate(problem, Decision(plan.bounds, plan.choices)).peak_bytes
+    assert (
+        plan.peak_bytes
+        == least
+        == evaluate(problem, Decision(plan.bounds, plan.choices)).peak_bytes
+    )
     assert plan_within_bytes(pricing, least) is not None
     assert plan_within_bytes(pricing, least - 1) is None
 
@@ -26,7 +35,11 @@ def test_no_plan_has_an_emptier_fullest_stage(seed: int) -> None:
 def test_the_error_names_the_smallest_limit_and_a_plan_that_keeps_it() -> None:
     error = nothing_fits(pricing_of(limited(tiny(0), 1)))
     assert error.decision is not None
-    assert evaluate(tiny(0), error.decision).peak_bytes == error.smallest_limit_bytes == error.excess_bytes + 1
+    assert (
+        evaluate(tiny(0), error.decision).peak_bytes
+        == error.smallest_limit_bytes
+        == error.excess_bytes + 1
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -36,12 +49,16 @@ def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> Non
     for s in range(problem.stages):
         block = pricing.segments.block(s, np.arange(n), np.arange(1, n + 1))
         least = {
-            (i, j): min(stage_cost(problem, s, i, j, some).peak_bytes for some in choices(problem, i, j))
+            (i, j): min(
+                stage_cost(problem, s, i, j, some).peak_bytes for some in choices(problem, i, j)
+            )
             for i in range(n)
             for j in range(i + 1, n + 1)
         }
         for (i, j), peak in least.items():
             held = peak - float(block.fixed_bytes[i, j - 1])
             claimed = longer_bytes(pricing, block, i, j - 1, held)
-            assert all(claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1))
+            assert all(
+                claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1)
+            )
             assert claimed[i, 0] == peak

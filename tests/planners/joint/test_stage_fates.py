@@ -17,8 +17,12 @@ def test_no_choices_that_fit_are_faster(seed: int, share: float) -> None:
     for s, i, j in ((0, 0, 3), (1, 1, 4), (1, 2, 4)):
         block = pricing.segments.block(s, np.array([i]), np.array([j]))
         room = pricing.limit_bytes - float(block.fixed_bytes[0, 0])
-        query = StageQuery(s, i, j, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room)
-        found_s = [FateSearch(pricing, query, tier).least_seconds(4000).seconds for tier in pricing.tiers]
+        query = StageQuery(
+            s, i, j, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room
+        )
+        found_s = [
+            FateSearch(pricing, query, tier).least_seconds(4000).seconds for tier in pricing.tiers
+        ]
         fits = [cost.seconds for cost in every_cost(problem, s, i, j) if cost.peak_bytes <= limit]
         assert min(found_s) == pytest.approx(min(fits, default=np.inf))
 
@@ -27,7 +31,9 @@ def test_what_a_stage_may_swap_is_kept() -> None:
     problem = tiny(1, share=0.3)
     pricing = pricing_of(problem)
     for most in (0.0, 8.0):
-        table = Table(pricing, [np.array([0]), np.array([2]), np.array([4])], Effort(), (most, most))
+        table = Table(
+            pricing, [np.array([0]), np.array([2]), np.array([4])], Effort(), (most, most)
+        )
         for cell in ((0, 0, 2), (1, 2, 4)):
             table.settle(cell)
             if table.fits(cell):

@@ -32,11 +32,17 @@ def test_a_host_limit_is_shared_out_or_nothing_is_swapped() -> None:
         tight = limited(problem, problem.memory_limit_bytes, host)
         solution = within_host_limit(tight, free)
         if solution.feasible:
-            assert sum(stage.host_bytes for stage in evaluate(tight, solution.decision()).stages) <= host
+            assert (
+                sum(stage.host_bytes for stage in evaluate(tight, solution.decision()).stages)
+                <= host
+            )
 
 
 def test_plans_of_short_round_trips_fit() -> None:
     problem = tiny(3)
     decisions = trips(problem, pricing_of(problem), 2)
     assert 0 < len(decisions) <= 2
-    assert all(evaluate(problem, decision).peak_bytes <= (problem.memory_limit_bytes or 0) for decision in decisions)
+    assert all(
+        evaluate(problem, decision).peak_bytes <= (problem.memory_limit_bytes or 0)
+        for decision in decisions
+    )

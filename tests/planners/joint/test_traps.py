@@ -49,11 +49,14 @@ def test_two_swapped_micro_batches_of_many_are_on_the_device() -> None:
 
 def test_the_layers_at_work_need_their_largest_peak_and_not_the_sum() -> None:
     layers = tuple(
-        LayerCost(f"layer{i}", 1.0, 2.0, (Option(10),), temporary_bytes=size) for i, size in enumerate((50, 70))
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(10),), temporary_bytes=size)
+        for i, size in enumerate((50, 70))
     )
     problem = Problem(Costs(layers), 1, find_schedule("1f1b"), 4, 10 + 10 + 70)
     assert peak_bytes(problem, best(problem)) == 90
-    with pytest.raises(Infeasible) as raised:  # each layer is run again from its input, and has its residuals then
+    with pytest.raises(
+        Infeasible
+    ) as raised:  # each layer is run again from its input, and has its residuals then
         best(replace(problem, memory_limit_bytes=79))
     assert raised.value.smallest_limit_bytes == 80
 
@@ -70,7 +73,11 @@ def test_a_stages_input_is_held_for_every_micro_batch_in_flight() -> None:
     assert peak_bytes(problem, best(problem)) == 80
     with pytest.raises(Infeasible) as raised:
         best(replace(problem, memory_limit_bytes=79))
-    assert (raised.value.smallest_limit_bytes, raised.value.excess_bytes, raised.value.stage) == (80, 1, 0)
+    assert (raised.value.smallest_limit_bytes, raised.value.excess_bytes, raised.value.stage) == (
+        80,
+        1,
+        0,
+    )
 
 
 def test_an_input_can_be_swapped_too() -> None:
@@ -88,7 +95,9 @@ def test_values_arrive_early_and_cotangents_wait() -> None:
         with pytest.raises(Infeasible):
             best(replace(problem, memory_limit_bytes=49))
         together = replace(problem, schedule=find_schedule("gpipe"))  # both have four
-        assert [stage.peak_bytes for stage in evaluate(together, Decision.keeping_all((0, 1, 2))).stages] == [
+        assert [
+            stage.peak_bytes for stage in evaluate(together, Decision.keeping_all((0, 1, 2))).stages
+        ] == [
             4 + 50 * differentiable,
             4,
         ]
@@ -97,7 +106,8 @@ def test_values_arrive_early_and_cotangents_wait() -> None:
 def test_what_later_layers_left_is_gone_while_earlier_ones_run() -> None:
     """The first layer needs most while it runs, but then the second's residuals are gone, of one micro-batch."""
     layers = tuple(
-        LayerCost(f"layer{i}", 1.0, 2.0, (Option(30),), temporary_bytes=size) for i, size in enumerate((40, 15))
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(30),), temporary_bytes=size)
+        for i, size in enumerate((40, 15))
     )
     for microbatches, peak in ((1, 30 + 30 + 15), (3, 2 * 60 + 30 + 30 + 15)):
         problem = Problem(Costs(layers), 1, find_schedule("gpipe"), microbatches)
@@ -110,17 +120,25 @@ def test_what_later_layers_left_is_gone_while_earlier_ones_run() -> None:
      ("2bw", [2, 2, 2])],
 )  # fmt: skip
 def test_schedules_hold_different_numbers_of_versions(schedule: str, versions: list[int]) -> None:
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),), parameter_bytes=10) for i in range(3))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),), parameter_bytes=10) for i in range(3)
+    )
     problem = Problem(Costs(layers), 3, find_schedule(schedule), 4, 10 * max(versions))
-    assert [stage.peak_bytes for stage in evaluate(problem, best(problem)).stages] == [10 * v for v in versions]
+    assert [stage.peak_bytes for stage in evaluate(problem, best(problem)).stages] == [
+        10 * v for v in versions
+    ]
     with pytest.raises(Infeasible) as raised:
         best(replace(problem, memory_limit_bytes=10 * max(versions) - 1))
     assert raised.value.smallest_limit_bytes == 10 * max(versions)
 
 
 def test_versions_move_cuts() -> None:
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),), parameter_bytes=10) for i in range(8))
-    flush, stash = (Problem(Costs(layers), 2, find_schedule(name), 4, 60) for name in ("1f1b", "pipedream"))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),), parameter_bytes=10) for i in range(8)
+    )
+    flush, stash = (
+        Problem(Costs(layers), 2, find_schedule(name), 4, 60) for name in ("1f1b", "pipedream")
+    )
     assert best(flush).bounds == (0, 4, 8)
     assert best(stash).bounds == (0, 3, 8)  # two versions of four layers would be 80 bytes
 
@@ -146,7 +164,9 @@ def test_a_tied_parameter_is_held_once_per_version_on_each_stage() -> None:
 
 
 def test_a_layer_may_be_run_again_from_an_input_that_is_run_again_too() -> None:
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=10) for i in range(3))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=10) for i in range(3)
+    )
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 64, 64 * 10 + 3 * 100 + 2 * 10)
     assert best(problem).choices == (
         RECOMPUTE,
@@ -170,7 +190,9 @@ def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() ->
 
 def test_runs_are_as_long_as_pays() -> None:
     """A run keeps one input for each micro-batch, but has all residuals at once: here pairs are best."""
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=30) for i in range(4))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=30) for i in range(4)
+    )
     pairs = 8 * 2 * 30 + 2 * 100 + 30
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 8, pairs)
     assert best(problem).choices == (RECOMPUTE, RECOMPUTE_CHAIN) * 2
@@ -180,7 +202,9 @@ def test_runs_are_as_long_as_pays() -> None:
 
 
 def test_all_layers_run_again_alone_when_inputs_are_dear_to_keep_in_a_run() -> None:
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(1000),), input_bytes=1) for i in range(3))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (Option(1000),), input_bytes=1) for i in range(3)
+    )
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 8, 3 * 8 + 1000)
     assert best(problem).choices == (RECOMPUTE,) * 3
 
@@ -207,10 +231,19 @@ def test_swaps_and_traffic_share_the_link_to_the_host() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (KEEP, SWAP, AGAIN)) for i in range(2))
     edge = Edge(0, (1,), 250)
     problem = Problem(
-        Costs(layers, (edge,)), 2, find_schedule("gpipe"), 4, 250 + 200, host=Link(100.0), peer=Link(250.0)
+        Costs(layers, (edge,)),
+        2,
+        find_schedule("gpipe"),
+        4,
+        250 + 200,
+        host=Link(100.0),
+        peer=Link(250.0),
     )
     assert best(replace(problem, peer_uses_host=False)).choices == (1, 0)
-    assert best(problem).choices == (2, 0)  # 2 + 2 seconds on the link against 3 + 1 of work: fewer swapped bytes
+    assert best(problem).choices == (
+        2,
+        0,
+    )  # 2 + 2 seconds on the link against 3 + 1 of work: fewer swapped bytes
 
 
 def test_a_link_can_be_slower_than_the_work() -> None:
@@ -238,7 +271,9 @@ def test_with_few_micro_batches_the_least_sum_wins_over_the_best_balance() -> No
     """The cut in the middle balances better, but sends more: it does not pay when M is small."""
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),)) for i in range(4))
     edges = (Edge(0, (1,), 1), Edge(1, (2,), 8), Edge(2, (3,), 8))
-    problem = Problem(Costs(layers, edges), 2, find_schedule("1f1b"), 2, peer=Link(4.0), peer_uses_host=False)
+    problem = Problem(
+        Costs(layers, edges), 2, find_schedule("1f1b"), 2, peer=Link(4.0), peer_uses_host=False
+    )
     assert best(problem).bounds == (0, 1, 4)
     assert best(replace(problem, microbatches=32)).bounds == (0, 2, 4)
 
@@ -267,7 +302,9 @@ def test_without_a_limit_everything_is_kept() -> None:
 
 
 def test_a_stage_alone_is_what_stage_cost_says() -> None:
-    layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (KEEP, SWAP, AGAIN), 5, 6, 7, 8, 9) for i in range(3))
+    layers = tuple(
+        LayerCost(f"layer{i}", 1.0, 2.0, (KEEP, SWAP, AGAIN), 5, 6, 7, 8, 9) for i in range(3)
+    )
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 4, 700, host=Link(50.0))
     decision = best(problem)
     assert stage_cost(problem, 0, 0, 3, decision.choices).peak_bytes <= 700

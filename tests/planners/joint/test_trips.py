@@ -16,7 +16,14 @@ def test_round_trips_are_shortest_paths() -> None:
     for i in range(1, n - 1):
         for j in range(i + 1, n):
             a, b, d = t[0, i], t[i, j], t[j, n]
-            groups = (a, b, d, (a + c[i, j] + b) / 2, (b + c[j, n] + d) / 2, (a + c[i, j] + b + c[j, n] + d) / 3)
+            groups = (
+                a,
+                b,
+                d,
+                (a + c[i, j] + b) / 2,
+                (b + c[j, n] + d) / 2,
+                (a + c[i, j] + b + c[j, n] + d) / 3,
+            )
             least = min(least, max(*groups, c[i, j] / 2, c[j, n] / 2))
     trips = Trips([t[:1], t, t[:, -1:]], [c[:1], c, c[:, -1:]])
     assert least <= trips.least_cap_s() <= least * 1.002

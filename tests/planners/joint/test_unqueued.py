@@ -18,7 +18,9 @@ def test_the_simulator_is_not_below(schedule: str) -> None:
     for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3)):
         for cut in (1, 2, 3):
             bounds = (0, cut, 4)
-            stages = [stage_cost(problem, s, i, j, choices) for s, (i, j) in enumerate(pairwise(bounds))]
+            stages = [
+                stage_cost(problem, s, i, j, choices) for s, (i, j) in enumerate(pairwise(bounds))
+            ]
             least_s = least_steps_s(problem, [Load.of_cost(stage, 3) for stage in stages])
             step_s = simulated_step_s(problem, evaluate(problem, Decision(bounds, choices)).stages)
             assert least_s[0] == least_s[2]

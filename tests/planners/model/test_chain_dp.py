@@ -21,7 +21,9 @@ def matrices(seed: int) -> list[np.ndarray]:
 
 def paths(given: list[np.ndarray]) -> list[tuple[tuple[int, ...], list[float]]]:
     every = product(*(range(len(x)) for x in given), range(1))
-    return [(p, [float(x[a, b]) for x, (a, b) in zip(given, pairwise(p), strict=True)]) for p in every]
+    return [
+        (p, [float(x[a, b]) for x, (a, b) in zip(given, pairwise(p), strict=True)]) for p in every
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -42,11 +44,18 @@ def test_no_path_is_none() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@over(st.integers(2, 6), st.integers(1, 5), st.randoms(use_true_random=False), st.sampled_from([sum, max]))
+@over(
+    st.integers(2, 6),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+    st.sampled_from([sum, max]),
+)
 def test_no_path_is_cheaper(n: int, stages: int, random: Random, how: Callable[..., float]) -> None:
     def grid() -> np.ndarray:
         free = [[b > a and random.random() < 0.8 for b in range(n)] for a in range(n)]
-        return np.array([[float(random.randint(0, 9)) if ok else np.inf for ok in row] for row in free])
+        return np.array(
+            [[float(random.randint(0, 9)) if ok else np.inf for ok in row] for row in free]
+        )
 
     grids = [grid() for _ in range(stages)]
 

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s, simulated_steps_s
+from jvpipe.planners.model.forecast import (
+    bubble_fraction,
+    forecast,
+    simulated_step_s,
+    simulated_steps_s,
+)
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
@@ -17,7 +22,9 @@ from jvpipe.schedules import SCHEDULES, find_schedule
 
 def layer(forward_s: float, backward_s: float, size: int = 4) -> LayerCost:
     options = (Option(size), Option(0, size), Option(0, 0, forward_s / 2))
-    return LayerCost("layer", forward_s, backward_s, options, 3, 3, 6, input_bytes=2, temporary_bytes=1)
+    return LayerCost(
+        "layer", forward_s, backward_s, options, 3, 3, 6, input_bytes=2, temporary_bytes=1
+    )
 
 
 Numbers = tuple[list[list[tuple[int, int, int, int, int]]], str, int, Link, Link, bool]
@@ -25,7 +32,11 @@ NUMBERS = st.tuples(
     st.lists(
         st.lists(
             st.tuples(
-                st.integers(1, 5), st.integers(1, 9), st.integers(0, 8), st.integers(0, 4), st.integers(RECOMPUTE, 2)
+                st.integers(1, 5),
+                st.integers(1, 9),
+                st.integers(0, 8),
+                st.integers(0, 4),
+                st.integers(RECOMPUTE, 2),
             ),
             min_size=1,
             max_size=3,
@@ -69,7 +80,9 @@ def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
         assert simulated_step_s(problem, stages) == timeline.step_s
         assert bubble_fraction(problem, stages) == pytest.approx(timeline.bubble_fraction)
     *devices, host = timeline.curves
-    assert all(curve.most_bytes <= stage.peak_bytes for curve, stage in zip(devices, stages, strict=True))
+    assert all(
+        curve.most_bytes <= stage.peak_bytes for curve, stage in zip(devices, stages, strict=True)
+    )
     assert host.most_bytes <= sum(stage.host_bytes for stage in stages)
 
 
@@ -89,7 +102,9 @@ def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> Non
     others = replace(decision, choices=tuple(more[: len(decision.choices)]))
     keeping = Decision.keeping_all(decision.bounds)
     candidates = [evaluate(problem, d).stages for d in (decision, others, keeping)]
-    assert simulated_steps_s(problem, candidates) == [simulated_step_s(problem, stages) for stages in candidates]
+    assert simulated_steps_s(problem, candidates) == [
+        simulated_step_s(problem, stages) for stages in candidates
+    ]
     plain = replace(problem, peer_uses_host=False)
     kept = [evaluate(plain, keeping).stages] * 3
     assert simulated_steps_s(plain, kept) == [simulated_step_s(plain, kept[0])] * 3
@@ -106,9 +121,13 @@ def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
     problem, decision = planned(numbers)
     problem = replace(problem, schedule=find_schedule("pipedream"))
     stages = evaluate(problem, decision).stages
-    long, longer = (replace(problem, schedule=find_schedule("1f1b"), microbatches=m) for m in (200, 400))
+    long, longer = (
+        replace(problem, schedule=find_schedule("1f1b"), microbatches=m) for m in (200, 400)
+    )
     rate_s = (simulated_step_s(longer, stages) - simulated_step_s(long, stages)) / 200
-    assert simulated_step_s(problem, stages) == pytest.approx(problem.microbatches * rate_s, rel=0.05)
+    assert simulated_step_s(problem, stages) == pytest.approx(
+        problem.microbatches * rate_s, rel=0.05
+    )
 
 
 def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
@@ -125,10 +144,15 @@ def test_the_forecast_reaches_the_peak_that_is_planned_with(name: str) -> None:
     for choices in [(0,) * 6, (2, 0) * 3, (1, 1) * 3, (RECOMPUTE, 1) * 3]:
         decision = Decision((0, 2, 4, 6), choices)
         stages = evaluate(problem, decision).stages
-        assert forecast(problem, decision).peak_bytes[:3] == tuple(stage.peak_bytes for stage in stages)
+        assert forecast(problem, decision).peak_bytes[:3] == tuple(
+            stage.peak_bytes for stage in stages
+        )
 
 
 def test_a_send_takes_half_of_what_a_stage_exchanges() -> None:
     costs = Costs((layer(1.0, 1.0), layer(1.0, 1.0)), (Edge(0, (1,), 6),))
     problem = Problem(costs, 2, find_schedule("1f1b"), 1, peer=Link(2.0), peer_uses_host=False)
-    assert simulated_step_s(problem, evaluate(problem, Decision.keeping_all([0, 1, 2])).stages) == 1 + 3 + 2 + 3 + 1
+    assert (
+        simulated_step_s(problem, evaluate(problem, Decision.keeping_all([0, 1, 2])).stages)
+        == 1 + 3 + 2 + 3 + 1
+    )

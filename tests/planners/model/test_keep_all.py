@@ -17,7 +17,9 @@ def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
     for a, i in enumerate(kept.cuts):
         for b, j in enumerate(kept.cuts):
             if j <= i:
-                assert np.isinf([kept.seconds(0)[a, b], kept.comm_s[a, b], kept.peak_bytes(0)[a, b]]).all()
+                assert np.isinf(
+                    [kept.seconds(0)[a, b], kept.comm_s[a, b], kept.peak_bytes(0)[a, b]]
+                ).all()
                 continue
             for s in range(problem.stages):
                 cost = stage_cost(problem, s, int(i), int(j), choices)
@@ -31,4 +33,7 @@ def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
 def test_the_error_says_what_would_do() -> None:
     error = nothing_fits("dapple", 100, [80.0, 124.0, 90.0])
     assert (error.stage, error.excess_bytes, error.smallest_limit_bytes) == (1, 24, 124)
-    assert "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124" in str(error)
+    assert (
+        "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124"
+        in str(error)
+    )

@@ -20,9 +20,15 @@ def keeping_halves(problem: Problem) -> Decision | None:
 
 def test_the_limit_that_it_names_would_do() -> None:
     problem = chain([LayerCost("a", 1.0, 1.0, (Option(100),))] * 4, 2)
-    with pytest.raises(Infeasible, match=r"halves finds no plan under 300 bytes .* 101 more .* stage 0 is") as error:
+    with pytest.raises(
+        Infeasible, match=r"halves finds no plan under 300 bytes .* 101 more .* stage 0 is"
+    ) as error:
         plan_or_raise(limited(problem, 300), "halves", keeping_halves)
-    assert (error.value.stage, error.value.excess_bytes, error.value.smallest_limit_bytes) == (0, 101, 401)
+    assert (error.value.stage, error.value.excess_bytes, error.value.smallest_limit_bytes) == (
+        0,
+        101,
+        401,
+    )
     assert plan_or_raise(limited(problem, 401), "halves", keeping_halves).bounds == (0, 2, 4)
 
 

@@ -34,7 +34,9 @@ def drawn(seed: int, b: int) -> Costs:
 
 @pytest.mark.parametrize("batches", [(4,), (2, 8), (1, 2, 6)])
 @pytest.mark.parametrize("b", [3, 5, 8, 20])
-def test_segments_take_what_their_layers_take_at_the_local_batch(batches: tuple[int, ...], b: int) -> None:
+def test_segments_take_what_their_layers_take_at_the_local_batch(
+    batches: tuple[int, ...], b: int
+) -> None:
     cuts = np.array([0, 1, 3, 4, 6])
     for seed in range(3):
         costs = LocalCosts(batches, tuple(drawn(seed, size) for size in batches))
@@ -42,7 +44,9 @@ def test_segments_take_what_their_layers_take_at_the_local_batch(batches: tuple[
         alone = LocalCosts((b,), (costs.at(b),))
         there = Local(alone, [Known.of(alone.costs[0], cuts)], b, 4)
         assert mine.seconds == pytest.approx(there.seconds)
-        assert mine.crossing_bytes == pytest.approx(there.crossing_bytes, abs=8)  # those are of rounded bytes
+        assert mine.crossing_bytes == pytest.approx(
+            there.crossing_bytes, abs=8
+        )  # those are of rounded bytes
         for given in ((1, 8, 1), (2, 8, 2), (4, 2, 1)):
             assert mine.peak_bytes(*given) == pytest.approx(there.peak_bytes(*given), abs=30)
         some = np.array([1, 4])

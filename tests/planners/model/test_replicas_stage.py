@@ -22,15 +22,22 @@ def test_a_stage_takes_its_largest_slice_and_its_all_reduce() -> None:
     assert last.comm_s == pytest.approx(2 * 64 / 4)
     in_flight = 2 * 3 * 15
     assert in_flight < 2 * 400
-    assert first.peak_bytes == 2 * 500 + 3 * 8 + 2 * 400  # a cotangent may wait; gradients of two are added up
+    assert (
+        first.peak_bytes == 2 * 500 + 3 * 8 + 2 * 400
+    )  # a cotangent may wait; gradients of two are added up
 
 
 def test_replicas_share_the_optimizers_state_out() -> None:
     layers = [replace(x, optimizer_bytes=70, state_bytes=60) for x in LAYERS]
     problem = replace(PROBLEM, costs=chain(layers, [8, 16], batch=2))
-    for plan, held in ((ReplicaPlan((0, 3), ((0, 1),), 4), 30 + 120), (ReplicaPlan((0, 3), ((0,),), 4), 30 + 180)):
+    for plan, held in (
+        (ReplicaPlan((0, 3), ((0, 1),), 4), 30 + 120),
+        (ReplicaPlan((0, 3), ((0,),), 4), 30 + 180),
+    ):
         peaks = [Tables(p).stages(plan)[0].peak_bytes for p in (problem, PROBLEM)]
-        assert peaks[0] - peaks[1] == held, "one has two layers, the other one; the rest is everybody's"
+        assert peaks[0] - peaks[1] == held, (
+            "one has two layers, the other one; the rest is everybody's"
+        )
 
 
 def test_what_the_last_backward_hides_of_an_all_reduce() -> None:

@@ -24,8 +24,13 @@ def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
             i, j = int(i), int(j) + 1
             cost, at = stage_cost(problem, s, i, j, [0] * n), (i, j - 1)
             layers = problem.costs.layers[i:j]
-            held = cost.in_flight * sum(layer.options[0].kept_bytes + layer.input_bytes for layer in layers)
-            assert block.fixed_bytes[at] + held + works_with(problem, i, j, [0] * n)[1] == cost.peak_bytes
+            held = cost.in_flight * sum(
+                layer.options[0].kept_bytes + layer.input_bytes for layer in layers
+            )
+            assert (
+                block.fixed_bytes[at] + held + works_with(problem, i, j, [0] * n)[1]
+                == cost.peak_bytes
+            )
             assert block.shared_bytes[at] == segments.given(i)[:j].sum()
             assert segments.row(s, i).fixed_bytes[0, j] == block.fixed_bytes[at]
             assert block.compute_s[at] == pytest.approx(cost.compute_s)
@@ -58,11 +63,15 @@ def test_windows_are_thinned_to_so_many_cells() -> None:
 
 
 @pytest.mark.parametrize("share", [None, 0.6])
-def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(share: float | None) -> None:
+def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
+    share: float | None,
+) -> None:
     """Pairs of layers between which values wait, and sums of prices: numbers, not seconds."""
     n, sizes = 4_000, []
     for stages in (20, 200):
-        layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(8), Option(0, extra_s=0.5))) for i in range(n))
+        layers = tuple(
+            LayerCost(f"layer{i}", 1.0, 2.0, (Option(8), Option(0, extra_s=0.5))) for i in range(n)
+        )
         problem = chain(layers, stages, 2 * stages)
         if share is not None:
             problem = limited(problem, int(share * 8 * n))

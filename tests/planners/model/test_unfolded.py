@@ -23,22 +23,30 @@ FAMILIES = [
 ]
 
 
-def layer(forward_s: float = 1.0, kept: int = 8, split: SplitCost | None = None, temporary: int = 0) -> LayerCost:
+def layer(
+    forward_s: float = 1.0, kept: int = 8, split: SplitCost | None = None, temporary: int = 0
+) -> LayerCost:
     options = (Option(kept), Option(0, extra_s=forward_s, extra_bytes=kept))
     return LayerCost("layer", forward_s, 2 * forward_s, options, 2, 2, 2, 1, temporary, split)
 
 
-def problem_of(layers: list[LayerCost], schedule: Schedule, devices: int, microbatches: int) -> Problem:
+def problem_of(
+    layers: list[LayerCost], schedule: Schedule, devices: int, microbatches: int
+) -> Problem:
     edges = tuple(Edge(i, (i + 1,), 0) for i in range(len(layers) - 1))
     return Problem(Costs(tuple(layers), edges), devices * schedule.chunks, schedule, microbatches)
 
 
-NUMBERS = st.tuples(st.integers(1, 4), st.integers(0, 9), st.booleans(), st.integers(0, 9), st.integers(0, 9))
+NUMBERS = st.tuples(
+    st.integers(1, 4), st.integers(0, 9), st.booleans(), st.integers(0, 9), st.integers(0, 9)
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(FAMILIES), st.integers(1, 3), st.integers(1, 7), st.data())
-def test_a_device_holds_what_its_forecast_shows(schedule: Schedule, devices: int, m: int, data: st.DataObject) -> None:
+def test_a_device_holds_what_its_forecast_shows(
+    schedule: Schedule, devices: int, m: int, data: st.DataObject
+) -> None:
     V = devices * schedule.chunks
     numbers = data.draw(st.lists(NUMBERS, min_size=V, max_size=2 * V))
     splits = (SplitCost(1.0, 1.5, n[3], n[4]) if n[2] else None for n in numbers)
@@ -49,7 +57,9 @@ def test_a_device_holds_what_its_forecast_shows(schedule: Schedule, devices: int
     assert found.step_s == pytest.approx(simulated_step_s(problem, evaluation.stages))
     assert found.bubble_fraction == pytest.approx(bubble_fraction(problem, evaluation.stages))
     for most, peak in zip(evaluation.device_bytes, found.peak_bytes, strict=False):
-        assert most <= peak  # the forecast counts what each stage works with all the time, not that of one at a time
+        assert (
+            most <= peak
+        )  # the forecast counts what each stage works with all the time, not that of one at a time
         beyond = [stage.held.beyond for stage in evaluation.stages if stage.held]
         assert peak - most <= sum(beyond)
 
@@ -65,7 +75,9 @@ def decided(problem: Problem, limit: int) -> tuple[int, int]:
     return nearest.smallest_limit_bytes, evaluate(tight, nearest.decision).peak_bytes
 
 
-@pytest.mark.parametrize("schedule", grid(FAMILIES, *FAMILIES[::2]), ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize(
+    "schedule", grid(FAMILIES, *FAMILIES[::2]), ids=lambda schedule: schedule.name
+)
 def test_limits_hold_for_all_stages_of_a_device_together(schedule: Schedule) -> None:
     problem = problem_of([layer(1.0 + i % 3) for i in range(8)], schedule, 2, 6)
     free = evaluate(problem, find_planner("jvpipe").decide(problem)).peak_bytes
@@ -78,10 +90,14 @@ def test_limits_hold_for_all_stages_of_a_device_together(schedule: Schedule) -> 
 
 def test_halves_of_a_layer_without_a_cotangent_are_in_the_second_task() -> None:
     split = SplitCost(1.5, 0.5, handed_bytes=3, kept_bytes=4)
-    problem = problem_of([layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 1, 4)
+    problem = problem_of(
+        [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 1, 4
+    )
     (stage,) = evaluate(problem, Decision.keeping_all((0, 3))).stages
     assert (stage.input_s, stage.weight_s) == (0.0, 0.0)  # on one device backwards are whole
-    problem = problem_of([layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 3, 4)
+    problem = problem_of(
+        [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 3, 4
+    )
     stages = evaluate(problem, Decision.keeping_all((0, 1, 2, 3))).stages
     assert [(x.input_s, x.weight_s) for x in stages] == [(0.0, 2.0), (1.5, 0.5), (2.0, 0.0)]
     assert [x.held.handed if x.held else None for x in stages] == [9, 7, 0]
@@ -90,14 +106,20 @@ def test_halves_of_a_layer_without_a_cotangent_are_in_the_second_task() -> None:
 def test_stages_must_be_a_multiple_of_chunks() -> None:
     costs = Costs((layer(),) * 6)
     with pytest.raises(
-        ValueError, match="5 stages: interleaved has 2 per device, so that there must be a multiple of 2"
+        ValueError,
+        match="5 stages: interleaved has 2 per device, so that there must be a multiple of 2",
     ):
         Problem(costs, 5, find_schedule("interleaved"), 4)
-    with pytest.raises(ValueError, match=r"interleaved needs 2 x 4 = 8 stages, the model has 6 layers: one chunk per"):
+    with pytest.raises(
+        ValueError,
+        match=r"interleaved needs 2 x 4 = 8 stages, the model has 6 layers: one chunk per",
+    ):
         Problem(costs, 8, find_schedule("interleaved"), 4)
 
 
-@pytest.mark.parametrize("schedule", FAMILIES, ids=lambda schedule: f"{schedule.name} {schedule.chunks}")
+@pytest.mark.parametrize(
+    "schedule", FAMILIES, ids=lambda schedule: f"{schedule.name} {schedule.chunks}"
+)
 def test_a_planner_that_looks_at_no_limit_answers_as_without_one(schedule: Schedule) -> None:
     problem = problem_of([layer()] * 12, schedule, 2, 4)
     for planner in ("even", "torchgpipe", "gpipe"):

@@ -9,11 +9,21 @@ from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.planners.published.adapipe import adapipe
-from tests.planners.small import best_bottleneck_s, chain, checked_bottleneck_s, cuts, fitting, large, problems
+from tests.planners.small import (
+    best_bottleneck_s,
+    chain,
+    checked_bottleneck_s,
+    cuts,
+    fitting,
+    large,
+    problems,
+)
 
 
 def block(kept: int = 4, seconds: float = 3.0) -> LayerCost:
-    return LayerCost("block", seconds / 3, 2 * seconds / 3, (Option(kept), Option(0, extra_s=seconds / 3)))
+    return LayerCost(
+        "block", seconds / 3, 2 * seconds / 3, (Option(kept), Option(0, extra_s=seconds / 3))
+    )
 
 
 def two_stages_s(problem: Problem) -> float:
@@ -23,7 +33,10 @@ def two_stages_s(problem: Problem) -> float:
     for _, cut, _ in cuts(problem):
         late = stage_cost(problem, 1, cut, n, [0] * n)
         rests = [
-            min((c.recompute_s for c, _ in fitting(problem, s, i, j, swap=False, apart=True)), default=float("inf"))
+            min(
+                (c.recompute_s for c, _ in fitting(problem, s, i, j, swap=False, apart=True)),
+                default=float("inf"),
+            )
             for s, (i, j) in enumerate([(0, cut), (cut, n)])
         ]
         early = stage_cost(problem, 0, 0, cut, [0] * n)
@@ -49,13 +62,22 @@ def test_two_stages_equal_brute_force_over_recomputation_sets(problem: Problem) 
     decision = adapipe(problem)
     n = len(problem.costs.layers)
     alone = Problem(**{**vars(problem), "memory_limit_bytes": None})
-    early, late = (stage_cost(alone, s, i, j, decision.choices) for s, (i, j) in enumerate(pairwise(decision.bounds)))
+    early, late = (
+        stage_cost(alone, s, i, j, decision.choices)
+        for s, (i, j) in enumerate(pairwise(decision.bounds))
+    )
     f0, f1, c = early.forward_s, late.forward_s, late.comm_s
     b0, b1 = early.backward_s + early.recompute_s, late.backward_s + late.recompute_s
     steady = max(f0 + b0, f1 + b1, c, early.link_s, late.link_s)
     took_s = problem.microbatches * steady
     if problem.schedule.synchronous:
-        took_s = f0 + max(f1 + b1 + c, f0) + b0 + max(b1 + f1 + c, b0) + max(0, problem.microbatches - 2) * steady
+        took_s = (
+            f0
+            + max(f1 + b1 + c, f0)
+            + b0
+            + max(b1 + f1 + c, b0)
+            + max(0, problem.microbatches - 2) * steady
+        )
     assert took_s == pytest.approx(best_s)
     assert len(decision.choices) == n
 

@@ -20,7 +20,9 @@ def block(kept: int, recompute_s: float = 1.0, backward_s: float = 2.0) -> Layer
     return LayerCost("block", recompute_s, backward_s, options)
 
 
-def first_stage(layers: list[LayerCost], save: int, bytes_per_s: float, stages: int = 3) -> Selection:
+def first_stage(
+    layers: list[LayerCost], save: int, bytes_per_s: float, stages: int = 3
+) -> Selection:
     """The first of so many stages under 1F1B, which must save so many bytes."""
     problem = chain([*layers, *[block(0)] * (stages - 1)], stages, host=Link(bytes_per_s))
     bounds = [0, *range(len(layers), len(layers) + stages)]
@@ -38,7 +40,9 @@ def test_free_time_is_what_the_copies_leave() -> None:
 
 def test_memory_saved_per_second() -> None:
     stage = first_stage([block(4, recompute_s=2.0)], 0, bytes_per_s=2.0)
-    swap, recompute = (m for m in sorted(stage.changes.after(0, KEEP), key=lambda m: m.choice) if m.choice > 0)
+    swap, recompute = (
+        m for m in sorted(stage.changes.after(0, KEEP), key=lambda m: m.choice) if m.choice > 0
+    )
     assert memory_saved_per_second(stage, swap) == (3 - 2) * 4 / (2 * 4 / 2.0)
     assert memory_saved_per_second(stage, recompute) == 3 * 4 / 2.0
 
@@ -71,7 +75,9 @@ def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
 
     To compute the second again saves 8 copies of 6 bytes in 12 s; the first, of which 2 copies are left, 40 in 7 s.
     """
-    stage = first_stage([block(20, 7.0, backward_s=1.0), block(6, 12.0, backward_s=4.0)], 6 * 20 + 1, 2.0, stages=8)
+    stage = first_stage(
+        [block(20, 7.0, backward_s=1.0), block(6, 12.0, backward_s=4.0)], 6 * 20 + 1, 2.0, stages=8
+    )
     optimise(stage)
     assert stage.choices == [SWAP, SWAP]
     assert stage.seconds == 26.0

@@ -80,7 +80,10 @@ def test_the_policies_put_as_many_in_flight_as_the_paper_says() -> None:
 def test_plans_fit_and_are_near_the_least_latency(problem: Problem) -> None:
     limit = problem.memory_limit_bytes
     assert limit is not None
-    every = {bounds: evaluate(problem, Decision.keeping_all(bounds)).peak_bytes for bounds in cuts(problem)}
+    every = {
+        bounds: evaluate(problem, Decision.keeping_all(bounds)).peak_bytes
+        for bounds in cuts(problem)
+    }
     fitting = [plan_latency(problem, bounds) for bounds, peak in every.items() if peak <= limit]
     if not fitting:
         with pytest.raises(Infeasible) as caught:

@@ -36,12 +36,17 @@ def chosen(policy: str, used: set[int], each: int, devices: int, m: int) -> tupl
             case "append":
                 key = {d: (d // each not in begun, d) for d in left}
             case _:
-                key = {d: (bool(begun) and d // each not in begun, on.count(d // each), d) for d in left}
+                key = {
+                    d: (bool(begun) and d // each not in begun, on.count(d // each), d)
+                    for d in left
+                }
         picked.append(min(left, key=lambda d: key[d]))
     return tuple(sorted(picked))
 
 
-def placements(counts: tuple[int, ...], each: int, devices: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+def placements(
+    counts: tuple[int, ...], each: int, devices: int
+) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields the places of stages, under all compositions of the policies; the last stage has all that is left."""
     for policies in product(("fresh", "append", "scatter"), repeat=len(counts)):
         used, places = set[int](), []
@@ -59,7 +64,10 @@ def every_plan(problem: ReplicaProblem, size: int) -> set[ReplicaPlan]:
             for counts in product(range(1, min(devices, size) + 1), repeat=stages):
                 if sum(counts) <= devices:
                     bounds = (0, *inner, problem.layers)
-                    plans |= {ReplicaPlan(bounds, places, size) for places in placements(counts, each, devices)}
+                    plans |= {
+                        ReplicaPlan(bounds, places, size)
+                        for places in placements(counts, each, devices)
+                    }
     return plans
 
 
@@ -70,19 +78,32 @@ def step_s(problem: ReplicaProblem, plan: ReplicaPlan) -> float:
     for s, ((i, j), places) in enumerate(zip(pairwise(plan.bounds), plan.places, strict=True)):
         part = -(-plan.size // len(places))
         if s:
-            crossing = float(sum(e.bytes for e in costs.edges if e.producer < i <= e.readers[0]) * plan.size)
+            crossing = float(
+                sum(e.bytes for e in costs.edges if e.producer < i <= e.readers[0]) * plan.size
+            )
             one_way_s = cluster.transfer_s(plan.places[s - 1], places, crossing)
             stages.append((one_way_s, one_way_s, 0.0))
         layers = costs.layers[i:j]
         reduce_s = cluster.reduce_s(places, float(sum(x.gradient_bytes for x in layers)))
-        stages.append((part * sum(x.forward_s for x in layers), part * sum(x.backward_s for x in layers), reduce_s))
+        stages.append(
+            (
+                part * sum(x.forward_s for x in layers),
+                part * sum(x.backward_s for x in layers),
+                reduce_s,
+            )
+        )
     return latency(stages, problem.batch // plan.size)
 
 
 def drawn(draw: random.Random, layers: int, limit: int | None = None) -> ReplicaProblem:
-    every = [layer(draw.uniform(0.5, 2.0), draw.randint(1, 60), draw.randint(1, 9)) for _ in range(layers)]
+    every = [
+        layer(draw.uniform(0.5, 2.0), draw.randint(1, 60), draw.randint(1, 9))
+        for _ in range(layers)
+    ]
     cluster = draw.choice((TWO, THREE))
-    return ReplicaProblem(chain(every, [draw.randint(1, 9) for _ in every[1:]]), cluster, cluster.devices, 12, limit)
+    return ReplicaProblem(
+        chain(every, [draw.randint(1, 9) for _ in every[1:]]), cluster, cluster.devices, 12, limit
+    )
 
 
 def test_of_two_stages_the_least_latency_of_all_is_found_and_of_more_one_near_it() -> None:
@@ -104,7 +125,11 @@ def test_policies_choose_as_one_device_after_another_is_chosen() -> None:
     names = {fresh_first: "fresh", append_first: "append", scatter_first: "scatter"}
     for _ in range(60):
         each, machines = draw.choice(((4, 3), (8, 2), (2, 5)))
-        used = {each * k + d for k in range(machines) for d in range(draw.choice((0, 0, draw.randint(0, each))))}
+        used = {
+            each * k + d
+            for k in range(machines)
+            for d in range(draw.choice((0, 0, draw.randint(0, each))))
+        }
         free = tuple(each - sum(d // each == k for d in used) for k in range(machines))
         m = draw.randint(0, sum(free))
         for policy, name in names.items():

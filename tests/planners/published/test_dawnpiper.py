@@ -16,7 +16,9 @@ from tests.planners.small import chain, limited, problems
 
 
 def block(kept: int = 4, seconds: float = 3.0, recompute_s: float = 1.0) -> LayerCost:
-    return LayerCost("block", seconds / 3, 2 * seconds / 3, (Option(kept), Option(0, extra_s=recompute_s)))
+    return LayerCost(
+        "block", seconds / 3, 2 * seconds / 3, (Option(kept), Option(0, extra_s=recompute_s))
+    )
 
 
 def test_the_balanced_bounds_of_two_stages() -> None:
@@ -39,20 +41,34 @@ def test_the_balanced_bounds_of_groups_of_stages() -> None:
 def test_parameters_count_by_their_versions() -> None:
     """PipeDream's first of two stages holds two versions and two micro-batches' activations: still 4 of 12."""
     layer = LayerCost("block", 1.0, 2.0, (Option(4),), parameter_bytes=7)
-    assert BinaryPartition(Segments(chain([layer] * 12, 2, schedule="pipedream"))).memory_balanced(0, 12, 0, 1, 2) == 4
+    assert (
+        BinaryPartition(Segments(chain([layer] * 12, 2, schedule="pipedream"))).memory_balanced(
+            0, 12, 0, 1, 2
+        )
+        == 4
+    )
     # With one version, 7 + 2 x 4 here and 7 + 4 there.
     assert BinaryPartition(Segments(chain([layer] * 26, 2))).memory_balanced(0, 26, 0, 1, 2) == 11
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.integers(4, 24), st.integers(1, 30), st.sampled_from(["1f1b", "pipedream"]), st.floats(0.4, 1.0))
-def test_the_best_bound_of_two_stages_is_in_the_range(n: int, kept: int, schedule: str, share: float) -> None:
+@given(
+    st.integers(4, 24),
+    st.integers(1, 30),
+    st.sampled_from(["1f1b", "pipedream"]),
+    st.floats(0.4, 1.0),
+)
+def test_the_best_bound_of_two_stages_is_in_the_range(
+    n: int, kept: int, schedule: str, share: float
+) -> None:
     """Theorem 4.1, on chains that meet its conditions, each bound with its memory optimised."""
     problem = chain([block(kept, recompute_s=0.5)] * n, 2, schedule=schedule)
     cb_peak = evaluate(problem, dawnpiper(problem)).peak_bytes
     search = BinaryPartition(Segments(limited(problem, round(share * cb_peak))))
     parts = {b: (search.best(0, b, 0, 1), search.best(b, n, 1, 2)) for b in range(1, n)}
-    seconds = {b: max(one.seconds, other.seconds) for b, (one, other) in parts.items() if one and other}
+    seconds = {
+        b: max(one.seconds, other.seconds) for b, (one, other) in parts.items() if one and other
+    }
     best = search.best(0, n, 0, 2)
     assert (best is not None) == bool(seconds)
     if best:
@@ -86,7 +102,10 @@ def test_segments_are_looked_up() -> None:
 def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
     layers = [block()] * 400
     problem = chain(layers, 2)
-    assert len(BinaryPartition(Segments(chain([block()] * 200, 2))).between(0, 200, 0, 1, 2)) == 200 // 6 + 1
+    assert (
+        len(BinaryPartition(Segments(chain([block()] * 200, 2))).between(0, 200, 0, 1, 2))
+        == 200 // 6 + 1
+    )
     light = LayerCost("light", 0.01, 0.02, (Option(400),))
     problem = chain([*[light] * 300, *[block(0)] * 300], 2)
     costs = problem.costs

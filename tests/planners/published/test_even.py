@@ -16,11 +16,14 @@ LAYER = LayerCost("layer", 1.0, 2.0, (Option(8),))
 
 
 def decide(layers: int, stages: int, together: tuple[tuple[int, ...], ...] = ()) -> Decision:
-    return even(Problem(Costs((LAYER,) * layers, together=together), stages, find_schedule("1f1b"), 4))
+    return even(
+        Problem(Costs((LAYER,) * layers, together=together), stages, find_schedule("1f1b"), 4)
+    )
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "cuts"), [(6, 3, [2, 2, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])]
+    ("layers", "stages", "cuts"),
+    [(6, 3, [2, 2, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])],
 )
 def test_the_first_stages_take_what_is_left_over(layers: int, stages: int, cuts: list[int]) -> None:
     assert even_counts(layers, stages) == cuts

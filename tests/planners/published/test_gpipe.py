@@ -15,7 +15,9 @@ from tests.planners.small import cuts, problems
 
 
 def variance(problem: Problem, bounds: tuple[int, ...]) -> float:
-    return pvariance([sum(x.forward_s for x in problem.costs.layers[i:j]) for i, j in pairwise(bounds)])
+    return pvariance(
+        [sum(x.forward_s for x in problem.costs.layers[i:j]) for i, j in pairwise(bounds)]
+    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.published.kernighan_lin import BALANCE_TOLERANCE, coarse_bounds, initial_bounds, refine
+from jvpipe.planners.published.kernighan_lin import (
+    BALANCE_TOLERANCE,
+    coarse_bounds,
+    initial_bounds,
+    refine,
+)
 from jvpipe.schedules import find_schedule
 from tests.planners.small import cuts, problems
 
@@ -24,7 +29,11 @@ def branches(nests: int, size: int = 1) -> list[Edge]:
     """Layer 0, then nests of a head 4n + 1, two branches, and a join 4n + 4."""
     edges = [Edge(0, (1,), size)]
     for at in range(1, 4 * nests, 4):
-        edges += [Edge(at, (at + 1, at + 2), size), Edge(at + 1, (at + 3,), size), Edge(at + 2, (at + 3,), size)]
+        edges += [
+            Edge(at, (at + 1, at + 2), size),
+            Edge(at + 1, (at + 3,), size),
+            Edge(at + 2, (at + 3,), size),
+        ]
         edges += [Edge(at + 3, (at + 4,), size)]
     return edges[:-1]
 
@@ -57,7 +66,9 @@ def test_bisection_does_not_cut_far_from_the_middle() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 6, 7, 8, 12])
 def test_any_number_of_stages_is_balanced(stages: int) -> None:
-    bounds = initial_bounds(Segments(graph([1.0] * 24, [Edge(i, (i + 1,), 1) for i in range(23)], stages)))
+    bounds = initial_bounds(
+        Segments(graph([1.0] * 24, [Edge(i, (i + 1,), 1) for i in range(23)], stages))
+    )
     sizes = [b - a for a, b in pairwise(bounds)]
     assert len(sizes) == stages
     assert max(sizes) <= -(-24 // stages) + 1
@@ -70,7 +81,11 @@ def test_refinement_walks_into_a_nest_where_seconds_ask_for_it() -> None:
     assert refine([0, 1, 6], range(7), [0, 1, 5, 6], total, crossing) == (0, 3, 6)
     # A bound that is as good within the tolerance, and cuts less, is taken.
     total = np.array([0.0, 1, 2, 3, 3.1, 5, 6])
-    assert refine([0, 1, 6], range(7), [0, 1, 5, 6], total, np.array([0.0, 9, 9, 9, 1, 9, 0])) == (0, 4, 6)
+    assert refine([0, 1, 6], range(7), [0, 1, 5, 6], total, np.array([0.0, 9, 9, 9, 1, 9, 0])) == (
+        0,
+        4,
+        6,
+    )
     assert BALANCE_TOLERANCE * 3 >= 3.1 - 3
 
 

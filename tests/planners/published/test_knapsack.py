@@ -7,12 +7,20 @@ from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import stage_cost
-from jvpipe.planners.published.knapsack import FINE_QUANTA, Knapsack, Recomputation, items, working_caps
+from jvpipe.planners.published.knapsack import (
+    FINE_QUANTA,
+    Knapsack,
+    Recomputation,
+    items,
+    working_caps,
+)
 from tests.planners.small import chain, fitting, limited, problems
 
 
 def block(kept: int, recompute_s: float, working: int = 0) -> LayerCost:
-    return LayerCost("block", 5.0, 5.0, (Option(kept), Option(0, extra_s=recompute_s, extra_bytes=working)))
+    return LayerCost(
+        "block", 5.0, 5.0, (Option(kept), Option(0, extra_s=recompute_s, extra_bytes=working))
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -31,12 +39,22 @@ def test_every_segment_equals_brute_force(problem: Problem) -> None:
                     choices = [*[0] * i, *recomputation.choices(s, i, j), *[0] * (n - j)]
                     cost = stage_cost(problem, s, i, j, choices)
                     assert cost.recompute_s == pytest.approx(recomputation.extra_s[s, i, j])
-                    assert problem.memory_limit_bytes is None or cost.peak_bytes <= problem.memory_limit_bytes
+                    assert (
+                        problem.memory_limit_bytes is None
+                        or cost.peak_bytes <= problem.memory_limit_bytes
+                    )
 
 
 def test_treatments_to_which_another_is_never_worse_are_left_out() -> None:
-    options = (Option(8), Option(8, extra_s=1.0), Option(2, swapped_bytes=6), Option(4, extra_s=2.0, extra_bytes=9))
-    layer = LayerCost("a", 4.0, 4.0, (*options, Option(5, extra_s=3.0, extra_bytes=2)), input_bytes=1)
+    options = (
+        Option(8),
+        Option(8, extra_s=1.0),
+        Option(2, swapped_bytes=6),
+        Option(4, extra_s=2.0, extra_bytes=9),
+    )
+    layer = LayerCost(
+        "a", 4.0, 4.0, (*options, Option(5, extra_s=3.0, extra_bytes=2)), input_bytes=1
+    )
     left = items(Segments(chain([layer], 1)))[0]
     assert [(x.choice, x.bytes, x.extra_s) for x in left] == [
         (RECOMPUTE, 1, 4.0),

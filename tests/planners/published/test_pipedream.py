@@ -30,7 +30,10 @@ def test_no_cuts_that_fit_have_a_faster_slowest_stage(problem: Problem) -> None:
         with pytest.raises(Infeasible) as caught:
             pipedream(problem)
         smallest = min(evaluation.peak_bytes for evaluation in every)
-        assert (caught.value.smallest_limit_bytes, caught.value.excess_bytes) == (smallest, smallest - limit)
+        assert (caught.value.smallest_limit_bytes, caught.value.excess_bytes) == (
+            smallest,
+            smallest - limit,
+        )
         assert evaluate(problem, pipedream(limited(problem, smallest))).peak_bytes == smallest
 
 
@@ -38,7 +41,11 @@ def test_a_stage_holds_a_version_and_the_activations_for_each_stage_from_it_on()
     layers = (LayerCost("layer", 1.0, 1.0, (Option(10),), parameter_bytes=100),) * 6
     unlimited = Problem(Costs(layers), 3, find_schedule("pipedream"), 8)
     assert pipedream(unlimited).bounds == (0, 2, 4, 6)
-    assert [s.peak_bytes for s in evaluate(unlimited, pipedream(unlimited)).stages] == [660, 440, 220]
+    assert [s.peak_bytes for s in evaluate(unlimited, pipedream(unlimited)).stages] == [
+        660,
+        440,
+        220,
+    ]
     for limit in (659, 440):
         assert pipedream(limited(unlimited, limit)).bounds == (0, 1, 3, 6)
     with pytest.raises(Infeasible, match="pipedream keeps every activation") as caught:
@@ -49,7 +56,21 @@ def test_a_stage_holds_a_version_and_the_activations_for_each_stage_from_it_on()
 def test_a_slow_transfer_is_the_bottleneck_that_cuts_avoid() -> None:
     layers = (LayerCost("layer", 1.0, 1.0, (Option(10),)),) * 4
     edges = (Edge(0, (1,), 1), Edge(1, (2,), 100), Edge(2, (3,), 1))
-    fast = Problem(Costs(layers, edges), 2, find_schedule("pipedream"), 8, peer=Link(1000.0), peer_uses_host=False)
+    fast = Problem(
+        Costs(layers, edges),
+        2,
+        find_schedule("pipedream"),
+        8,
+        peer=Link(1000.0),
+        peer_uses_host=False,
+    )
     assert pipedream(fast).bounds == (0, 2, 4)
-    slow = Problem(Costs(layers, edges), 2, find_schedule("pipedream"), 8, peer=Link(25.0), peer_uses_host=False)
+    slow = Problem(
+        Costs(layers, edges),
+        2,
+        find_schedule("pipedream"),
+        8,
+        peer=Link(25.0),
+        peer_uses_host=False,
+    )
     assert pipedream(slow).bounds in {(0, 1, 4), (0, 3, 4)}

@@ -29,16 +29,26 @@ def problem_of(layers: list[LayerCost], devices: int, sizes: list[int], **more: 
 
 
 def cluster(devices_per_machine: int, machines: int, peer: float, network: float) -> Cluster:
-    return Cluster("cluster", DEVICE, devices_per_machine, machines, peer=Link(peer), network=Link(network))
+    return Cluster(
+        "cluster", DEVICE, devices_per_machine, machines, peer=Link(peer), network=Link(network)
+    )
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     n = draw(st.integers(2, 5))
     number = st.integers(0, 9)
-    state = random.getstate()  # checked annotations look at random elements, which hypothesis does not like here
+    state = (
+        random.getstate()
+    )  # checked annotations look at random elements, which hypothesis does not like here
     layers = [
-        LayerCost(f"layer{i}", draw(number) + 1.0, 2.0, (Option(draw(number)),), parameter_bytes=10 * draw(number))
+        LayerCost(
+            f"layer{i}",
+            draw(number) + 1.0,
+            2.0,
+            (Option(draw(number)),),
+            parameter_bytes=10 * draw(number),
+        )
         for i in range(n)
     ]
     sizes = [draw(number) for _ in range(n - 1)]
@@ -46,7 +56,9 @@ def problems(draw: st.DrawFn) -> Problem:
     if machines * each > n:
         machines, each = 1, 2
     link = st.sampled_from([2.0, 10.0, 50.0])
-    problem = problem_of(layers, machines * each, sizes, peer=Link(draw(link)), peer_uses_host=False)
+    problem = problem_of(
+        layers, machines * each, sizes, peer=Link(draw(link)), peer_uses_host=False
+    )
     if draw(st.booleans()):
         problem = replace(problem, cluster=cluster(each, machines, draw(link), draw(link)))
     random.setstate(state)
@@ -62,18 +74,24 @@ def levels(problem: Problem) -> list[tuple[int, int, Link]]:
     return [(each, 1, problem.cluster.peer), (machines, each, problem.cluster.network)]
 
 
-def pipelines(problem: Problem, k: int, i: int, j: int, behind: Fraction) -> Iterator[tuple[float, Stages, int]]:
+def pipelines(
+    problem: Problem, k: int, i: int, j: int, behind: Fraction
+) -> Iterator[tuple[float, Stages, int]]:
     """Every pipeline for layers [i, j) over a part of level k: slowest seconds, stages, bytes of the fullest device."""
     if k == 0:
         count = math.ceil(1 + behind)
         same = replace(problem, cluster=None)
-        peak = stage_cost(same, problem.stages - count, i, j, [0] * len(problem.costs.layers)).peak_bytes
+        peak = stage_cost(
+            same, problem.stages - count, i, j, [0] * len(problem.costs.layers)
+        ).peak_bytes
         yield sum(x.forward_s + x.backward_s for x in problem.costs.layers[i:j]), ((i, j, 1),), peak
     else:
         yield from splits(problem, k, i, j, behind, levels(problem)[k - 1][0])
 
 
-def splits(problem: Problem, k: int, i: int, j: int, behind: Fraction, m: int) -> Iterator[tuple[float, Stages, int]]:
+def splits(
+    problem: Problem, k: int, i: int, j: int, behind: Fraction, m: int
+) -> Iterator[tuple[float, Stages, int]]:
     """Those over the first m parts of a level."""
     parts, devices, link = levels(problem)[k - 1]
     for last in range(1, m + 1):
@@ -121,7 +139,9 @@ def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
     problem = replace(problem, memory_limit_bytes=limit)
     if fitting:
         ours = stages_of(problem)
-        assert min(seconds for seconds, stages in fitting if stages == ours) == pytest.approx(min(fitting)[0])
+        assert min(seconds for seconds, stages in fitting if stages == ours) == pytest.approx(
+            min(fitting)[0]
+        )
     else:
         with pytest.raises(Infeasible) as caught:
             pipedream(problem, replicate=True)
@@ -131,7 +151,9 @@ def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
 def test_convolutions_are_replicated_and_the_dense_layer_is_not() -> None:
     convolutions = [LayerCost("convolution", 1.0, 2.0, (Option(8),))] * 3
     dense = LayerCost("dense", 0.5, 0.5, (Option(8),), parameter_bytes=1000)
-    decision = pipedream(problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)), replicate=True)
+    decision = pipedream(
+        problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)), replicate=True
+    )
     assert (decision.bounds, decision.replicas) == ((0, 3, 4), (3, 1))
 
 
@@ -145,5 +167,10 @@ def test_gradients_are_summed_inside_machines_and_activations_cross_the_network(
 def test_devices_fill_machines() -> None:
     layers = [LayerCost("layer", 1.0, 2.0, (Option(8),))] * 6
     for devices in (3, 6):
-        with pytest.raises(ValueError, match=f"{devices} devices: cluster cluster has 2 machines of 2"):
-            pipedream(problem_of(layers, devices, [1] * 5, cluster=cluster(2, 2, 10.0, 10.0)), replicate=True)
+        with pytest.raises(
+            ValueError, match=f"{devices} devices: cluster cluster has 2 machines of 2"
+        ):
+            pipedream(
+                problem_of(layers, devices, [1] * 5, cluster=cluster(2, 2, 10.0, 10.0)),
+                replicate=True,
+            )

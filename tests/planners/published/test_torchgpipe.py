@@ -16,7 +16,10 @@ from tests.planners.small import problems as whole_problems
 
 
 def blocks(costs: list[float], cuts: list[int]) -> list[float]:
-    return [float(np.sum(costs[a:b])) for a, b in zip(np.cumsum([0, *cuts]), np.cumsum(cuts), strict=False)]
+    return [
+        float(np.sum(costs[a:b]))
+        for a, b in zip(np.cumsum([0, *cuts]), np.cumsum(cuts), strict=False)
+    ]
 
 
 @st.composite
@@ -28,7 +31,9 @@ def problems(draw: st.DrawFn) -> tuple[list[float], int]:
 
 @settings(max_examples=160, deadline=None)
 @given(problems())
-def test_no_two_blocks_differ_by_more_than_the_costliest_layer(problem: tuple[list[float], int]) -> None:
+def test_no_two_blocks_differ_by_more_than_the_costliest_layer(
+    problem: tuple[list[float], int],
+) -> None:
     costs, stages = problem
     cuts = block_partition(costs, stages)
     assert len(cuts) == stages

@@ -20,11 +20,17 @@ def block(kept: int = 6, recompute_s: float = 1.0, seconds: float = 3.0) -> Laye
     return LayerCost("block", seconds / 3, 2 * seconds / 3, options)
 
 
-def first_stage(layers: list[LayerCost], save: int, host: Link, traffic_s: float = 0.0) -> Selection:
+def first_stage(
+    layers: list[LayerCost], save: int, host: Link, traffic_s: float = 0.0
+) -> Selection:
     """Five micro-batches in flight on these layers, which must save so many bytes."""
     peer = Link(float("inf"), traffic_s)
     problem = chain([*layers, *[block(0)] * 4], 5, host=host, peer=peer)
-    keeps = evaluate(problem, Decision.keeping_all([0, *range(len(layers), len(layers) + 5)])).stages[0].peak_bytes
+    keeps = (
+        evaluate(problem, Decision.keeping_all([0, *range(len(layers), len(layers) + 5)]))
+        .stages[0]
+        .peak_bytes
+    )
     segments = Segments(limited(problem, keeps - save))
     stage = Selection(segments, FateChanges(problem, 5), 0, 0, len(layers))
     swap_recompute(stage)
@@ -52,7 +58,9 @@ def test_activation_traffic_comes_first_on_the_link() -> None:
 
 
 def test_more_is_swapped_than_hides_only_if_recomputation_is_not_enough() -> None:
-    swap_only = LayerCost("block", 1.0, 2.0, (Option(0), Option(0, swapped_bytes=6, swaps_input=True)), input_bytes=6)
+    swap_only = LayerCost(
+        "block", 1.0, 2.0, (Option(0), Option(0, swapped_bytes=6, swaps_input=True)), input_bytes=6
+    )
     assert first_stage([block()] * 4, 4 * 30, Link(3.0)).choices == [RECOMPUTE] * 4
     stage = first_stage([block(), swap_only], 30 + 6, Link(0.5))
     assert stage.choices == [RECOMPUTE, SWAP]
@@ -64,7 +72,11 @@ def test_what_saves_most_is_swapped_first() -> None:
 
 
 def test_what_saves_most_per_second_is_recomputed_first() -> None:
-    layers = [block(8, recompute_s=4.0, seconds=12.0), block(6, recompute_s=1.0), block(4, recompute_s=1.0)]
+    layers = [
+        block(8, recompute_s=4.0, seconds=12.0),
+        block(6, recompute_s=1.0),
+        block(4, recompute_s=1.0),
+    ]
     assert first_stage(layers, 1, Link(1e-3)).choices == [KEEP, RECOMPUTE, KEEP]
     assert first_stage(layers, 31, Link(1e-3)).choices == [KEEP, RECOMPUTE, RECOMPUTE]
 
@@ -94,7 +106,10 @@ def best_cut_s(layers: list[LayerCost], stages: int) -> float:
     seconds = [layer.forward_s + layer.backward_s for layer in layers]
     if stages == 1:
         return sum(seconds)
-    return min(max(sum(seconds[:i]), best_cut_s(layers[i:], stages - 1)) for i in range(1, len(layers) - stages + 2))
+    return min(
+        max(sum(seconds[:i]), best_cut_s(layers[i:], stages - 1))
+        for i in range(1, len(layers) - stages + 2)
+    )
 
 
 def test_memory_alone_moves_layers() -> None:

@@ -48,7 +48,9 @@ def until_it_is_told(writer: Writer) -> None:
         writer.check()
 
 
-@pytest.mark.parametrize("ask", [Writer.wait, until_it_is_told, lambda writer: writer.begin(lambda: None)])
+@pytest.mark.parametrize(
+    "ask", [Writer.wait, until_it_is_told, lambda writer: writer.begin(lambda: None)]
+)
 def test_a_failure_is_told_once_to_whoever_asks_next(ask: Callable[[Writer], None]) -> None:
     with Writer() as writer:
         writer.begin(fails)
@@ -64,7 +66,11 @@ def begun(error: Exception | None) -> None:
             raise error
 
 
-@pytest.mark.parametrize(("error", "told"), [(None, "the disk is full"), (ValueError("no number"), "no number")])
-def test_the_end_tells_of_it_unless_something_else_went_wrong(error: Exception | None, told: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"), [(None, "the disk is full"), (ValueError("no number"), "no number")]
+)
+def test_the_end_tells_of_it_unless_something_else_went_wrong(
+    error: Exception | None, told: str
+) -> None:
     with pytest.raises((OSError, ValueError), match=told):
         begun(error)

@@ -18,7 +18,10 @@ META = {"step": 1, "extra": {}}
 
 
 def arrays(value: float) -> dict[str, dict[str, Any]]:
-    return {"parameter": {"a/b": np.full((3, 4), value, np.float32), "": np.asarray(value, np.float32)}, "state": {}}
+    return {
+        "parameter": {"a/b": np.full((3, 4), value, np.float32), "": np.asarray(value, np.float32)},
+        "state": {},
+    }
 
 
 def value_in(path: Path) -> float:
@@ -34,7 +37,9 @@ def test_whenever_a_save_is_cut_short_the_newest_whole_one_is_restored(tmp_path:
     assert len(values) > 12
     assert values == sorted(values)
     assert set(values) == {1.0, 2.0}
-    for moment in list(copies.iterdir())[::10]:  # what a killed process left does not mislead the next one
+    for moment in list(copies.iterdir())[
+        ::10
+    ]:  # what a killed process left does not mislead the next one
         save_checkpoint(moment / "saved", arrays(3.0), META)
         assert value_in(moment / "saved") == 3.0
         assert len(list((moment / "saved").iterdir())) == 1
@@ -42,7 +47,9 @@ def test_whenever_a_save_is_cut_short_the_newest_whole_one_is_restored(tmp_path:
 
 def test_a_file_in_the_way_is_named_and_stays(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="notes is a file, and a checkpoint is a folder: save under another name"):
+    with pytest.raises(
+        ValueError, match="notes is a file, and a checkpoint is a folder: save under another name"
+    ):
         save_checkpoint(tmp_path / "notes", arrays(1.0), META)
     assert (tmp_path / "notes").read_text() == "mine"
 
@@ -56,7 +63,9 @@ def test_a_full_disk_is_one_error_and_the_older_checkpoint_stays(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}: .*File too large"):
+        with pytest.raises(
+            OSError, match=f"cannot write the checkpoint {tmp_path}: .*File too large"
+        ):
             save_checkpoint(tmp_path, {"parameter": large}, META)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -65,7 +74,9 @@ def test_a_full_disk_is_one_error_and_the_older_checkpoint_stays(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_bit_that_flips_anywhere_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bit_that_flips_anywhere_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     values = np.random.default_rng(0).random((30, 30)).astype(np.float32)
     save_checkpoint(tmp_path, {"parameter": {"a": values}}, META)
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
@@ -94,8 +105,13 @@ def test_arrays_of_every_kind_come_back(tmp_path: Path) -> None:
         "keys": keys,
         "no keys": keys[:0],
     }
-    given |= {str(t): some.astype(t) for t in (jnp.bfloat16, jnp.int4, jnp.float8_e5m2, np.complex64, np.complex128)}
-    save_checkpoint(tmp_path, {"parameter": given, "state": {"alone": np.zeros((4, 0))}, "empty": {}}, META)
+    given |= {
+        str(t): some.astype(t)
+        for t in (jnp.bfloat16, jnp.int4, jnp.float8_e5m2, np.complex64, np.complex128)
+    }
+    save_checkpoint(
+        tmp_path, {"parameter": given, "state": {"alone": np.zeros((4, 0))}, "empty": {}}, META
+    )
     loaded, _ = load_checkpoint(tmp_path)
     assert loaded["state"]["alone"].shape == (4, 0)
     assert loaded["empty"] == {}
@@ -111,7 +127,9 @@ def test_arrays_of_every_kind_come_back(tmp_path: Path) -> None:
 def test_a_checkpoint_without_generations_is_read_and_replaced(tmp_path: Path) -> None:
     """They were written so once: Orbax's items in the folder itself."""
     meta = META | {"keys": []}
-    items = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(meta))
+    items = ocp.args.Composite(
+        arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(meta)
+    )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "old", items)
     assert value_in(tmp_path / "old") == 1.0
@@ -121,7 +139,9 @@ def test_a_checkpoint_without_generations_is_read_and_replaced(tmp_path: Path) -
 
 
 def test_metadata_that_is_gone_is_named(tmp_path: Path) -> None:
-    items = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(META))
+    items = ocp.args.Composite(
+        arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(META)
+    )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "old", items)
     metadata = tmp_path / "old" / "meta" / "metadata"

@@ -30,7 +30,9 @@ def test_a_plain_state_has_the_newest_version_of_every_parameter() -> None:
     newest: dict[int, tuple[int, jax.Array]] = {}
     for spot, array in zip(names, state.arrays, strict=True):
         if spot.value.kind is ValueKind.PARAMETER:
-            newest[spot.value.index] = max(newest.get(spot.value.index, (-99, array)), (spot.value.version, array))
+            newest[spot.value.index] = max(
+                newest.get(spot.value.index, (-99, array)), (spot.value.version, array)
+            )
     for buffer, array in zip(compiled.persistent, plain, strict=True):
         assert array.devices() == {compiled.devices[buffer.place]}
         np.testing.assert_array_equal(array, newest[buffer.value.index][1])
@@ -64,4 +66,6 @@ def test_arrays_come_back_by_their_names_and_a_foreign_name_is_refused() -> None
     assert sum(ledger.live) == sum(x.nbytes for x in state.arrays)
     (first, value), *others = values.items()
     with pytest.raises(ValueError, match=r"names its arrays otherwise .* another version wrote it"):
-        restore_in_flight(compiled, state.stream_steps, {first + "?": value, **dict(others)}, ledger)
+        restore_in_flight(
+            compiled, state.stream_steps, {first + "?": value, **dict(others)}, ledger
+        )

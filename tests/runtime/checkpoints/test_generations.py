@@ -68,7 +68,9 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
         digests.write_text(digests.read_text().replace("}", "]"))
     else:
         digests.unlink()
-    with pytest.raises(DamageError, match=r"digests\.json" if "dig" in damage else r"inner/b\.txt is"):
+    with pytest.raises(
+        DamageError, match=r"digests\.json" if "dig" in damage else r"inner/b\.txt is"
+    ):
         generations.check(generation)
 
 
@@ -87,6 +89,8 @@ def test_whenever_a_deletion_is_cut_short_nothing_half_counts(tmp_path: Path) ->
     with copied_at_every_operation(folder, copies):
         generations.delete(folder)
     assert not folder.exists()
-    whole = [newest(moment) is not None and read(moment) == "old" for moment in sorted(copies.iterdir())]
+    whole = [
+        newest(moment) is not None and read(moment) == "old" for moment in sorted(copies.iterdir())
+    ]
     assert whole == sorted(whole, reverse=True)
     assert {True, False} == {newest(moment) is not None for moment in copies.iterdir()}

@@ -80,7 +80,9 @@ def held(process: int, value: float) -> dict[str, dict[str, Any]]:
 
 
 def saved_by(count: int, path: Path, value: float, **options: Any) -> list[Any]:
-    return outcomes(count, lambda hosts: save_parts(hosts, path, held(hosts.process, value), META), **options)
+    return outcomes(
+        count, lambda hosts: save_parts(hosts, path, held(hosts.process, value), META), **options
+    )
 
 
 def value_in(path: Path) -> float:
@@ -98,15 +100,23 @@ def assert_same(told: Any, expected: Any) -> None:
     np.testing.assert_array_equal(told, expected)
 
 
-def test_every_array_of_every_process_comes_back_from_the_part_of_its_process(tmp_path: Path) -> None:
+def test_every_array_of_every_process_comes_back_from_the_part_of_its_process(
+    tmp_path: Path,
+) -> None:
     some = np.random.default_rng(0).random((4, 6)).astype(np.float32)
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
     mine = [
         {"parameter": {"a/b": some, "": some[0, 0]}, "optimizer": {"key": keys}},
         {"parameter": {}, "optimizer": {}},
-        {"parameter": {"c": some.astype(jnp.bfloat16), "d": some.astype(jnp.int4)}, "optimizer": {"n": some[:0]}},
+        {
+            "parameter": {"c": some.astype(jnp.bfloat16), "d": some.astype(jnp.int4)},
+            "optimizer": {"n": some[:0]},
+        },
     ]
-    assert outcomes(3, lambda hosts: save_parts(hosts, tmp_path, mine[hosts.process], META)) == [None] * 3
+    assert (
+        outcomes(3, lambda hosts: save_parts(hosts, tmp_path, mine[hosts.process], META))
+        == [None] * 3
+    )
     arrays, meta = load_checkpoint(tmp_path)
     for kind in ("parameter", "optimizer"):
         expected = {name: x for part in mine for name, x in part[kind].items()}
@@ -124,7 +134,9 @@ def test_every_array_of_every_process_comes_back_from_the_part_of_its_process(tm
     (saved.generation / "part-0000.safetensors").unlink()
     some_alone = saved.read({("parameter", "d"), ("optimizer", "n")})
     assert some_alone["parameter"].keys() == arrays["parameter"].keys(), "the names of all are told"
-    assert {name for named in some_alone.values() for name, x in named.items() if x is not None} == {"d", "n"}
+    assert {
+        name for named in some_alone.values() for name, x in named.items() if x is not None
+    } == {"d", "n"}
     assert_same(some_alone["parameter"]["d"], mine[2]["parameter"]["d"])
     delete_checkpoint(tmp_path)
     assert not tmp_path.exists()
@@ -146,7 +158,9 @@ def test_whenever_a_process_is_killed_the_older_or_the_new_one_is_whole(tmp_path
         assert isinstance(ends[process], KilledError)
         assert isinstance(ends[1 - process], HostLost), "who lives on is told"
         value = value_in(folder)
-        assert saved_by(2, folder, 3.0) == [None, None], "what the dead left is no obstacle, and goes"
+        assert saved_by(2, folder, 3.0) == [None, None], (
+            "what the dead left is no obstacle, and goes"
+        )
         assert value_in(folder) == 3.0
         assert len(list(folder.iterdir())) == 1
         return value
@@ -154,7 +168,9 @@ def test_whenever_a_process_is_killed_the_older_or_the_new_one_is_whole(tmp_path
     moments = [(process, word) for process in (0, 1) for word in range(5)]
     with ThreadPoolExecutor(len(moments)) as pool:
         values = dict(zip(moments, pool.map(killed, moments), strict=True))
-    assert values == {at: 2.0 if at[1] == 4 else 1.0 for at in moments}, "the last word is said after the renaming"
+    assert values == {at: 2.0 if at[1] == 4 else 1.0 for at in moments}, (
+        "the last word is said after the renaming"
+    )
 
 
 def test_at_every_operation_on_files_the_older_or_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -174,21 +190,31 @@ def test_a_disk_that_is_full_for_one_is_told_by_all_and_the_older_one_stays(tmp_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        ends = outcomes(2, lambda h: save_parts(h, tmp_path, noise if h.process else held(0, 2.0), META))
+        ends = outcomes(
+            2, lambda h: save_parts(h, tmp_path, noise if h.process else held(0, 2.0), META)
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [type(end) for end in ends] == [Disagreement, OSError]
-    assert str(ends[0]).startswith(f"process 1 says: OSError: cannot write the checkpoint {tmp_path}: ")
+    assert str(ends[0]).startswith(
+        f"process 1 says: OSError: cannot write the checkpoint {tmp_path}: "
+    )
     assert value_in(tmp_path) == 1.0
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_folder_that_not_all_see_is_named_and_nothing_is_saved(tmp_path: Path) -> None:
     paths = [tmp_path / "here", tmp_path / "there"]
-    ends = outcomes(2, lambda hosts: save_parts(hosts, paths[hosts.process], held(hosts.process, 1.0), META))
+    ends = outcomes(
+        2, lambda hosts: save_parts(hosts, paths[hosts.process], held(hosts.process, 1.0), META)
+    )
     assert all(f"{paths[1]} is another folder in process 1" in str(end) for end in ends)
-    (paths[1] / "generation-000001.draft").mkdir(parents=True)  # such as a save that was killed leaves there
-    ends = outcomes(2, lambda hosts: save_parts(hosts, paths[hosts.process], held(hosts.process, 1.0), META))
+    (paths[1] / "generation-000001.draft").mkdir(
+        parents=True
+    )  # such as a save that was killed leaves there
+    ends = outcomes(
+        2, lambda hosts: save_parts(hosts, paths[hosts.process], held(hosts.process, 1.0), META)
+    )
     assert all(f"{paths[0]} is another folder in process 1" in str(end) for end in ends)
     assert list(paths[0].iterdir()) == []
 
@@ -196,12 +222,17 @@ def test_a_folder_that_not_all_see_is_named_and_nothing_is_saved(tmp_path: Path)
 def test_a_file_in_the_way_is_told_by_all(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     ends = saved_by(2, tmp_path / "notes", 1.0)
-    assert all("notes is a file, and a checkpoint is a folder: save under another name" in str(end) for end in ends)
+    assert all(
+        "notes is a file, and a checkpoint is a folder: save under another name" in str(end)
+        for end in ends
+    )
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
 @pytest.mark.parametrize("writers", [1, 2])
-def test_damage_to_any_file_is_told_alike_by_all(writers: int, readers: int, tmp_path: Path) -> None:
+def test_damage_to_any_file_is_told_alike_by_all(
+    writers: int, readers: int, tmp_path: Path
+) -> None:
     if writers == 1:
         save_checkpoint(tmp_path, held(0, 1.0), META)
     else:
@@ -231,7 +262,10 @@ def test_processes_that_read_different_checkpoints_are_told_apart(tmp_path: Path
     for i, path in enumerate(paths):
         save_checkpoint(path, held(0, 1.0), META | {"step": i})
     ends = outcomes(2, lambda hosts: open_together(hosts, paths[hosts.process]))
-    assert all(str(end).startswith("the checkpoints differ between processes: meta.json is ") for end in ends)
+    assert all(
+        str(end).startswith("the checkpoints differ between processes: meta.json is ")
+        for end in ends
+    )
     delete_checkpoint(paths[1])
     ends = outcomes(2, lambda hosts: open_together(hosts, paths[hosts.process]))
     assert str(ends[0]) == f"process 1 says: {paths[1]} holds no checkpoint that jvpipe saved"

@@ -96,7 +96,9 @@ def test_leaves_without_elements_are_saved(tmp_path: Path) -> None:
         ("noisy_sgd", "threefry2x32"),
     ),
 )
-def test_typed_keys_of_the_optimizer_move_and_are_saved(name: str, impl: str, tmp_path: Path) -> None:
+def test_typed_keys_of_the_optimizer_move_and_are_saved(
+    name: str, impl: str, tmp_path: Path
+) -> None:
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
         return through(params, batch)
 
@@ -135,7 +137,9 @@ def test_a_fresh_pipeline_knows_the_containers_and_keys_of_the_model_state(tmp_p
     assert_same(other.params(again), pipe.params(state))
 
 
-def test_what_several_processes_save_is_what_one_saves_and_one_goes_on_from_it(tmp_path: Path) -> None:
+def test_what_several_processes_save_is_what_one_saves_and_one_goes_on_from_it(
+    tmp_path: Path,
+) -> None:
     pipe, state = begun(schedule="pipedream")
     for now, _ in pipe.run(state, [tiny.BATCH] * 2):
         state = now
@@ -146,15 +150,22 @@ def test_what_several_processes_save_is_what_one_saves_and_one_goes_on_from_it(t
     places = [spot.place for spot in names_of(compiled, steps)]
 
     def save(hosts: Hosts) -> None:
-        held = [x if place == hosts.process else None for place, x in zip(places, state.arrays, strict=True)]
+        held = [
+            x if place == hosts.process else None
+            for place, x in zip(places, state.arrays, strict=True)
+        ]
         save_parts(hosts, tmp_path, saving.arrays(held, steps), meta)
 
     assert each(2, save) == [None, None]
     arrays, whole = load_checkpoint(tmp_path)[0], saving.arrays(state.arrays, steps)
-    assert {kind: named.keys() for kind, named in arrays.items()} == {kind: n.keys() for kind, n in whole.items()}
+    assert {kind: named.keys() for kind, named in arrays.items()} == {
+        kind: n.keys() for kind, n in whole.items()
+    }
     assert_same(arrays, whole)
     other = tiny.pipeline(schedule="pipedream")
     again = other.restore(tmp_path)
     assert_same(again.arrays, state.arrays)
-    (ahead, _), (after, _) = (next(p.run(s, [tiny.BATCH])) for p, s in ((pipe, state), (other, again)))
+    (ahead, _), (after, _) = (
+        next(p.run(s, [tiny.BATCH])) for p, s in ((pipe, state), (other, again))
+    )
     assert_same(ahead.arrays, after.arrays)

@@ -59,7 +59,9 @@ def test_a_tree_comes_back(name: str) -> None:
 
 def test_a_class_that_is_not_there_is_named() -> None:
     told = json.dumps(skeleton.dump(abstract(TREES["named tuple"])))
-    with pytest.raises(ValueError, match=r"of class Momenta of .*test_skeleton: import that before restore"):
+    with pytest.raises(
+        ValueError, match=r"of class Momenta of .*test_skeleton: import that before restore"
+    ):
         skeleton.load(json.loads(told.replace("Moments", "Momenta")))
 
 
