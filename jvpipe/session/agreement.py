@@ -101,13 +101,8 @@ def agree_on_given(
     )
 
 
-def agreed_plan(compiled: CompiledPlan) -> Parts:
-    """What is to run where."""
-    return [("plan", str(compiled.plan.to_json()))]
-
-
 def agreed_rows(compiled: CompiledPlan) -> Parts:
-    """The same of the lowered rows, once they are bound."""
+    """The lowered rows, once they are bound."""
     return [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
 
 

@@ -17,7 +17,7 @@ from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
-from jvpipe.session.agreement import agreed_plan, agreed_rows
+from jvpipe.session.agreement import agreed_rows
 from jvpipe.session.batches import shapes_of
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
@@ -112,8 +112,6 @@ def restore(session: Session, path: str | Path) -> State:
     saved = open_together(hosts, path)
     if not session.compiled_plans:
         session.compiled_plans.trace(*saved_inputs(path, saved.meta))
-        if hosts is not None:
-            hosts.agree("what the processes run", agreed_plan(session.compiled))
     compiled = session.compiled
     if compiled.previous:  # it was on its way from another plan
         compiled = replace(compiled, previous=None)

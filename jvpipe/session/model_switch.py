@@ -8,7 +8,7 @@ from typing import Any
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
-from jvpipe.session.agreement import agreed_plan, agreed_rows
+from jvpipe.session.agreement import agreed_rows
 from jvpipe.session.session import Session
 
 Tree = Any
@@ -35,10 +35,8 @@ def switch_model(
     session.check_state(state)
     known, present = session.known_models, session.compiled_plans
     compiled_plans = known.compiled_for(present, loss_fn, params, model_state)
-    if (hosts := session.settings.hosts) is not None:
-        hosts.agree("new models", agreed_plan(compiled_plans.current))
     switch = known.plan_switch(present, compiled_plans, params, model_state, session.limits)
-    if hosts is not None:  # nothing crosses before all are ready
+    if (hosts := session.settings.hosts) is not None:  # nothing crosses before all are ready
         hosts.agree("the rows of new models", agreed_rows(compiled_plans.current))
     session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
     state = session.drain(state)

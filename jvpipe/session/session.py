@@ -32,7 +32,7 @@ from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
-from jvpipe.session.agreement import agreed_plan, agreed_rows, option_parts, told_peaks
+from jvpipe.session.agreement import agreed_rows, option_parts, told_peaks
 from jvpipe.session.batches import check_fed, feeds_of
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.known_models import KnownModels
@@ -239,8 +239,6 @@ class Session:
             leaves_of: puts or makes the parameters, given how they are split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
-        if self.settings.hosts is not None:
-            self.settings.hosts.agree("what the processes run", agreed_plan(compiled_plans.current))
         states = given_leaves(jax.tree.leaves(model_state))
         leaves = compiled_plans.take_leaves() | {
             ("state", i): leaf for i, leaf in enumerate(states)
