@@ -374,6 +374,11 @@ def placed(
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding_on(device, spec))
 
 
+def has_devices() -> bool:
+    """Whether JAX has made its devices; asking makes none."""
+    return cast(Any, multihost_utils).xla_bridge.backends_are_initialized()
+
+
 def coordination() -> Any:
     """The processes' key-value store and barriers; None where this process is alone."""
     return cast(Any, multihost_utils).distributed.global_state.client

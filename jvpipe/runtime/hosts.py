@@ -20,6 +20,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.failures import HostLost
+from jvpipe.runtime.forks import check_not_forked
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
 from jvpipe.trace.digests import digest
@@ -396,7 +397,11 @@ def telling() -> Iterator[None]:
     """Has the other processes hear of what fails in the block, or in the function that this decorates.
 
     They hear it where they next wait for this process, and raise it too, instead of waiting in vain.
+
+    Raises:
+        ValueError: this process was forked from one that has used JAX.
     """
+    check_not_forked()
     try:
         yield
     except (HostLost, Disagreement):  # all know of these

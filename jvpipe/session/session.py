@@ -21,6 +21,7 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Feeds, Moment
+from jvpipe.runtime.forks import check_not_forked
 from jvpipe.runtime.hosts import together
 from jvpipe.runtime.losses import Losses, LossWatch
 from jvpipe.runtime.migrate import Migration, PlanChange
@@ -194,7 +195,8 @@ class Session:
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model."""
+        """Raises ValueError for what is no state of this pipeline's present model, or in a forked process."""
+        check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
             raise ValueError(
