@@ -16,7 +16,7 @@ from jvpipe.cli import sealed
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes
 from jvpipe.runtime.checkpoints.checkpoint import check_checkpoint, delete_checkpoint, is_checkpoint
-from jvpipe.runtime.checkpoints.generations import DamageError, digest_of
+from jvpipe.runtime.checkpoints.generations import DamageError, digest_of, telling
 
 KEPT_CHECKPOINTS = 2
 
@@ -88,7 +88,8 @@ class RunDir:
         for path in self._folders(
             r"\d{8,}\.(deleted|orbax-checkpoint-tmp.*)"
         ):  # as they were once written
-            shutil.rmtree(path)
+            with telling(path):
+                shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
         """The folders of checkpoints whose name is of a pattern."""

@@ -116,6 +116,20 @@ def test_a_killed_run_goes_on_to_the_bit_with_its_evaluations(whole: Path, tmp_p
     assert checkpoints(run) == checkpoints(whole)
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    assert finished(*arguments(run, "--keep", "1", model="Plain")).returncode == 0
+    shutil.move(run / "checkpoints" / "00000012", moved)
+    (run / "checkpoints" / "00000012").symlink_to(moved)
+    done = resume(run, "--steps", "20")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "00000012 cannot be deleted (it is a link)" in done.stderr
+    assert len(lines(run)) == 20
+    assert checkpoints(run) == [12, 20]
+    assert jvpipe.checkpoint_extra(moved)["step"] == 12
+
+
 def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = finished(

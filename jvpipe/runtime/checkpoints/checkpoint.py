@@ -157,8 +157,10 @@ def check_checkpoint(path: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint, whole or not; what else lies in its folder stays."""
-    remove_orbax(path)
+    """Deletes a checkpoint, whole or not, or warns that it cannot; what else lies in its folder stays."""
+    if not path.is_symlink():
+        with generations.telling(path):
+            remove_orbax(path)
     generations.delete(path)
 
 

@@ -1,18 +1,22 @@
 """Generations: the content of a folder, replaced whole, with a digest of every file.
 
 A new one is written beside the one there is, under another name, and forced to the disk; renaming it makes it the
-newest, and only then is the older one deleted. So whenever a process dies, the newest generation is whole. What else
-lies in the folder is somebody else's, and left alone.
+newest, and only then is the older one deleted. So whenever a process dies, the newest generation is whole. What cannot
+be deleted is told, and tried again with the next one. What else lies in the folder is somebody else's, and left alone.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+
+_log = logging.getLogger("jvpipe")
 
 _DIGESTS = "digests.json"
 _PREFIX, _DRAFT = "generation-", ".draft"
@@ -26,9 +30,7 @@ class DamageError(ValueError):
 
 def newest(folder: Path) -> Path | None:
     """The newest generation in a folder; None if there is none."""
-    if not folder.is_dir():
-        return None
-    return max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_number, default=None)
+    return next(iter(_all(folder)[::-1]), None) if folder.is_dir() else None
 
 
 @contextmanager
@@ -46,9 +48,9 @@ def draft(folder: Path) -> Iterator[Path]:
 def begin_draft(folder: Path) -> Path:
     """A path for the next generation of a folder; the drafts of processes that were killed are gone."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = newest(folder)
-    _sweep(folder, before)
-    return folder / f"{_PREFIX}{_number(before) + 1 if before else 1:06d}{_DRAFT}"
+    _sweep(folder, newest(folder))
+    left = map(_number, filter(_is_ours, folder.iterdir()))
+    return folder / f"{_PREFIX}{max(left, default=0) + 1:06d}{_DRAFT}"
 
 
 def finish_draft(drafted: Path, known: Mapping[str, str] | None = None) -> None:
@@ -90,16 +92,38 @@ def check(generation: Path, names: Collection[str] | None = None) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Deletes all generations of a folder, and the folder if nothing else was in it."""
-    if not any(map(_is_ours, folder.iterdir())):
-        return
-    last = newest(folder)
-    _sweep(folder, last)
-    if last:
-        last.rename(last.with_name(last.name + ".deleted"))  # half a generation is none
-    _sweep(folder, None)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    """Deletes all generations of a folder, and the folder if nothing else was in it.
+
+    What lies behind a link was put there by somebody else, and stays.
+    """
+    with telling(folder):
+        if folder.is_symlink():
+            raise OSError("it is a link")
+        if not any(map(_is_ours, folder.iterdir())):
+            return
+        for each in _all(folder):  # half a generation is none
+            each.rename(each.with_name(each.name + ".deleted"))
+        _sweep(folder, None)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """Inside it a path is deleted; what that fails with is no error, but a warning, the first time."""
+    try:
+        yield
+    except OSError as problem:
+        _tell(path, problem.strerror or str(problem))
+
+
+@cache
+def _tell(path: Path, reason: str) -> None:
+    _log.warning(
+        "%s cannot be deleted (%s): that is tried again at the next checkpoint",
+        path,
+        reason,
+    )
 
 
 def digest_of(path: Path) -> str:
@@ -108,8 +132,13 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def _all(folder: Path) -> list[Path]:
+    """The generations of a folder, the newest last."""
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_number)
+
+
 def _number(generation: Path) -> int:
-    return int(generation.name.removeprefix(_PREFIX))
+    return int(generation.name.removeprefix(_PREFIX).partition(".")[0])
 
 
 def _is_ours(path: Path) -> bool:
@@ -120,7 +149,8 @@ def _sweep(folder: Path, kept: Path | None) -> None:
     """Deletes the older generations and what killed processes left of others."""
     for path in sorted(folder.iterdir()):
         if path != kept and _is_ours(path):
-            shutil.rmtree(path)
+            with telling(path):
+                shutil.rmtree(path)
 
 
 def _seal(folder: Path, known: Mapping[str, str]) -> None:

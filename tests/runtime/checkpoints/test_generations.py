@@ -1,6 +1,9 @@
 """A folder's content is replaced whole, whenever the process dies, and what is not as it was is noticed."""
 
+import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +97,48 @@ def test_whenever_a_deletion_is_cut_short_nothing_half_counts(tmp_path: Path) ->
     ]
     assert whole == sorted(whole, reverse=True)
     assert {True, False} == {newest(moment) is not None for moment in copies.iterdir()}
+
+
+def test_what_cannot_be_deleted_is_told_once_and_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rmtree = tmp_path / "kept", shutil.rmtree
+
+    def busy(path: Path, **given: Any) -> None:
+        if path.name != "generation-000003":
+            raise OSError(39, "Directory not empty")
+        rmtree(path, **given)
+
+    with caplog.at_level(logging.WARNING, "jvpipe"), monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        for text in ("first", "second", "third", "fourth"):
+            write(folder, text)
+            assert read(folder) == text
+        generations.delete(folder)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(set(told))
+    assert f"{folder / 'generation-000001'} cannot be deleted (Directory not empty)" in told[0]
+    assert newest(folder) is None, "half a generation is none"
+    write(folder, "later")
+    assert read(folder) == "later"
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_draft_that_cannot_be_deleted_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "generation-000001.draft").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("busy")))
+    write(tmp_path, "new")
+    assert read(tmp_path) == "new"
+
+
+def test_what_lies_behind_a_link_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "moved", "old")
+    (tmp_path / "kept").symlink_to(tmp_path / "moved")
+    with caplog.at_level(logging.WARNING, "jvpipe"):
+        generations.delete(tmp_path / "kept")
+        generations.delete(tmp_path / "kept")
+    assert read(tmp_path / "kept") == "old"
+    (told,) = caplog.records
+    assert f"{tmp_path / 'kept'} cannot be deleted (it is a link)" in told.getMessage()
