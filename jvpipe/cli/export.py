@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
+from jvpipe.runtime.checkpoints import array_file
 from jvpipe.trace.leaves import path_names
 
 
@@ -49,7 +49,7 @@ def write_safetensors(path: Path, params: PyTree) -> None:
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
     draft = path.with_name(path.name + ".draft")
     try:
-        save_file(arrays, draft)
+        array_file.save(draft, arrays)
         draft.replace(path)
     except (SafetensorError, OSError) as problem:
         draft.unlink(missing_ok=True)

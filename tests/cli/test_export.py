@@ -1,5 +1,6 @@
 """Exported parameters are read by the safetensors library alone."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from jvpipe.cli.export import check_writable, write_safetensors
+from jvpipe.runtime.checkpoints.checkpoint import save_checkpoint
 
 
 def test_keys_are_paths_and_values_survive(tmp_path: Path) -> None:
@@ -54,3 +56,16 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_weights_follows_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_safetensors(tmp_path / "model.safetensors", {"a": np.ones(3)})
+        save_checkpoint(tmp_path / "state", {"parameter": {"a": np.ones(3)}}, {})
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 4
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}

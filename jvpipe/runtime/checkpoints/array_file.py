@@ -4,7 +4,7 @@ What the format cannot hold is told beside: typed keys, which are written as the
 know, which are written as bytes.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,26 @@ def write(file: Path, packed: Packed, checkpoint: Path) -> None:
         OSError: they cannot be written.
     """
     try:
-        save_file(packed.arrays, file)
+        save(file, packed.arrays)
     except SafetensorError as problem:
         raise OSError(f"cannot write the checkpoint {checkpoint}: {problem}") from problem
+
+
+def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays by name; whoever may read what this process writes may read them.
+
+    Args:
+        file: a new one.
+        arrays: that the format can hold.
+
+    Raises:
+        SafetensorError: they cannot be written.
+        OSError: likewise.
+    """
+    file.touch()
+    mode = file.stat().st_mode  # safetensors itself writes for the owner alone
+    save_file(dict(arrays), file)
+    file.chmod(mode)
 
 
 def names_in(file: Path) -> list[str]:
