@@ -103,6 +103,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What commands keep for their user is kept for the tests alone."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def thorough(request: pytest.FixtureRequest) -> bool:
     """Whether every combination is tried."""

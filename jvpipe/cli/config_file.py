@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from jvpipe.ir.names import did_you_mean
 
-RECORDED = ("model_config", "parameters", "data_digest", "files", "digest")
+RECORDED = ("model_config", "parameters", "data_digest", "files", "digest", "made_here")
 """What config.json holds beside options."""
 _WORDS = {
     bool: "true or false",

@@ -60,6 +60,11 @@ def find_model(
     return completed(name, attribute, _member(name, module, attribute), size, options)
 
 
+def is_installed(name: str) -> bool:
+    """Whether a model is one of jvpipe's or announced by an installed package, and not code of whoever names it."""
+    return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
+
+
 def _of_file(path: Path) -> ModuleType:
     """The module of a file, imported once; what lies beside it can be imported too."""
     file = path.resolve()

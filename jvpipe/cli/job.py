@@ -25,6 +25,7 @@ from jvpipe.cli.model_options import fields_of, retrained
 from jvpipe.cli.rundir import RunDir, hold_new
 from jvpipe.cli.runplan import given_plan, kept_plan
 from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
+from jvpipe.cli.trust import MARK, mark
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.phases import phase
@@ -195,7 +196,8 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
         job.pipe.plan
     )  # before the options that it was made for: they say whether it may be used again
     config = _config(options, job.workload) | kept_options(options)
-    run.write_config(config | {"data_digest": job.data.digest, "files": files})
+    told = {"data_digest": job.data.digest, "files": files, MARK: mark(run.path, options.model)}
+    run.write_config(config | told)
     run.explanation.write_text(job.pipe.explain() + "\n")
 
 

@@ -13,6 +13,7 @@ from jvpipe.cli import export
 from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
+from jvpipe.cli.trust import check_made_here
 from jvpipe.report.trackers import check_tracker
 from jvpipe.session.arguments import USUAL_STAGES, whole_numbers
 
@@ -43,6 +44,7 @@ MOST = 2**31 - 1
 NOT_KEPT = (
     "config",
     "resume",
+    "trust",
     "remeasure",
     "profile",
     "init_from",
@@ -119,6 +121,8 @@ class Options:
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other
     stages, another planner, schedule or limit it is planned anew."""
+    trust: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --resume of a folder from elsewhere: runs the model's code that its config.json names."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is always one of the last step."""
     keep: int = KEPT_CHECKPOINTS
@@ -214,7 +218,11 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
             print(
                 f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
             )
-        options = _parsed(arguments, saved | _of_file(options))
+        of_file, trusted = _of_file(options), options.trust
+        asked_for = _parsed(arguments, {"model": ""} | of_file).model
+        options = _parsed(arguments, saved | of_file)
+        if writes and not asked_for and not trusted:
+            check_made_here(before.path, config, options.model)
         if not options.shares and options.devices == saved.get("devices"):
             options = replace(options, devices=None)
     _check(options)

@@ -34,6 +34,7 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
         "profile",
         "remeasure",
         "resume",
+        "trust",
         "tokenizer",
         *OF_PROCESSES,
     } == set(NOT_KEPT)
