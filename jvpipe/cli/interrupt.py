@@ -1,8 +1,69 @@
-"""Ctrl-C and SIGTERM as a wish that is heard between two steps."""
+"""Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a second one is an end."""
 
+import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any, NoReturn
+
+_AGAIN_S = 0.001
+STOPPED = 128
+"""The exit code of who was stopped, less the number of the signal."""
+
+
+def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
+    """Ends the process with one line, whatever it is doing."""
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
+    os._exit(STOPPED + signum)
+
+
+def hear_interrupts() -> None:
+    """Has the first Ctrl-C raise KeyboardInterrupt from here on, and a second signal end the process at once.
+
+    The main thread hears a signal when it is back from where it waits for a device, so another one counts them.
+    """
+    heard, rings = os.pipe()
+    os.set_blocking(rings, False)
+    signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
+
+    def count() -> None:
+        wishes = 0
+        while numbers := os.read(heard, 1):
+            wishes += numbers[0] in StopRequest.signals
+            if wishes > 1:
+                end_at_once(numbers[0])
+
+    threading.Thread(target=count, name="jvpipe-signals", daemon=True).start()
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    sys.unraisablehook = partial(_again, sys.unraisablehook)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, end_at_once)
+    raise KeyboardInterrupt
+
+
+def _again(told: Callable[[Any], object], lost: Any) -> None:
+    """Interrupts anew where Python cannot raise, such as in what it calls while it collects garbage."""
+    if lost.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        told(lost)
+
+
+def leave_stopped(code: int) -> NoReturn:
+    """Ends who was stopped and has said so, without what Python does at its end: a signal there has a traceback.
+
+    Args:
+        code: the exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class StopRequest:
@@ -31,5 +92,5 @@ class StopRequest:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
         for each in self.signals:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, end_at_once)
         print("\nfinishing the step and saving; once more stops at once", file=sys.stderr)

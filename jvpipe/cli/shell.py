@@ -1,8 +1,10 @@
 """Runs a command line, or says in one line which extra it lacks."""
 
+import signal
 import sys
 from importlib import import_module
 
+from jvpipe.cli.interrupt import STOPPED, end_at_once, hear_interrupts, leave_stopped
 from jvpipe.ir.extras import MissingExtraError, extra
 
 
@@ -12,10 +14,18 @@ def run(module: str) -> int:
     Args:
         module: of `jvpipe.cli`, such as `train`.
     """
+    hear_interrupts()
     try:
         with extra("cli"):
             main = import_module(f"jvpipe.cli.{module}").main
-        return main()
+        code = main()
     except MissingExtraError as missing:
         print(f"error: {missing}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = STOPPED + signal.SIGINT
+    signal.signal(signal.SIGINT, end_at_once)
+    if code > STOPPED:
+        leave_stopped(code)
+    return code

@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
     except BaseException as error:
         if hosts.count == 1:
             raise

@@ -1,4 +1,4 @@
-"""The first signal is noted, the second one ends the process, and the handlers are given back."""
+"""The first signal is noted or raised, the second one ends the process, and the handlers are given back."""
 
 import signal
 import subprocess
@@ -19,15 +19,56 @@ def test_a_signal_is_noted_and_the_old_handlers_return(capsys: pytest.CaptureFix
     assert "finishing the step" in capsys.readouterr().err
 
 
-def test_the_second_signal_ends_the_process_at_once() -> None:
-    script = (
-        "import signal, time; from jvpipe.cli.interrupt import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    signal.raise_signal(signal.SIGINT); print('noted', flush=True); signal.raise_signal(signal.SIGINT)\n"
-        "    print('still here')"
+NOTED = """
+with StopRequest():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    print("still here")
+"""
+RAISED = """
+hear_interrupts()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    signal.raise_signal(signal.SIGINT)
+    print("still here")
+"""
+BUSY = """
+hear_interrupts()
+threading.Timer(0.1, send).start()
+threading.Timer(0.3, send).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as while it waits for a device, no handler runs
+print("still here")
+"""
+COLLECTING = """
+hear_interrupts()
+gc.callbacks.append(lambda *_: gc.callbacks.clear() or signal.raise_signal(signal.SIGINT))
+try:
+    gc.collect()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("stopped", file=sys.stderr)
+    leave_stopped(130)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (NOTED, "finishing the step and saving; once more stops at once\n\nstopped at once"),
+        (RAISED, "stopped at once"),
+        (BUSY, "stopped at once"),
+        (COLLECTING, "stopped"),
+    ],
+    ids=["noted", "raised", "busy in C", "lost by the garbage collector, and raised anew"],
+)
+def test_who_is_stopped_ends_with_a_line_and_without_a_traceback(script: str, told: str) -> None:
+    begin = (
+        "import gc, hashlib, os, signal, sys, threading, time\n"
+        "from jvpipe.cli.interrupt import StopRequest, hear_interrupts, leave_stopped\n"
+        "def send(): os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "noted\n"
-    assert done.returncode == -signal.SIGINT
+    command = [sys.executable, "-c", begin + script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == told
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "")
