@@ -21,6 +21,12 @@ from jvpipe._jax import Atom, JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
 from jvpipe.trace.alike import Alike
 
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+"""What is linear in each operand."""
+_JOINING = ("add", "sub", "add_any", "concatenate", "stack", "select_n", "pad", "scatter-add")
+"""What is linear in all operands, but for those that say which."""
+_PICKING = ("gather", "dynamic_slice", "cumsum")
+"""What is linear in its first operand."""
 _LINEAR = (
     "neg",
     "convert_element_type",
@@ -60,9 +66,11 @@ class Beside(StrEnum):
 class Lies:
     """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
 
-    `roots` are the reductions over examples that it was made of. It is a sum divided by what has the number `divisor`.
-    Where `beside` says so it is what `over` says if slices compute it in another way. It depends on what is `open`, and
-    is a scale that may close that (`jvpipe.trace.normalised`).
+    What has a part for each example may have a power too: a slice makes it with its own count.
+    `roots` are the reductions over examples that it was made of. It is a sum divided by what has
+    the number `divisor`. Where `beside` says so it is what `over` says if slices compute it in
+    another way. It depends on what is `open`, and is a scale that may close that
+    (`jvpipe.trace.normalised`).
     """
 
     over: Over
@@ -73,6 +81,13 @@ class Lies:
     beside: Beside | None = None
     open: frozenset[Var] = frozenset()
     is_scale: bool = False
+    excess: int = 0  # of a sum over examples, times that power of their number
+    is_zero: bool = False  # nothing, whatever the examples: it goes with all
+
+    @property
+    def is_count(self) -> bool:
+        """True for a power of the number of examples, times what depends on none."""
+        return self.power != 0 and self.over is not Over.ALONG
 
     @property
     def reduced(self) -> bool:
@@ -81,15 +96,50 @@ class Lies:
 
 
 NONE = Lies(Over.NONE)
+ZERO = Lies(Over.NONE, is_zero=True)
 
 
-def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Lies:
+def counted(power: int) -> Lies:
+    """How that power of the number of examples lies."""
+    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
+
+
+def summed(power: int) -> Lies:
+    """How a sum lies, over the examples, of values that are times that power of their number."""
+    known = {0: Over.SUM, -1: Over.MEAN}
+    return Lies(known[power]) if power in known else Lies(Over.MIXED, excess=power)
+
+
+def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
+    """The power of the number of examples in a result that has a part for each; None: no power of it.
+
+    Args:
+        eqn: of which an operand has a part for each example.
+        ins: its operands.
+    """
+    powers, name = [x.power for x in ins], eqn.primitive.name
+    if not any(powers):
+        return 0
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return sum(powers)
+    if name == "div":
+        return powers[0] - powers[1]
+    same = {x.power for x in (ins[1:] if name == "select_n" else ins) if not x.is_zero}
+    alike = len(same) == 1 and not any(x.is_count for x in ins)
+    if name in _LINEAR or name in _JOINING:
+        return same.pop() if alike and (name != "select_n" or not ins[0].power) else None
+    return powers[0] if name in _PICKING and not any(powers[1:]) else None
+
+
+def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool = False) -> Lies:
     """Tells how the result of an equation lies, none of whose operands has a part for each example.
 
     Args:
         eqn: of one result, or of several that lie alike.
         ins: its operands.
         alike: tells which operands are equal, and which are whole numbers.
+        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses
+            between is model state, of which the user speaks.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -98,9 +148,15 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Lies:
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    if name in _LINEAR and len(moving) == 1:
+    if len(moving) == 1 and (
+        name in (*_LINEAR, *_PRODUCTS) or (name in _PICKING and ins[0] in moving)
+    ):
         return moving[0]
     match name:
+        case "concatenate" | "stack" | "pad" | "scatter-add":
+            return _joined(eqn, ins)
+        case "select_n" if in_rule:
+            return _joined(eqn, ins)
         case "add" | "sub" | "add_any":
             lies = _added(eqn, ins)
         case "mul" if len(moving) == 1:
@@ -118,6 +174,19 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Lies:
         case _:
             lies = None
     return replace(lies or Lies(Over.MIXED), roots=roots)
+
+
+def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
+    """How what is put together lies: as its parts do, if these are alike."""
+    name = eqn.primitive.name
+    chosen = {"select_n": ins[1:], "scatter-add": (ins[0], ins[2])}.get(name, ins)
+    others = {"select_n": ins[:1], "scatter-add": ins[1:2]}.get(name, ())
+    roots = frozenset[Var]().union(*(x.roots for x in ins))
+    kinds = {(x.over, x.power, x.excess) for x in chosen if not x.is_zero}
+    if len(kinds) != 1 or any(x.over is not Over.NONE for x in others):
+        return Lies(Over.MIXED, roots=roots)
+    ((over, power, excess),) = kinds
+    return Lies(over, roots=roots, power=power, excess=excess)
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
@@ -148,6 +217,10 @@ def guarded(eqn: JaxprEqn, ins: Sequence[Lies]) -> Atom | None:
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     a, b = ins
+    if a.is_zero or b.is_zero:
+        return b if a.is_zero else a
+    if a.power == b.power and a.excess == b.excess and (a.is_count or a.excess):
+        return replace(a, roots=frozenset())
     overs = {a.over, b.over}
     if overs <= {Over.MEAN, Over.NONE}:
         return Lies(Over.MEAN)
@@ -166,21 +239,25 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
 
 def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
     for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
-        if value.over is Over.SUM and not value.power and factor.power == -1:
-            return Lies(Over.MEAN)
+        if value.over is Over.SUM and not value.power and factor.is_count:
+            return summed(factor.power)
         if value.over is Over.MEAN and factor.power == 1:
             return Lies(Over.SUM)
+        if value.excess and factor.is_count:
+            return summed(value.excess + factor.power)
         if value.divisor == its and factor.over is Over.SUM:
             return Lies(Over.SUM)
-    return None
+    return counted(sum(x.power for x in ins)) if all(x.is_count for x in ins) else None
 
 
 def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
     a, b = ins
-    if a.over is Over.NONE:  # one over the number of examples
-        return Lies(Over.MIXED, power=-1) if b.power == 1 else None
-    if a.over is Over.SUM and b.power == 1:
-        return None if a.power else Lies(Over.MEAN)
+    if b.is_count and (a.is_count or a.over is Over.NONE):
+        return counted(a.power - b.power)
+    if a.excess and b.is_count:
+        return summed(a.excess - b.power)
+    if a.over is Over.SUM and not a.power and b.is_count:
+        return summed(-b.power)
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
     return None

@@ -20,7 +20,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
 from jvpipe.trace.leaves import path_name
-from jvpipe.trace.loss import LossJaxpr
+from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
@@ -211,7 +211,9 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
 
     same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
-    spreading = Spreading(traced.graph.examples, fewer, remembered, place_of, same=same)
+    spreading = Spreading(
+        traced.graph.examples, fewer, remembered, place_of, same=same, flows=active(loss)
+    )
     spreading.known = {
         v: Lies(Over.ALONG, 0) for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH
     }
@@ -229,6 +231,12 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
     }
     tensors = [variables[Ref(ValueKind.TENSOR, i)] for i in range(len(traced.graph.tensors))]
     known = [spreading.known.get(v, NONE) if isinstance(v, _jax.Var) else NONE for v in tensors]
+    for tensor, lies in zip(traced.graph.tensors, known, strict=True):
+        if lies.over is Over.ALONG and lies.power:
+            raise CoupledError(
+                f"tensor '{tensor.array.name}' has a part for each example that the number of examples is a factor of, "
+                "so that slices make another: multiply or divide by that number in the loss, after a sum over examples"
+            )
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]
     batching = Batching(
         tuple(map(_spread, known)),
@@ -270,6 +278,7 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
                 if (
                     lies.over is Over.MIXED
                     or lies.open
+                    or (lies.over is Over.ALONG and lies.power)
                     or (ref.index in pairs and lies.over is not Over.SUM)
                 ):
                     leaf, path = _aux_path(traced, ref.index)

@@ -14,6 +14,7 @@ model state remembers (`jvpipe.trace.normalised`): replicas normalise by their o
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
@@ -23,7 +24,20 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after
 from jvpipe.trace.normalised import normalised
-from jvpipe.trace.reductions import NONE, Beside, Lies, guarded, reduced
+from jvpipe.trace.pullbacks import pullback
+from jvpipe.trace.reductions import (
+    NONE,
+    ZERO,
+    Beside,
+    Lies,
+    counted,
+    guarded,
+    power_after,
+    reduced,
+    summed,
+)
+from jvpipe.trace.rules import cotangent, fits
+from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
 """What makes numbers by their position: a slice of them is cut out of those of the whole micro-batch."""
@@ -38,6 +52,8 @@ _CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
+_RULES = ("custom_jvp_call", "custom_vjp_call")
+_KEEPS_NOTHING = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
 _POSITIONS = ("start_indices", "padding_config")
 _GIVES = "gives single examples what was made of several of them"
 _IN_FIRST = {
@@ -63,6 +79,7 @@ class Spreading:
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         same: the variables that stand for others, which are equal.
+        flows: those that a gradient flows through; None: all of inexact type.
 
     `amended` are the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
     `normalising` are the reductions over examples that a batch norm divides by.
@@ -76,7 +93,9 @@ class Spreading:
     amended: dict[int, Beside] = field(default_factory=dict)
     normalising: set[Var] = field(default_factory=set)
     same: Mapping[Var, Var] = field(default_factory=dict)
+    flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
+    _rule: bool = False  # whether it is a derivative rule that is looked into
     _outer: JaxprEqn | None = None  # the loop or call that is looked into
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
@@ -104,13 +123,13 @@ class Spreading:
         assert isinstance(small, Literal)
         a, b = np.asarray(atom.val), np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
-            return NONE
+            return NONE if a.any() else ZERO
         ratio = self.examples / self.fewer
         for power in (1, -1):
             if np.isclose(
                 float(a), float(b) * ratio**power, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-6
             ):
-                return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
+                return counted(power)
         return Lies(Over.MIXED)
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
@@ -125,7 +144,10 @@ class Spreading:
         ):  # one may be NaN
             raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
-            return self._call(eqn, small, ins)
+            outs = self._call(eqn, small, ins)
+            if name in _RULES:
+                self._check_rule(eqn, small, ins, outs)
+            return outs
         if name == "optimization_barrier":
             return list(ins)
         if name == "scan":
@@ -135,7 +157,9 @@ class Spreading:
         if name == "cond":
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
-        return [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+        is_zero = _makes_nothing(eqn, ins)
+        outs = [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
+        return [replace(lies, is_zero=is_zero) for lies in outs]
 
     def _plainly(
         self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]
@@ -148,18 +172,20 @@ class Spreading:
             grown: of each result the axis whose size follows the number of examples.
         """
         moving = [x for x in ins if x.over is Over.ALONG]
-        of_several = [x for x in ins if x.reduced]
+        of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
             if any(axis is not None for axis in grown):
-                return [self._spread_out(eqn, axis, of_several) for axis in grown]
+                return [self._spread_out(eqn, axis, ins) for axis in grown]
             return [self._reduced(eqn, ins) for _ in grown]
         self._check_uncoupled(eqn, of_several)
         axes = [x.axis if x.over is Over.ALONG else None for x in ins]
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self._refused(eqn, axes_after)
+        if (power := power_after(eqn, ins)) is None:
+            raise self._refused(eqn, "uses the number of examples in values of single ones")
         opened = frozenset[Var]().union(*(x.open for x in moving))
-        return [self._after(eqn, axis, opened) for axis in axes_after]
+        return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
         """The same, told what of a batch norm is open in it."""
@@ -175,12 +201,13 @@ class Spreading:
             self.normalising.update(*(x.roots for x in ins if x.is_scale))
         return found
 
-    def _after(self, eqn: JaxprEqn, axis: int | None, opened: frozenset[Var]) -> Lies:
+    def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
         if axis is not None:
-            return Lies(Over.ALONG, axis)
-        over = Over.SUM if eqn.primitive.name in ("reduce_sum", "dot_general") else Over.MIXED
+            return Lies(Over.ALONG, axis, power=power)
+        is_sum = eqn.primitive.name in ("reduce_sum", "dot_general")
+        lies = summed(power) if is_sum else Lies(Over.MIXED)
         root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
-        return Lies(over, roots=opened | {self.same.get(root, root)})
+        return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """The axis whose size follows the number of examples; None if there is none."""
@@ -198,10 +225,11 @@ class Spreading:
             )
         return axes[0]
 
-    def _spread_out(self, eqn: JaxprEqn, axis: int | None, reduced: Sequence[Lies]) -> Lies:
+    def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
         """What is made for each example of nothing that has examples: constants, positions, random numbers."""
         name = eqn.primitive.name
-        self._check_uncoupled(eqn, reduced)
+        power = ins[0].power if name == "broadcast_in_dim" else 0
+        self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
         inside = self._outer is not None and name in GENERATORS
         if axis is None or (inside and (name != "iota" or eqn.params["dimension"] == axis)):
             raise self._refused(eqn, "draws numbers for each example inside of a loop")
@@ -209,11 +237,11 @@ class Spreading:
             raise self._refused(
                 eqn, "makes values for each example in a way that jvpipe does not know"
             )
-        return Lies(Over.ALONG, axis)
+        return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
         """What is made of sums and means over examples, and of what depends on none."""
-        lies = reduced(eqn, ins, self._alike)
+        lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
         is_remembered = eqn.outvars[0] in self.remembered
@@ -229,11 +257,12 @@ class Spreading:
                 raise self._refused(eqn, _GIVES)
 
     def _refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
-        eqn = self._outer or eqn
-        scope = _jax.scope(eqn)
+        outer = self._outer or eqn
+        scope = _jax.scope(outer)
+        named = f"'{(eqn if self._rule else outer).primitive.name}'"
+        subject = f"the backward of a derivative rule: its {named}" if self._rule else named
         return CoupledError(
-            f"{self.place_of(eqn)} cannot be replicated: '{eqn.primitive.name}'{f' in {scope}' if scope else ''} "
-            f"{why}. "
+            f"{self.place_of(outer)} cannot be replicated: {subject}{f' in {scope}' if scope else ''} {why}. "
             "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
             "model state, may use those of its replica): use one device for each stage, let examples be apart, or make "
             "each stage a mesh with a batch_axis"
@@ -242,7 +271,14 @@ class Spreading:
     # Inside of loops and calls
 
     def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
-        inner = replace(self, known={}, _alike=Alike(), _outer=self._outer or eqn)
+        flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
+        inner = replace(
+            self,
+            known={},
+            flows=None if flows else (),  # a rule stands for those of what it computes
+            _alike=Alike(),
+            _outer=self._outer or eqn,
+        )
         inner.known = dict(zip(body.invars, ins, strict=True))
         inner.run(body.eqns, small.eqns)
         return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
@@ -250,6 +286,51 @@ class Spreading:
     def _call(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
         return self._inside(eqn, body, fewer, ins)
+
+    def _check_rule(
+        self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies], outs: Sequence[Lies]
+    ) -> None:
+        """Raises unless what a derivative rule sends back comes apart as what went forward does.
+
+        Args:
+            eqn: has the rule.
+            small: the same at the smaller size.
+            ins: its operands.
+            outs: its results.
+        """
+        flowing = [self._flows(v) for v in eqn.outvars]
+        if not any(flowing):
+            return
+        wanted = [i for i, atom in enumerate(eqn.invars) if self._flows(atom)]
+        whole, moving = pullback(eqn, wanted)
+        try:
+            fewer, _ = pullback(small, moving)
+        except Exception as error:
+            why = f"takes no {self.fewer} examples: {type(error).__name__}: {error}"
+            raise self._refused(eqn, f"has a derivative rule that {why}") from error
+        inner = replace(
+            self, known={}, remembered=(), normalising=set(), flows=(), _alike=Alike(), _rule=True
+        )
+        inner._outer = self._outer or eqn
+        if comparable(whole.consts) != comparable(fewer.consts):
+            raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
+        given = [
+            cotangent(x) if flows else ZERO
+            for x, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
+            if _is_inexact(v)
+        ]
+        inner.known = dict(zip(whole.jaxpr.invars, [*ins, *given], strict=True))
+        inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
+        for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
+            if not fits(inner.lies(a, b), cotangent(ins[i])):
+                raise inner._refused(
+                    eqn, f"gives operand {i} a cotangent that is not made of those of its examples"
+                )
+
+    def _flows(self, atom: Atom) -> bool:
+        """Whether a gradient flows through a value, as far as is known."""
+        known = self.flows is None or (isinstance(atom, Var) and atom in self.flows)
+        return known and isinstance(atom, Var) and _is_inexact(atom)
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         consts, carry, xs = _jax.scan_operands(eqn, ins)
@@ -304,16 +385,30 @@ class Spreading:
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
         """How a value lies that is one or the other: what a loop begins or goes on with, or what branches yield."""
+        if a.is_zero or b.is_zero:
+            return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
             raise self._refused(eqn, "makes of single examples what else is not made of them")
-        over = a.over if a.over is b.over else Over.MIXED
+        same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
+        if not same and a.over is Over.ALONG:
+            raise self._refused(eqn, "uses the number of examples in values of single ones")
         return replace(
-            a,
-            over=over,
+            a if same else Lies(Over.MIXED),
             roots=a.roots | b.roots,
             open=a.open | b.open,
             is_scale=a.is_scale and b.is_scale,
         )
+
+
+def _is_inexact(atom: Atom) -> bool:
+    return jnp.issubdtype(_jax.aval(atom).dtype, jnp.inexact)
+
+
+def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
+    """Whether an equation makes nothing of nothing: zeros for each example, or a product with them."""
+    if eqn.primitive.name == "mul":
+        return any(x.is_zero for x in ins)
+    return eqn.primitive.name in _KEEPS_NOTHING and all(x.is_zero for x in ins)
 
 
 def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:

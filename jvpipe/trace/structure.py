@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jvpipe.trace.flatten import RULES, flatten
+from jvpipe.trace.flatten import RULES
+from jvpipe.trace.pullbacks import pullback
 
 
 class Structure:
@@ -96,39 +96,8 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
     if eqn.primitive.name in RULES and not rules:
         return comparable(eqn.params["call_jaxpr"], rules=False)
     if eqn.primitive.name in RULES and not eqn.params["symbolic_zeros"]:
-        return comparable(eqn.params["call_jaxpr"]), comparable(_pullback(eqn), rules=False)
+        return comparable(eqn.params["call_jaxpr"]), comparable(pullback(eqn)[0], rules=False)
     return tuple(sorted((k, comparable(v, rules=rules)) for k, v in eqn.params.items()))
-
-
-def _pullback(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The derivative of an equation, a function of its operands and of the cotangents of its results.
-
-    Arrays that a rule closes over are its first operands and have no derivative, but nothing says how many these are.
-    """
-    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
-
-    def inexact(values: Sequence[Any]) -> list[int]:
-        return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
-
-    def derivative(moving: Sequence[int]) -> ClosedJaxpr:
-        def pull(operands: list[Any], cotangents: list[Any]) -> Any:
-            def apply(*moved: Any) -> list[Any]:
-                values = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
-                out = _jax.bind(eqn, list(values.values()))
-                return [out[i] for i in inexact(out)]
-
-            return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
-
-        return flatten(pull, ins, [outs[i] for i in inexact(outs)])
-
-    moving = inexact(ins)
-    while True:
-        try:
-            return derivative(moving)
-        except Exception as error:
-            if not _jax.is_of_closed_over(error) or not moving:
-                raise
-            moving = moving[1:]
 
 
 class _Identity:

@@ -1,0 +1,53 @@
+"""The derivative of one equation that has a rule of its own, as a jaxpr."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr, JaxprEqn
+from jvpipe.trace.flatten import flatten
+
+
+def inexact(values: Sequence[Any]) -> list[int]:
+    """The positions of values that have a derivative."""
+    return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+
+def pullback(
+    eqn: JaxprEqn, moving: Sequence[int] | None = None
+) -> tuple[ClosedJaxpr, Sequence[int]]:
+    """The derivative of an equation, and by which of its operands it is one.
+
+    Arrays that a rule closes over are its first operands and have no derivative, but nothing says how many these are.
+
+    Args:
+        eqn: with a derivative rule of its own.
+        moving: the operands that have a derivative, of inexact type; None: all.
+
+    Returns:
+        A function of the operands and of the cotangents of those results that are inexact.
+    """
+    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
+
+    def derivative(moving: Sequence[int]) -> ClosedJaxpr:
+        def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+            def apply(*moved: Any) -> list[Any]:
+                values = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+                out = _jax.bind(eqn, list(values.values()))
+                return [out[i] for i in inexact(out)]
+
+            return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
+
+        return flatten(pull, ins, [outs[i] for i in inexact(outs)])
+
+    moving = inexact(ins) if moving is None else moving
+    while True:
+        try:
+            return derivative(moving), moving
+        except Exception as error:
+            if not _jax.is_of_closed_over(error) or not moving:
+                raise
+            moving = moving[1:]
