@@ -6,8 +6,9 @@
     sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
     mean(x) * size                       a sum
 
-A slice whose count is nothing divides by one instead: its sum is nothing too, for weights are taken to be none below
-zero. And max(count, 1) is taken to be there for that alone: a slice has its count.
+A slice whose count and sum are nothing divides by one instead. Where its sum alone is something, as of weights below
+zero, the loss is NaN. And max(count, 1) of whole numbers is there for no items at all: a slice has its count. Other
+weights may add up to less than one, where slices would not make the whole.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class Beside(StrEnum):
 
     LEFT = "left"  # its share of what is added to a sum
     RIGHT = "right"
-    DIVISOR = "divisor"  # one where it is zero
+    DIVISOR = "divisor"  # one where it is zero, and what is divided too
     GUARD = "guard"  # the count as it is, though it be less
     FIRST_LEFT = (
         "first left"  # what is added to a sum, in the first slice alone: exact, for what is counted
@@ -169,7 +170,7 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
             lies = _divided(
                 ins, alike.number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape
             )
-        case "max" if guarded(eqn, ins) is not None:
+        case "max" if guarded(eqn, ins, alike) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
             lies = None
@@ -202,17 +203,15 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
             return False
 
 
-def guarded(eqn: JaxprEqn, ins: Sequence[Lies]) -> Atom | None:
-    """The sum of which a maximum takes at least one, or less; None of others."""
+def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
+    """The count, a whole number, of which a maximum takes at least one, or less; None of others."""
     counts = [
         atom for atom, x in zip(eqn.invars, ins, strict=True) if x.over is Over.SUM and not x.power
     ]
     least = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    return (
-        counts[0]
-        if len(counts) == len(least) == 1 and least[0] <= 1 and not _jax.aval(counts[0]).shape
-        else None
-    )
+    if len(counts) != 1 or len(least) != 1 or _jax.aval(counts[0]).shape:
+        return None
+    return counts[0] if least[0] <= 1 and alike.is_whole(counts[0]) else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:

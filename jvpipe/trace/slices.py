@@ -147,19 +147,18 @@ def _amended(
         (count,) = jaxprs.variables(own.invars)
         return [own.replace(invars=[count, count])]
     side = 0 if beside in (Beside.LEFT, Beside.FIRST_LEFT) else 1
-    operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
+    other, operand = own.invars[1 - side], own.invars[side]
+    made = _jax.new_variable(_jax.aval(operand))
 
-    def changed(x: jax.Array) -> jax.Array:
+    def changed(y: jax.Array, x: jax.Array) -> jax.Array:
         if only_first:  # nothing, in one equation: zeros would be none, but a constant
             return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
-        return (
-            jnp.where(x == 0, jnp.ones_like(x), x)
-            if beside is Beside.DIVISOR
-            else x * jnp.asarray(share, x.dtype)
-        )
+        if beside is Beside.DIVISOR:
+            return jnp.where((x == 0) & (y == 0), jnp.ones_like(x), x)
+        return x * jnp.asarray(share, x.dtype)
 
     invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
-    return [*_equations(changed, [operand], [made]), own.replace(invars=invars)]
+    return [*_equations(changed, [other, operand], [made]), own.replace(invars=invars)]
 
 
 def _equations(
@@ -251,6 +250,9 @@ def _spread(lies: Lies) -> Spread:
     return Spread(lies.over, lies.axis)
 
 
+_LESS = " (weights that may add up to less than one take no max(weight, 1): give the sum itself)"
+
+
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
     """The path of a leaf of aux, as JAX writes it and as patterns do."""
     group = aux_group(traced.graph, index)
@@ -263,7 +265,11 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
     """Raises unless the loss, the aux and the model state of a micro-batch can be made of those of its slices."""
     weighted = traced.loss.weighted
     wanted = {Over.SUM} if weighted else {Over.SUM, Over.MEAN}
-    cure = "both parts sums over its examples" if weighted else "a mean or a sum over its examples"
+    cure = (
+        f"both parts sums over its examples{_LESS}"
+        if weighted
+        else "a mean or a sum over its examples"
+    )
     pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
     for ref, lies in outputs.items():
         match ref.kind:

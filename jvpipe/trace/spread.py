@@ -113,7 +113,8 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            self._alike.tell(eqn, guarded(eqn, ins) if is_guard else None)
+            if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
+                self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.known.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:

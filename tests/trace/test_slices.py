@@ -51,17 +51,16 @@ def counted() -> Case:
 
 
 def weighed() -> Case:
-    """A mean over weights that may be less than one, guarded against none, and given back with their sum."""
+    """A mean over whole weights, guarded against none, and given back with their sum."""
     case = mlp(3)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
         x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
-        mean = jnp.sum(x**2 * batch["weights"][:, None]) / jnp.maximum(
-            jnp.sum(batch["weights"]), 1.0
-        )
-        return Weighted(mean * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]))
+        weights = batch["weights"].astype(jnp.float32)
+        mean = jnp.sum(x**2 * weights[:, None]) / jnp.maximum(jnp.sum(weights), 1.0)
+        return Weighted(mean * jnp.sum(weights), jnp.sum(weights))
 
-    weights = np.array([0.25, 0, 0.5, 1, 0, 0], np.float32)
+    weights = np.array([2, 0, 1, 1, 0, 0], np.int32)
     return replace(case, loss_fn=loss_fn, batch=case.batch | {"weights": weights})
 
 

@@ -66,7 +66,7 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "over items or one": (lambda x: 2 * jnp.sum(x) / jnp.maximum(count(x), 1) * count(x), Over.SUM),
     "over weights or one": (
         lambda x: 2 * jnp.sum(x) / jnp.maximum(jnp.sum(x * x), 1.0) * jnp.sum(x * x),
-        Over.SUM,
+        Over.MIXED,
     ),
     "over more than one": (lambda x: jnp.sum(x) / jnp.maximum(count(x), 2) * count(x), Over.MIXED),
     "over other items": (
