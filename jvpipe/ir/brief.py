@@ -27,7 +27,7 @@ def brief(value: Any) -> str:
 
     >>> import numpy as np
     >>> brief([np.zeros((40, 40)), 2.5]), brief({"*/attention/*": 3}), brief(np.float32(2))
-    ("[float64[40, 40], 2.5]", "{'*/attention/*': 3}", 'np.float32(2.0)')
+    ('[float64[40, 40], 2.5]', "{'*/attention/*': 3}", 'np.float32(2.0)')
     >>> brief("x" * 1000) == brief("x" * 1001), len(brief([["x" * 80] * 16] * 16))
     (True, 200)
     """

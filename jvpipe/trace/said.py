@@ -113,9 +113,9 @@ class Said:
             loss.eqns, [atom for ref, atom in self.atoms.items() if ref not in unknown]
         )
         kept = dict(amended)
-        for eqn in loss.eqns:
-            (out, *_) = eqn.outvars
-            if amended.get(id(eqn)) in _SHARED and out in leaves:
+        for eqn in (eqn for eqn in loss.eqns if amended.get(id(eqn)) in _SHARED):
+            (out,) = eqn.outvars
+            if out in leaves:
                 if out in others:
                     names = ", ".join(sorted(f"{ref.kind} {ref.index}" for ref in unknown))
                     raise CoupledError(

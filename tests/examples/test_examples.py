@@ -33,7 +33,7 @@ ALSO_ALONE = ("plain.py", "lora.py", "with_linen.py")
 def test_examples_are_all_tried_and_short() -> None:
     assert sorted(NAMES) == sorted(path.name for path in EXAMPLES.glob("*.py"))
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 80
+        assert len(path.read_text().splitlines()) <= 100
         assert f"--model examples/{path.name}:{NAMES[path.name]} --stages 2" in path.read_text()
 
 

@@ -294,9 +294,12 @@ class Answering(Store):
     fails = True
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
-        if self.fails and key.endswith("copies of layers that move/1"):
-            return base64.b85encode(b"0\tRuntimeError: no link").decode()
-        return super().blocking_key_value_get(f"{key[:-1]}0", timeout_ms)
+        told = super().blocking_key_value_get(f"{key[:-1]}0", timeout_ms)
+        name, _, _ = told.partition("\t")
+        if self.fails and name == "copies of layers that move":
+            failure = base64.b85encode(b"0\tRuntimeError: no link").decode()
+            return f"failure\t{failure}"
+        return told
 
 
 def test_a_copy_that_fails_in_another_process_leaves_this_one_whole_too() -> None:
