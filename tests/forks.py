@@ -105,6 +105,11 @@ class Fork:
         """A signal."""
         os.kill(self.pid, signum)
 
+    @property
+    def exit_code(self) -> int | None:
+        """None as long as it runs."""
+        return self._process.exitcode
+
     def ended(self) -> CompletedProcess[str]:
         """Once it has ended: its exit code and what it said."""
         self._process.join(LIMIT_S)

@@ -26,7 +26,6 @@ STEPS = 24
 OPTIONS = ("--stages", "3", "--steps", str(STEPS), "--checkpoint-every", "2")
 EARLY, START_S, STEP_S = 0.3, 10.0, 0.3
 """How many of the kills come at any time from the start on, and how long that takes; the others come during a step."""
-TRY_AGAIN = 75
 _POLL_S = 0.005
 
 

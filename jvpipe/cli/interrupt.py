@@ -9,15 +9,15 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
+from jvpipe.cli.exit_codes import ExitCode
+
 _AGAIN_S = 0.001
-STOPPED = 128
-"""The exit code of who was stopped, less the number of the signal."""
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
     """Ends the process with one line, whatever it is doing."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
-    os._exit(STOPPED + signum)
+    os._exit(ExitCode.STOPPED + signum)
 
 
 def hear_interrupts() -> None:

@@ -1,6 +1,7 @@
 """The processes of a run: how they come together, are watched while they train, and leave."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -13,14 +14,13 @@ from typing import Any, NoReturn
 
 import jax
 
+from jvpipe.cli.exit_codes import ExitCode
 from jvpipe.cli.meeting import Given, MeetingServer, meet
 from jvpipe.cli.secret_file import read_secret
 from jvpipe.cli.train_options import Options, agreed_options
 from jvpipe.runtime.hosts import ALONE, Hosts, digest, present_hosts
 from jvpipe.session.agreement import versions
 
-TRY_AGAIN = 75
-"""The exit code where another process is gone: the same command with --resume goes on."""
 _FAREWELL_S = 3.0
 """How long a process that ends lets the others say why they do."""
 _LOOK_S = 0.01
@@ -45,10 +45,12 @@ def join(options: Options) -> Hosts:
         where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
     except KeyboardInterrupt as stop:
         print("stopped before all processes had come", file=sys.stderr)
-        raise SystemExit(130) from stop
+        raise SystemExit(ExitCode.STOPPED + signal.SIGINT) from stop
     if where is None:
         return ALONE
-    with _given_up_after(options.host_timeout):
+    others = (i for i in range(options.num_processes or 0) if i != options.process_id)
+    awaited = " or ".join(f"process {i}" for i in others) or "the others"
+    with _given_up_after(options.host_timeout, awaited):
         try:
             jax.distributed.initialize(
                 **where,
@@ -66,7 +68,8 @@ def join(options: Options) -> Hosts:
     hosts = present_hosts()
     if hosts is None:
         return ALONE
-    hosts.timeout_s, hosts.address = options.host_timeout, options.host_address
+    hosts.timeout_s = hosts.silent_s = options.host_timeout
+    hosts.address = options.host_address
     return hosts
 
 
@@ -162,13 +165,13 @@ def _model_file(model: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _given_up_after(timeout_s: float) -> Iterator[None]:
+def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
     """Ends the process if the block, which no signal can interrupt, takes longer."""
-    told = f"error: not all processes have come within {timeout_s:g} s: JAX waited for the others"
+    told = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
 
     def give_up() -> None:
         print(told, file=sys.stderr, flush=True)
-        os._exit(TRY_AGAIN)
+        os._exit(ExitCode.TRY_AGAIN)
 
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
@@ -212,18 +215,21 @@ class Watch:
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
             silent_s = time.monotonic() - self._at_s
             if silent_s > self._hosts.timeout_s:
-                awaited = self._hosts.awaited()
-                self._end(
-                    f"nothing has gone on for {silent_s:.0f} s"
-                    + (f": waited for {awaited}" if awaited else "")
-                )
+                self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
+
+    def _awaited(self, silent_s: float) -> str:
+        """Whom this process has waited for: who had no pulse, else whose turn it was."""
+        if silent := self._hosts.silent(silent_s / 2):
+            return silent
+        awaited = self._hosts.awaited()
+        return f"waited for {awaited}" if awaited else "all processes are there"
 
     def _end(self, told: str) -> None:
         print(
             f"error: {told}; {self._hosts.named(self._hosts.process)} was at {self._doing}",
             file=sys.stderr,
         )
-        leave(self._hosts, TRY_AGAIN)
+        leave(self._hosts, ExitCode.TRY_AGAIN)
 
 
 def leave(hosts: Hosts, code: int) -> NoReturn:
@@ -236,7 +242,7 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if (
-        code == TRY_AGAIN
+        code == ExitCode.TRY_AGAIN
     ):  # the others see it by themselves; with the first process JAX would end them
         time.sleep(_FAREWELL_S if hosts.process == 0 and hosts.count > 2 else 0)
     else:

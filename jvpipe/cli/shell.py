@@ -4,7 +4,8 @@ import signal
 import sys
 from importlib import import_module
 
-from jvpipe.cli.interrupt import STOPPED, end_at_once, hear_interrupts, leave_stopped
+from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.interrupt import end_at_once, hear_interrupts, leave_stopped
 from jvpipe.ir.extras import MissingExtraError, extra
 
 
@@ -21,11 +22,11 @@ def run(module: str) -> int:
         code = main()
     except MissingExtraError as missing:
         print(f"error: {missing}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        code = STOPPED + signal.SIGINT
+        code = ExitCode.STOPPED + signal.SIGINT
     signal.signal(signal.SIGINT, end_at_once)
-    if code > STOPPED:
+    if code > ExitCode.STOPPED:
         leave_stopped(code)
     return code

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from typing import Any
 import jvpipe
 from jvpipe.cli import export
 from jvpipe.cli.evaluating import held_out_loss
+from jvpipe.cli.exit_codes import ExitCode
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job, prepare, resume_command
-from jvpipe.cli.processes import TRY_AGAIN, Watch, join, leave
+from jvpipe.cli.processes import Watch, join, leave
 from jvpipe.cli.speech import Speech
 from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
@@ -27,10 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        The exit code: 2 for a user's mistake, 75 if another process is gone, 128 + the signal if one stopped it. One of
-        several processes does not return, but ends.
+        The exit code. One of several processes does not return, but ends.
     """
-    hosts, code = ALONE, 1
+    hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as held:
             hosts = join(given(arguments))
@@ -41,20 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run(options, hosts, held, speech)
     except jvpipe.HostLost as lost:
         print(f"error: {lost}", file=sys.stderr)
-        code = TRY_AGAIN
+        code = ExitCode.TRY_AGAIN
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
-        code = 2
+        code = ExitCode.MISTAKE
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        code = 130
+        code = ExitCode.STOPPED + signal.SIGINT
     except BaseException as error:
         if hosts.count == 1:
             raise
         if gone := hosts.gone(wait_s=1.0):  # whatever failed, that is why
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             print(f"error: {gone}, go on from the last checkpoint: {reason}", file=sys.stderr)
-            code = TRY_AGAIN
+            code = ExitCode.TRY_AGAIN
         else:
             traceback.print_exc()
     return code if hosts.count == 1 else leave(hosts, code)
@@ -82,7 +83,7 @@ def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
         job, state = prepare(options, hosts, held)
     except KeyboardInterrupt:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
-        return 130
+        return ExitCode.STOPPED + signal.SIGINT
     watch = held.enter_context(Watch(hosts, speech.doing))
     with StopRequest() as stop:
         state, signum = train(job, state, stop, watch, speech)
@@ -93,13 +94,13 @@ def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
             else resume_command(job)
         )
         print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
-        return 128 + signum
+        return ExitCode.STOPPED + signum
     try:
         finish(job, state, watch)
     except KeyboardInterrupt:
         print(f"stopped; to evaluate: {resume_command(job)}", file=sys.stderr)
-        return 130
-    return 0
+        return ExitCode.STOPPED + signal.SIGINT
+    return ExitCode.DONE
 
 
 def finish(job: Job, state: Any, watch: Watch) -> None:

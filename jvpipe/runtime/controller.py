@@ -203,12 +203,23 @@ class Controller:
 
     def _pass_first(self) -> None:
         mark = self.marks[0]
+        if self.hosts is not None:
+            self.hosts.come(mark.array)
         if (error := mark.error()) is not None:
             failure = self.failure(error)
             if mark.row.kind is Kind.E:  # of an evaluation no state knows
                 self.marks.clear()
             raise failure from error
         self.marks.popleft()
+
+    def arrive(self, array: jax.Array) -> None:
+        """Waits for an array; raises what went wrong on its way."""
+        try:
+            if self.hosts is not None:
+                self.hosts.come(array)
+            array.block_until_ready()
+        except Exception as error:
+            raise self.failure(error) from error
 
     def failure(
         self, error: Exception, row: Row | None = None, at: Moment | None = None
@@ -220,6 +231,8 @@ class Controller:
             row: that ran then, if one did.
             at: when that was.
         """
+        if isinstance(error, HostLost):  # that says all
+            return error
         marked = ((mark, mark.error()) for mark in self.marks)
         if first := next(((mark, cause) for mark, cause in marked if cause), None):
             (_, row, at), error = first

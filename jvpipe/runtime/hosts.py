@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
@@ -21,6 +21,7 @@ from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.forks import check_not_forked
+from jvpipe.runtime.pulse import Pulse, Pulses
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
 from jvpipe.trace.digests import digest
@@ -28,8 +29,12 @@ from jvpipe.trace.digests import digest
 T = TypeVar("T")
 TIMEOUT_S = 300.0
 """How long one process waits for what another has to say."""
+SILENT_S = 60.0
+"""How long a process may be silent before it is lost: less than JAX waits before it ends all."""
 _LOOK_S = 0.5
 """How often who waits looks whether the others are still there."""
+_BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
+"""How long who waits for an array sleeps before it looks again, at first and at most."""
 _ASKED = 4096
 """So many copies from other processes are known, to say which one is waited for."""
 _SHOWN = 80
@@ -64,8 +69,8 @@ class Hosts:
 
     `store` is what they tell one another through; every process asks the same things in the same order. `address` is
     that of this host for the others; by default that over which it reaches the first process. `names` are those of the
-    hosts, by process, once they are connected; `link` is that between two of them, once it is measured. What is told on
-    one `channel` does not wait for what is told on another.
+    hosts, by process, once they are connected; `link` is that between two of them, once it is measured. A process whose
+    pulse is not heard for `silent_s` is lost. What is told on one `channel` does not wait for what is told on another.
     """
 
     process: int
@@ -76,6 +81,8 @@ class Hosts:
     names: Sequence[str] = ()
     link: Link | None = None
     transport: Transport | None = None
+    pulses: Pulses | None = None
+    silent_s: float = SILENT_S
     channel: str = ""
     _told: int = field(default=0, repr=False)
     _key: str = field(default="", repr=False)
@@ -172,9 +179,9 @@ class Hosts:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
                 if left_s < _LOOK_S:
-                    raise HostLost(
-                        f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s"
-                    ) from error
+                    silent = self.silent(self.timeout_s / 2)
+                    told = f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s"
+                    raise HostLost(f"{silent}: {told}" if silent else told) from error
 
     def named(self, process: int) -> str:
         """A process in words: its number, and its host if that is known."""
@@ -185,7 +192,7 @@ class Hosts:
         return self.transport.lost() if self.transport else []
 
     def gone(self, wait_s: float = 0.0) -> str:
-        """Says which processes are gone, and nothing if none is.
+        """Says which processes are gone or have been silent for too long, and nothing if none is.
 
         Args:
             wait_s: how long to wait for that to be seen.
@@ -193,8 +200,40 @@ class Hosts:
         until_s = time.monotonic() + wait_s
         while not (lost := self.lost()) and time.monotonic() < until_s:
             time.sleep(0.01)
-        are = "is" if len(lost) == 1 else "are"
-        return f"{' and '.join(map(self.named, lost))} {are} gone" if lost else ""
+        if not lost:
+            return self.silent(self.silent_s)
+        return f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+
+    def silent(self, seconds: float) -> str:
+        """Says which processes were not heard of for so long, though they were before; nothing if all were."""
+        if self.pulses is None:
+            return ""
+        others = (other for other in range(self.count) if other != self.process)
+        since_s = {other: self.pulses.silent_s(other) for other in others}
+        silent = [other for other, s in since_s.items() if s > seconds]
+        if not silent:
+            return ""
+        have = "has" if len(silent) == 1 else "have"
+        least_s = min(since_s[other] for other in silent)
+        return f"{' and '.join(map(self.named, silent))} {have} been silent for {least_s:.0f} s"
+
+    def come(self, array: jax.Array) -> None:
+        """Waits for an array, that may have failed, as long as no process has been silent for too long.
+
+        Args:
+            array: that comes from other processes, or depends on what does.
+
+        Raises:
+            HostLost: names who is silent: it is stopped, or its host cannot be reached.
+        """
+        pause_s = _BRIEFLY_S
+        while not _jax.is_ready(array):
+            if silent := self.silent(self.silent_s):
+                awaited = self.awaited()
+                waited = f": waited for {awaited}" if awaited else ""
+                raise HostLost(f"{silent}, go on from the last checkpoint{waited}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BETWEEN_S)
 
     def awaited(self) -> str:
         """Says what of which process has not come, though it was asked for; nothing if all has."""
@@ -203,7 +242,8 @@ class Hosts:
         for process, row, array in tuple(self._asked):
             x = array()
             if x is not None and not x.is_deleted() and not _has_come(x):
-                return f"stage {row.stage}, task {row} of {self.named(process)}"
+                stage = f"stage {row.stage}, " if row.stage >= 0 else ""
+                return f"{stage}task {row} of {self.named(process)}"
         return ""
 
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
@@ -371,14 +411,18 @@ class Hosts:
     def connect(self) -> None:
         """Starts this process's transfer server and learns of the others', unless that is done, or it is alone."""
         if self.count > 1 and self.transport is None:
-            self.transport = transfer_servers(self.address or _jax.own_address(), self._publish)
+            address = self.address or _jax.own_address()
+            self.pulses = Pulses(address)
+            self.transport = transfer_servers(address, partial(self._publish, self.pulses))
 
-    def _publish(self, server: str) -> dict[int, str]:
-        """Tells the others a server's address and this host's name; returns theirs."""
-        own = json.dumps([server, socket.gethostname()])
+    def _publish(self, pulses: Pulses, server: str) -> dict[int, str]:
+        """Tells the others a server's address, this host's name and its pulse; returns their servers' addresses."""
+        own = json.dumps([server, socket.gethostname(), pulses.own])
         told = [json.loads(x) for x in self.exchange("address", own.encode())]
-        self.names = [name for _, name in told]
-        return {i: other for i, (other, _) in enumerate(told) if i != self.process}
+        self.names = [name for _, name, _ in told]
+        others = {i: each for i, each in enumerate(told) if i != self.process}
+        pulses.begin(self.process, {i: Pulse(*pulse) for i, (_, _, pulse) in others.items()})
+        return {i: server for i, (server, _, _) in others.items()}
 
 
 def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:

@@ -57,4 +57,4 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
         session.controller.monitor = monitor
         for device, size in enumerate(beside):
             session.ledger.drop(device, size)
-    return session.metrics_of(compiled, values)
+    return session.metrics_of(compiled, session.readable(values))

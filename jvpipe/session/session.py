@@ -16,6 +16,7 @@ from jvpipe.ir.span import Picture
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs.store import shared_store
+from jvpipe.runtime.awaited import Awaited
 from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
@@ -395,6 +396,7 @@ class Session:
 
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
         """The metrics of a step by name; its losses are looked at later."""
+        values = self.readable(values)
         apart = run.stream_steps > 0  # then the losses of the micro-batches follow
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
@@ -403,7 +405,13 @@ class Session:
         )
         return metrics
 
-    def metrics_of(self, compiled: CompiledPlan, values: Sequence[jax.Array]) -> Metrics:
+    def readable(self, values: Sequence[jax.Array]) -> Sequence[Any]:
+        """Metrics that say, where they are read, what went wrong on their way: of several processes, who is lost."""
+        if self.settings.hosts is None:
+            return values
+        return [Awaited(value, self.controller.arrive) for value in values]
+
+    def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
         """Names what a step or an evaluation yielded."""
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
@@ -494,10 +502,8 @@ class Session:
         """Waits until a state is there; raises what went wrong on the way to it."""
         if isinstance(state, State):  # that of an earlier run too
             state.check(len(state.arrays))
-        try:
-            jax.block_until_ready(state)
-        except Exception as error:
-            raise self.controller.failure(error) from error
+        for array in jax.tree.leaves(state):
+            self.controller.arrive(array)
         self.controller.settle()
         self.check_losses(state, wait=True)
         return state

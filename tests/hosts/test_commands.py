@@ -14,9 +14,9 @@ import pytest
 
 from experiments.faults.runs import page as prose
 from experiments.hosts.run import free_port
+from jvpipe.cli.exit_codes import ExitCode
 from tests.commands import finished, running
 from tests.forks import Fork
-from tests.hosts.test_processes import TRY_AGAIN
 
 STEPS, SAVED_EVERY = 100, 20
 
@@ -154,7 +154,7 @@ def test_the_others_say_who_was_killed_and_one_goes_on(
     if (
         dies or left.returncode != -signal.SIGABRT
     ):  # without the first process JAX may be faster than we
-        assert left.returncode == TRY_AGAIN, left.stderr
+        assert left.returncode == ExitCode.TRY_AGAIN, left.stderr
         assert (
             f"process {dies} (host {socket.gethostname()}) is gone, go on from the last checkpoint"
             in error(left)
@@ -173,7 +173,7 @@ def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(
         commands[0].wait_for(lambda: has_trained(run, 2))
         commands[1].send(signal.SIGSTOP)
         left = commands[0].ended()
-    assert left.returncode == TRY_AGAIN, left.stderr
+    assert left.returncode == ExitCode.TRY_AGAIN, left.stderr
     assert "process 1" in error(left)
     assert any(part in error(left) for part in ("nothing has gone on for", "has not told its"))
 
@@ -238,7 +238,7 @@ def test_second_and_strange_processes_are_refused_and_the_run_goes_on(
         stranger = finished(*meet, "--secret-file", str(other))
         opened = [listening(command.pid) for command in commands]
         ends = [command.ended() for command in commands]
-    assert second.returncode == TRY_AGAIN
+    assert second.returncode == ExitCode.TRY_AGAIN
     assert (
         second.stderr
         == "error: there is a process 1 already: the run goes on without another one\n"
@@ -343,7 +343,7 @@ def test_who_never_comes_is_waited_for_no_longer_than_allowed(page: Path, tmp_pa
         ) as second,
     ):
         told = last_lines([first, second])
-    assert told[0][0] == TRY_AGAIN
+    assert told[0][0] == ExitCode.TRY_AGAIN
     assert (
         told[0][1]
         == f"error: not all processes have come within 2 s: waited for process 1 at {meet[1]}"

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from experiments.hosts.run import free_port
+from jvpipe.cli.exit_codes import ExitCode
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 from tests.forks import LIMIT_S, Fork, Main, environment, forked
 from tests.hosts import dying, enduring, worker
 
 ROOT = Path(__file__).parents[2]
-TRY_AGAIN = 75
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 VEE = "chained-keys,zb-v,swap"  # two stages on a device, backwards in halves
@@ -232,7 +232,7 @@ def test_who_lives_on_names_the_process_that_was_killed() -> None:
         end = alive.ended()
     told = r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint: step \d+[:,] .*failed"
     assert re.search(told, end.stdout), end.stderr[-3000:]
-    assert end.returncode == TRY_AGAIN
+    assert end.returncode == ExitCode.TRY_AGAIN
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,9 @@ def test_who_lives_on_names_the_process_that_was_killed_while_layers_moved(
 ) -> None:
     with started(dying.main, 2, *when) as processes:
         ends = [process.ended() for process in processes]
-    assert [end.returncode for end in ends] == [TRY_AGAIN, -signal.SIGKILL], ends[0].stderr[-3000:]
+    assert [end.returncode for end in ends] == [ExitCode.TRY_AGAIN, -signal.SIGKILL], ends[
+        0
+    ].stderr[-3000:]
     assert re.search(
         r"lost: process 1 \(host .*\) is gone, go on from the last checkpoint", ends[0].stdout
     )
@@ -257,7 +259,7 @@ def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(
     with started(dying.main, 2, "saving", str(tmp_path), str(dies)) as processes:
         ends = [process.ended() for process in processes]
     assert ends[dies].returncode == -signal.SIGKILL, ends[dies].stderr[-3000:]
-    assert ends[1 - dies].returncode in (TRY_AGAIN, -signal.SIGABRT), (
+    assert ends[1 - dies].returncode in (ExitCode.TRY_AGAIN, -signal.SIGABRT), (
         "JAX ends who loses the first process"
     )
     assert dies == 0 or "lost: process 1" in ends[0].stdout
