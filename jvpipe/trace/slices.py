@@ -162,7 +162,7 @@ def _amended(
 
 
 def _equations(
-    fn: Callable[[jax.Array], jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
+    fn: Callable[..., jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
 ) -> Sequence[JaxprEqn]:
     """The equations of a function between variables.
 
