@@ -3,13 +3,14 @@
 import base64
 import json
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ref
 
@@ -19,10 +20,16 @@ from jvpipe import _jax
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.runtime.checkpoints.checkpoint import to_host
+from jvpipe.runtime.disagreement import (
+    Disagreement,
+    heard_failure,
+    limit_bytes,
+    told_failure,
+    unlike,
+)
 from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.forks import check_not_forked
 from jvpipe.runtime.pulse import Pulse, Pulses
-from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.runtime.transport import Transport, transfer_servers
 from jvpipe.trace.digests import digest
 
@@ -37,14 +44,8 @@ _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 """How long who waits for an array sleeps before it looks again, at first and at most."""
 _ASKED = 4096
 """So many copies from other processes are known, to say which one is waited for."""
-_SHOWN = 80
-"""So many letters of what differs are told."""
 _FAILED = "failure"
 """What a process tells instead of what it was asked for."""
-
-
-class Disagreement(ValueError):  # noqa: N818 - it says what differs
-    """Processes were started or given something different."""
 
 
 class _Asked(NamedTuple):
@@ -86,6 +87,7 @@ class Hosts:
     channel: str = ""
     _told: int = field(default=0, repr=False)
     _key: str = field(default="", repr=False)
+    _read: str = field(default="", repr=False)
     _awaited: str = field(default="", repr=False)
     _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=_ASKED), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
@@ -100,7 +102,7 @@ class Hosts:
         told = self._tell(name, value)
         for other, (at, line) in enumerate(told):
             if at == _FAILED:
-                raise Disagreement(str(_heard(self.named(other), line)))
+                raise Disagreement(str(heard_failure(self.named(other), line)))
         self._check_same_call(name, told)
         return [line for _, line in told]
 
@@ -114,8 +116,7 @@ class Hosts:
             others = [other for other in range(self.count) if other != self.process]
             lines = {other: self._answer(f"{key}{other}", other, name) for other in others}
             self._awaited = ""
-            if before:  # all have read it
-                self.store.key_value_delete(before)
+            self._read = before
         except HostLost:
             raise
         except Exception as error:
@@ -132,9 +133,35 @@ class Hosts:
         """Says something under the next number; returns what the keys of all processes begin with there."""
         self._told += 1
         key = f"jvpipe/{self.channel}{self._told}/"
-        self._key = f"{key}{self.process}"
-        self.store.key_value_set(self._key, f"{name}\t{base64.b85encode(value).decode()}")
+        self._key, read, self._read = f"{key}{self.process}", self._read, ""
+
+        def say() -> None:
+            if read:
+                self.store.key_value_delete(read)
+            self.store.key_value_set(self._key, f"{name}\t{base64.b85encode(value).decode()}")
+
+        self._bounded(say, name)
         return key
+
+    def _bounded(self, say: Callable[[], None], name: str) -> None:
+        """Tells the first process something, which keeps it for all; if that is stopped the store waits for ever."""
+        said: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                said.set_result(say())
+            except BaseException as error:  # raised below, in the thread that waits
+                said.set_exception(error)
+
+        threading.Thread(target=run, name="jvpipe-say", daemon=True).start()
+        until_s = time.monotonic() + self.timeout_s
+        while not wait([said], min(_LOOK_S, self.timeout_s)).done:
+            late = time.monotonic() > until_s
+            if lost := self.gone() or (late and self.silent(self.timeout_s / 2)):
+                raise HostLost(f"{lost}, go on from the last checkpoint: waited to tell {name!r}")
+            if late:
+                raise HostLost(f"{self.named(0)} has not heard {name!r} for {self.timeout_s:g} s")
+        said.result()
 
     def _check_same_call(self, name: str, told: Sequence[tuple[str, bytes]]) -> None:
         """Raises Disagreement, as all processes then do, if one is at something else than this."""
@@ -148,7 +175,7 @@ class Hosts:
     def fail(self, failure: Exception) -> None:
         """Tells the others that this process has failed, wherever they next wait for it; waits for nobody."""
         if self.count > 1:
-            self._say(_FAILED, _told(failure))
+            self._say(_FAILED, told_failure(failure))
 
     def aside(self, name: str) -> "Hosts":
         """The same processes on a channel of their own, for another thread; every call gives the same one.
@@ -156,7 +183,7 @@ class Hosts:
         Args:
             name: of the channel.
         """
-        fresh = {"_told": 0, "_key": "", "_awaited": "", "_asides": {}}
+        fresh = {"_told": 0, "_key": "", "_read": "", "_awaited": "", "_asides": {}}
         return self._asides.setdefault(
             name, replace(self, channel=f"{self.channel}{name}/", **fresh)
         )
@@ -293,18 +320,18 @@ class Hosts:
             raise
         except Exception as error:
             value, failure = None, error
-        told = self._tell(name if failure is None else _FAILED, _told(failure))
+        told = self._tell(name if failure is None else _FAILED, told_failure(failure))
         self._check_same_call(name, told)
         others = [
             (other, line)
             for other, (at, line) in enumerate(told)
             if at == _FAILED and other != self.process
         ]
-        failures = [_heard(self.named(other), line) for other, line in others]
+        failures = [heard_failure(self.named(other), line) for other, line in others]
         if failure is not None:
             failures.insert(0, failure)
         if failures:
-            worst = max(failures, key=_limit_bytes)
+            worst = max(failures, key=limit_bytes)
             if worst is failure:
                 raise worst
             raise worst from failure
@@ -464,44 +491,6 @@ def _has_come(array: jax.Array) -> bool:
     except Exception:
         return False
     return True
-
-
-def _told(failure: Exception | None) -> bytes:
-    """What a process tells the others of its failure: a limit that would do, and a line."""
-    if failure is None:
-        return b""
-    named = isinstance(failure, (ValueError, MemoryLimitExceeded))
-    return f"{_limit_bytes(failure)}\t{failure if named else f'{type(failure).__name__}: {failure}'}".encode()
-
-
-def _heard(process: str, told: bytes) -> Exception:
-    """What another process failed with."""
-    limit_bytes, line = told.decode().split("\t", 1)
-    message = f"{process} says: {line}"
-    return (
-        MemoryLimitExceeded(message, int(limit_bytes))
-        if int(limit_bytes)
-        else Disagreement(message)
-    )
-
-
-def _limit_bytes(failure: Exception) -> int:
-    return failure.smallest_limit_bytes if isinstance(failure, MemoryLimitExceeded) else 0
-
-
-def unlike(text: str, other: str) -> tuple[str, str]:
-    r"""The first line of each of two texts in which they differ; of long lines what is around the difference.
-
-    >>> unlike("a 1\nb 2", "a 1\nb 3")
-    ('b 2', 'b 3')
-    """
-    pairs = zip_longest(text.split("\n"), other.split("\n"), fillvalue="nothing")
-    own, their = next((a, b) for a, b in pairs if a != b)
-    if max(len(own), len(their)) <= _SHOWN:
-        return own, their
-    common = next((i for i, (a, b) in enumerate(zip(own, their, strict=False)) if a != b), 0)
-    shown = slice(max(0, common - _SHOWN // 2), common + _SHOWN // 2)
-    return own[shown], their[shown]
 
 
 ALONE = Hosts(0, 1, None)

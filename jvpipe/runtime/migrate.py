@@ -29,8 +29,9 @@ from jvpipe.runtime.binding import Bound
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.controller import Controller, Moment
+from jvpipe.runtime.disagreement import Disagreement
 from jvpipe.runtime.failures import StageError
-from jvpipe.runtime.hosts import Disagreement, Hosts, together
+from jvpipe.runtime.hosts import Hosts, together
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
+from threading import Condition, Event
 from typing import Any
 
 import pytest
 
+from jvpipe.runtime.disagreement import Disagreement
 from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import Disagreement, Hosts
+from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.tensors import MemoryLimitExceeded
+
+LIMIT_S = 20.0
 
 
 class Store:
@@ -135,6 +138,19 @@ def test_who_says_nothing_is_named() -> None:
     ]
     assert isinstance(error, HostLost)
     assert str(error).startswith("process 1 has not told its data for 0.05 s")
+
+
+def test_a_first_process_that_hears_nothing_is_named() -> None:
+    """As the store does that lies with a process which is stopped, it keeps whoever tells it something."""
+
+    class Stopped(Store):
+        def key_value_set(self, key: str, value: str) -> None:
+            released.wait(LIMIT_S)
+
+    released = Event()
+    with pytest.raises(HostLost, match=r"process 0 has not heard 'data' for 0\.05 s"):
+        Hosts(1, 2, Stopped(), timeout_s=0.05).exchange("data", b"")
+    released.set()
 
 
 def test_what_is_told_aside_does_not_wait_for_the_rest() -> None:

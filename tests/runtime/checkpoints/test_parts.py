@@ -21,8 +21,9 @@ from jvpipe.runtime.checkpoints.checkpoint import (
 )
 from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.checkpoints.parts import open_together, save_parts
+from jvpipe.runtime.disagreement import Disagreement
 from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import Disagreement, Hosts
+from jvpipe.runtime.hosts import Hosts
 from tests.moments import copied_at_every_operation
 from tests.runtime.test_hosts import Store
 
