@@ -114,10 +114,10 @@ class Hosts:
         try:
             key = self._say(name, value)
             others = [other for other in range(self.count) if other != self.process]
-            lines = {other: self._answer(f"{key}{other}", other, name) for other in others}
+            told = {other: self._heard(key, other, name) for other in others}
             self._awaited = ""
             self._read = before
-        except HostLost:
+        except (HostLost, Disagreement):
             raise
         except Exception as error:
             reason = str(error).splitlines()[0]
@@ -125,9 +125,17 @@ class Hosts:
             raise HostLost(
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error
-        told = {other: line.split("\t", 1) for other, line in lines.items()}
-        everybody = {other: (at, base64.b85decode(line)) for other, (at, line) in told.items()}
-        return [everybody.get(process, (name, value)) for process in range(self.count)]
+        return [told.get(process, (name, value)) for process in range(self.count)]
+
+    def _heard(self, key: str, process: int, name: str) -> tuple[str, bytes]:
+        """The name and the value that a process tells, as soon as it does; it must know of as many processes."""
+        count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
+        if int(count) != self.count:
+            raise Disagreement(
+                f"process {self.process} is one of {self.count} processes and process {process} one of {count}: "
+                "give jax.distributed.initialize the same num_processes in all"
+            )
+        return at, base64.b85decode(value)
 
     def _say(self, name: str, value: bytes) -> str:
         """Says something under the next number; returns what the keys of all processes begin with there."""
@@ -138,7 +146,8 @@ class Hosts:
         def say() -> None:
             if read:
                 self.store.key_value_delete(read)
-            self.store.key_value_set(self._key, f"{name}\t{base64.b85encode(value).decode()}")
+            told = base64.b85encode(value).decode()
+            self.store.key_value_set(self._key, f"{self.count}\t{name}\t{told}")
 
         self._bounded(say, name)
         return key

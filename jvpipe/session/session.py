@@ -503,7 +503,8 @@ class Session:
         if isinstance(state, State):  # that of an earlier run too
             state.check(len(state.arrays))
         for array in jax.tree.leaves(state):
-            self.controller.arrive(array)
+            if isinstance(array, jax.Array):
+                self.controller.arrive(array)
         self.controller.settle()
         self.check_losses(state, wait=True)
         return state

@@ -153,6 +153,21 @@ def test_a_first_process_that_hears_nothing_is_named() -> None:
     released.set()
 
 
+def test_who_counts_more_or_fewer_processes_is_named_at_once() -> None:
+    store = Store()
+
+    def run(process: int) -> str:
+        with pytest.raises(Disagreement) as told:
+            Hosts(process, 2 + process, store, timeout_s=3600.0).exchange("options", b"")
+        return str(told.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    cure = ": give jax.distributed.initialize the same num_processes in all"
+    assert first == f"process 0 is one of 2 processes and process 1 one of 3{cure}"
+    assert second == f"process 1 is one of 3 processes and process 0 one of 2{cure}"
+
+
 def test_what_is_told_aside_does_not_wait_for_the_rest() -> None:
     def told(hosts: Hosts) -> list[list[bytes]]:
         mine, aside = bytes([hosts.process]), hosts.aside("checkpoints")
