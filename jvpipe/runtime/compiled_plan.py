@@ -350,7 +350,7 @@ class CompiledPlan:
         self, whole: Lowered, programs: Sequence[Sequence[LayerPrograms]], b: int
     ) -> jax.ShapeDtypeStruct:
         """The shape and type of an array that another process makes."""
-        array = self._known_shape(whole.buffers[b].value)
+        array = self.known_shape(whole.buffers[b].value)
         if array is None:
             maker = next(row for row in whole.rows if b in row.writes)
             program = self._program(whole, maker, programs)
@@ -490,14 +490,14 @@ class CompiledPlan:
         """The shape and type of what lies on the devices between steps, and where: at a place."""
         return _jax.placed(self._shape(value), self.devices[place], self.spec(value))
 
-    def _known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
+    def known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
         """The shape and type of a value, or of the part of it that a replica has; None where a program alone knows."""
         if self.replicas and value.kind in (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX):
             return self.replicas.shape(value)
         return value_shape(self.traced, self.optimizer, value)
 
     def _shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        array = self._known_shape(value)
+        array = self.known_shape(value)
         assert array is not None, f"nobody says what {value} is like"
         return array
 

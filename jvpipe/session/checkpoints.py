@@ -14,13 +14,14 @@ from jvpipe.runtime.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
 from jvpipe.session.agreement import agreed_rows
 from jvpipe.session.batches import shapes_of
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
+from jvpipe.trace.loss import KeyKind
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ def restore(session: Session, path: str | Path) -> State:
     """
     hosts = session.settings.hosts
     saved = open_together(hosts, path)
+    saved.check_state()
     if not session.compiled_plans:
-        session.compiled_plans.trace(*saved_inputs(path, saved.meta))
+        _trace(session, path, saved.meta)
+    _check_key(session, path, saved.meta)
     compiled = session.compiled
     if compiled.previous:  # it was on its way from another plan
         compiled = replace(compiled, previous=None)
@@ -126,6 +129,29 @@ def restore(session: Session, path: str | Path) -> State:
     if compiled is not session.compiled:
         session.compiled_plans.adopt(compiled)
     return state
+
+
+def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+    """Takes the model of a checkpoint; raises ValueError if the loss is none of it."""
+    inputs = saved_inputs(path, meta)
+    try:
+        session.compiled_plans.trace(*inputs)
+    except Disagreement:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        why = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise ValueError(f"{path} tells of a model that cannot begin here: {why}") from problem
+
+
+def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+    """Raises ValueError unless the run's key is of the kind that the model was traced with."""
+    rng = session.trees.rng
+    own = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
+    if meta["key"] != own:
+        raise ValueError(
+            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's is {own}: "
+            "give init such a key"
+        )
 
 
 def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
@@ -144,7 +170,7 @@ def _placed(session: Session, path: str | Path, saved: Saved, compiled: Compiled
     saving, meta = _saving(session, compiled), saved.meta
     wanted = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(wanted)))
-    step, updates = int(meta["step"]), int(meta.get("updates", 0))
+    step, updates = int(meta["step"]), int(meta["updates"])
     return session.place(session.compiled_plans, compiled, leaves, saved_words(meta), step, updates)
 
 
@@ -155,7 +181,10 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     wanted = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(wanted))
     session.reset(compiled, compiled.peaks)
-    placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)
+    try:
+        placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)
+    except ValueError as problem:
+        raise ValueError(f"{saved.folder}: {problem}") from problem
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
     if hosts is not None:  # nothing crosses before all are ready
         hosts.agree("the rows that processes run", agreed_rows(compiled))

@@ -4,7 +4,8 @@ What the format cannot hold is told beside: typed keys, which are written as the
 know, which are written as bytes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jvpipe.ir.brief import brief
 from jvpipe.trace.keys import is_key
 
 Arrays = dict[
@@ -57,13 +59,31 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
         arrays: as they were read; changed.
         keys: as in `Packed`.
         raw: likewise.
+
+    Raises:
+        ValueError: there is no such array, or it is none of that type and shape.
     """
+    for kind, name, *_ in (*raw, *keys):
+        if name not in arrays.get(kind, {}):
+            raise ValueError(f"there is no {kind} {brief(name)} to be of another type")
     for kind, name, dtype, shape in raw:
         if (array := arrays[kind][name]) is not None:
-            arrays[kind][name] = array.view(jax.numpy.dtype(dtype)).reshape(shape)
+            with _made(kind, name, f"{dtype}{shape}", array):
+                arrays[kind][name] = array.view(jax.numpy.dtype(dtype)).reshape(shape)
     for kind, name, impl in keys:
         if (words := arrays[kind][name]) is not None:
-            arrays[kind][name] = jax.random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
+            with _made(kind, name, f"key<{impl}>", words):
+                typed = jax.random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
+                arrays[kind][name] = typed
+
+
+@contextmanager
+def _made(kind: str, name: str, wanted: str, array: np.ndarray) -> Iterator[None]:
+    """Inside it an array is made of another one; ValueError if it cannot be."""
+    try:
+        yield
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{kind} {brief(name)} is {brief(array)}, and no {wanted}") from problem
 
 
 def write(file: Path, packed: Packed, checkpoint: Path) -> None:
@@ -101,15 +121,24 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of the arrays in a file."""
-    with safe_open(file, framework="numpy") as opened:
+    """The names of the arrays in a file; raises ValueError if it is none of arrays."""
+    with _opened(file) as opened:
         return list(opened.keys())
 
 
 def read(file: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the arrays of these names, and nothing else."""
-    with safe_open(file, framework="numpy") as opened:
+    """Reads the arrays of these names, and nothing else; raises ValueError if they are not there."""
+    with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in names}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except (SafetensorError, AttributeError, KeyError, TypeError) as problem:  # numpy lacks a type
+        raise ValueError(f"{file.name}: {problem}") from problem
 
 
 def _words(value: Any) -> np.ndarray:

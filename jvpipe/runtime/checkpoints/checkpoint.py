@@ -14,11 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.ir.brief import brief
 from jvpipe.ir.given import checked_path
+from jvpipe.ir.pattern import anything, compare
 from jvpipe.runtime.checkpoints import array_file, generations
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.by_orbax import read_by_orbax, remove_orbax
-from jvpipe.runtime.checkpoints.generations import DamageError
+from jvpipe.runtime.checkpoints.generations import damage_of, read_json
+from jvpipe.runtime.checkpoints.meta import check_arrays, check_state
 from jvpipe.trace.keys import is_key
 
 ARRAYS, META = "arrays.safetensors", "meta.json"
@@ -85,17 +88,27 @@ class Saved:
         Args:
             wanted: kind and path of each; all unless given.
         """
-        if self.generation is None:
-            arrays = read_by_orbax(self.folder)
-        else:
-            arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
-            for file, names in self._contents().items():
-                split = {name: (name.partition("/")[0], name.partition("/")[2]) for name in names}
-                needed = [name for name, at in split.items() if wanted is None or at in wanted]
-                values = array_file.read(self.generation / file, needed) if needed else {}
-                for name, (kind, path) in split.items():
-                    arrays[kind][path] = values.get(name)
-        array_file.unpack(arrays, self.meta.get("keys", ()), self.meta.get("raw", ()))
+        with damage_of(self.folder):
+            arrays = read_by_orbax(self.folder) if self.generation is None else self._read(wanted)
+            array_file.unpack(arrays, self.meta.get("keys", ()), self.meta.get("raw", ()))
+        return arrays
+
+    def check_state(self) -> None:
+        """Raises DamageError unless it is of a state, and tells all that a state is made of."""
+        with damage_of(self.folder):
+            check_state(self.meta)
+
+    def _read(self, wanted: Collection[tuple[str, str]] | None) -> Arrays:
+        assert self.generation is not None
+        arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
+        for file, names in self._contents().items():
+            split = {name: (name.partition("/")[0], name.partition("/")[2]) for name in names}
+            needed = [name for name, at in split.items() if wanted is None or at in wanted]
+            values = array_file.read(self.generation / file, needed) if needed else {}
+            for name, (kind, path) in split.items():
+                if kind not in arrays or path in arrays[kind]:
+                    raise ValueError(f"{file}: {brief(name)} is of no kind of {META}, or twice")
+                arrays[kind][path] = values.get(name)
         return arrays
 
     def _contents(self) -> Mapping[str, Sequence[str]]:
@@ -119,13 +132,12 @@ def open_checkpoint(path: str | Path) -> Saved:
     generation = generations.newest(folder)
     if generation:
         generations.check(generation, [META])
-    file = generation / META if generation else folder / "meta" / "metadata"
-    try:
-        return Saved(folder, generation, dict(json.loads(file.read_text())))
-    except (OSError, ValueError, TypeError) as problem:
-        raise DamageError(
-            f"{folder} is damaged: {file.relative_to(folder)}: {problem}"
-        ) from problem
+    where = META if generation else "meta/metadata"
+    with damage_of(folder):
+        meta = read_json(generation or folder, where)
+        compare(f"{where}:", meta, {str: anything})
+        check_arrays({"kinds": [], "keys": [], **meta} if generation is None else meta)
+    return Saved(folder, generation, meta)
 
 
 def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
@@ -142,7 +154,10 @@ def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
 
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     """Reads what `Pipeline.save` was given as `extra`."""
-    return open_checkpoint(path).meta["extra"]
+    saved = open_checkpoint(path)
+    with damage_of(saved.folder):
+        compare(META, saved.meta.get("extra"), {str: anything})
+    return saved.meta["extra"]
 
 
 def is_checkpoint(path: Path) -> bool:

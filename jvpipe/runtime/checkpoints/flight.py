@@ -10,12 +10,14 @@ from typing import Any
 import jax
 
 from jvpipe import _jax
-from jvpipe.ir.buffers import Copy, Spot
+from jvpipe.ir.brief import brief
+from jvpipe.ir.buffers import Buffer, Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Carried
 from jvpipe.runtime.state import Name, State, name_of
 from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.value_shapes import shape
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
@@ -151,7 +153,7 @@ def restore_in_flight(
         ledger: counts them.
 
     Raises:
-        ValueError: the names are not those of this plan's stream.
+        ValueError: the names are not those of this plan's stream, or an array is another one.
     """
     step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
@@ -167,6 +169,11 @@ def restore_in_flight(
         if not _jax.is_own(device):
             arrays.append(None)
             continue
+        own = _like(compiled, buffer)
+        same = own is None or (value.shape, value.dtype) == (own.shape, own.dtype)
+        if not same or value.nbytes != buffer.bytes:
+            wanted = f"of {buffer.bytes} bytes" if own is None else brief(own)
+            raise ValueError(f"its '{name}' is {brief(value)}, and should be {wanted}")
         ledger.hold(buffer.memory, buffer.bytes)
         array = jax.device_put(
             value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False
@@ -175,3 +182,13 @@ def restore_in_flight(
             _jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array
         )
     return tuple(arrays)
+
+
+def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
+    """The shape and type of an array in flight; None where only programs of an earlier plan know."""
+    value = buffer.value
+    if value.kind is not ValueKind.RESIDUAL:
+        return compiled.known_shape(value)
+    if compiled.previous or compiled.replicas:
+        return None
+    return shape(compiled.programs[0][value.layer].signature.residuals[value.index])

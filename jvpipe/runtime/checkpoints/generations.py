@@ -15,6 +15,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from jvpipe.ir.pattern import compare
 
 _log = logging.getLogger("jvpipe")
 
@@ -78,10 +81,9 @@ def check(generation: Path, names: Collection[str] | None = None) -> None:
     Raises:
         DamageError: a file is gone or another one.
     """
-    try:
-        digests = dict(json.loads((generation / _DIGESTS).read_bytes()))
-    except (OSError, ValueError, TypeError) as problem:
-        raise DamageError(f"{generation.parent} is damaged: {_DIGESTS}: {problem}") from problem
+    with damage_of(generation.parent):
+        digests = read_json(generation, _DIGESTS)
+        compare(_DIGESTS, digests, {str: str})
     for name in digests if names is None else names:
         path = generation / name
         if not (path.is_file() and digest_of(path) == digests.get(name)):
@@ -124,6 +126,26 @@ def _tell(path: Path, reason: str) -> None:
         path,
         reason,
     )
+
+
+@contextmanager
+def damage_of(folder: Path) -> Iterator[None]:
+    """Inside it a folder's files are read; what is found wrong with them is its damage."""
+    try:
+        yield
+    except DamageError:
+        raise
+    except (OSError, ValueError) as problem:
+        raise DamageError(f"{folder} is damaged: {problem}") from problem
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """Reads a JSON file of a folder; raises ValueError if it is gone, none, or nested too deeply."""
+    try:
+        return json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
+        told = getattr(problem, "strerror", None) or problem
+        raise ValueError(f"{name}: {told}") from problem
 
 
 def digest_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from jvpipe.runtime.checkpoints import skeleton
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.checkpoint import check_paths, open_checkpoint, to_host
 from jvpipe.runtime.checkpoints.flight import names_of, newest_of
+from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.versions import VersionLedger
@@ -173,7 +174,9 @@ class Saving:
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
     """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
-    in_flight = open_checkpoint(path).meta.get("flight")
+    saved = open_checkpoint(path)
+    saved.check_state()
+    in_flight = saved.meta.get("flight")
     return Plan.from_json(in_flight["legs"][-1][1]) if in_flight else None
 
 
@@ -203,5 +206,9 @@ def saved_inputs(
     if meta["key"] is not None:
         (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
         rng = jax.numpy.asarray(words.reshape(shape))
-        rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
+        try:
+            rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
+        except TypeError as problem:
+            told = f"{len(words)} words of shape {shape} are no key of {impl}"
+            raise DamageError(f"{path} is damaged: meta.json: {told}") from problem
     return trees["params"], trees["batch"], rng, trees["model_state"]

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef, default_registry
 
+from jvpipe.ir.brief import brief
+from jvpipe.ir.pattern import anything, compare, whole
 from jvpipe.trace.keys import dtype_of
 
 Tree = Any
@@ -29,11 +31,45 @@ def dump(tree: Tree) -> Any:
         return None
 
 
+def tree(where: str, dumped: Any) -> None:
+    """A pattern, as of `jvpipe.ir.pattern`: what `dump` writes."""
+    compare(where, dumped, {str: anything})
+    if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
+        raise ValueError(f"{where} must be one of {', '.join(_INSIDE)}, not {brief(dumped)}")
+    inside = dumped[kind]
+    if kind == "leaf" and isinstance(inside, list) and inside[2:] == ["weak"]:
+        inside = inside[:2]
+    compare(f"{where}.{kind}", inside, _INSIDE[kind])
+
+
+def dtype(where: str, name: Any) -> None:
+    """Likewise the name of a type."""
+    compare(where, name, str)
+    try:
+        dtype_of(name)
+    except (TypeError, ValueError, StopIteration) as problem:
+        raise ValueError(f"{where} must be a type, not {brief(name)}") from problem
+
+
+_INSIDE = {
+    "dict": {str: tree},
+    "list": [tree],
+    "tuple": [tree],
+    "none": anything,
+    "node": (str, anything, [tree]),
+    "leaf": ([whole()], dtype),
+}
+"""What may be in each kind of container."""
+
+
 def load(dumped: Any) -> Tree:
     """The tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
 
+    Args:
+        dumped: a `tree`, as a pattern says.
+
     Raises:
-        ValueError: the class of a container is not there.
+        ValueError: the class of a container is not there, or does not take what is in it.
     """
     ((kind, inside),) = dumped.items()
     match kind:
@@ -47,11 +83,16 @@ def load(dumped: Any) -> Tree:
             return None
         case "node":
             name, kept, children = inside
-            leaf = jax.tree.structure(0)
-            node = PyTreeDef.from_node_data_and_children(
-                default_registry, (_class(name), _plain(kept)), [leaf] * len(children)
-            )
-            return jax.tree.unflatten(node, map(load, children))
+            made, inner = _class(name), list(map(load, children))
+            try:
+                leaves = [jax.tree.structure(0)] * len(children)
+                node = PyTreeDef.from_node_data_and_children(
+                    default_registry, (made, _plain(kept)), leaves
+                )
+                return jax.tree.unflatten(node, inner)
+            except Exception as problem:  # of any kind: the class is a user's
+                told = f"{brief(kept)} and {len(children)} parts"
+                raise ValueError(f"the container {name} cannot be made of {told}") from problem
         case _:
             shape, dtype, *weak = inside
             return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), weak_type=bool(weak))
@@ -109,4 +150,6 @@ def _class(name: str) -> type:
         raise ValueError(
             f"the containers are of class {inside} of {module}: import that before restore"
         ) from problem
+    if not isinstance(container, type):
+        raise ValueError(f"{brief(name)} is no class of containers")
     return container
