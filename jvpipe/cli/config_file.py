@@ -38,7 +38,7 @@ def read_options(
     try:
         content = path.read_text()
         told = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise ValueError(f"--config {path} cannot be read: {reason}") from problem
     if not isinstance(told, dict):

@@ -7,6 +7,10 @@ from typing import Any
 import jvpipe
 from jvpipe.cli.job import Job
 from jvpipe.cli.processes import Watch
+from jvpipe.ir.pattern import compare, maybe, number, whole
+from jvpipe.runtime.checkpoints.generations import damage_of
+
+_KEPT = {"best_loss": maybe(number), "best_step": whole(0, 2**31 - 1), "since": whole(0, 2**31 - 1)}
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ class Evaluations:
 def evaluations_before(job: Job) -> Evaluations:
     """Those that the last checkpoint of a resumed run tells of."""
     kept = job.run.checkpoints() if job.options.resume else []
-    return Evaluations.from_json(
-        jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
-    )
+    told = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
+    if not told and isinstance(told, dict):
+        return Evaluations()
+    with damage_of(kept[-1]):
+        compare("evaluations", told, _KEPT)
+    return Evaluations.from_json(told)
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:

@@ -26,6 +26,7 @@ from jvpipe.cli.rundir import RunDir, hold_new
 from jvpipe.cli.runplan import given_plan, kept_plan
 from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
 from jvpipe.cli.trust import MARK, mark
+from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.phases import phase
@@ -162,6 +163,8 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
             return plan
         usual = find_model(options.model, options.size).settings
         run.check(_config(options, workload), {"model_config": usual})
+        with run.advising():
+            run.check_last()
         if plan and not given and run.checkpoints():  # layers may have moved since it was made
             with run.advising():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
@@ -263,8 +266,20 @@ def _state(job: Job) -> jvpipe.State:
         last = job.run.checkpoints()[-1]
         with phase("restoring the last checkpoint"), job.run.advising():
             state = job.pipe.restore(last)
-        job.data.train.set_state(jvpipe.checkpoint_extra(last)["data"])
+            _go_back(job.data, last)
     return state
+
+
+def _go_back(data: models.Data, last: Path) -> None:
+    """Takes the data up where they were; DamageError if a checkpoint tells no place to which they can go."""
+    extra = jvpipe.checkpoint_extra(last)
+    if "data" not in extra:
+        raise DamageError(f"{last} tells no place in the data")
+    try:
+        data.train.set_state(extra["data"])
+    except Exception as problem:  # of any kind: the data may be a user's
+        told = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        raise DamageError(f"{last}: its place in the data is none, {told}") from problem
 
 
 def _first_params(job: Job) -> Any:

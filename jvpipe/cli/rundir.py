@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from jvpipe.cli import sealed
+from jvpipe.ir.brief import brief
+from jvpipe.ir.pattern import anything, compare
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes
-from jvpipe.runtime.checkpoints.checkpoint import check_checkpoint, delete_checkpoint, is_checkpoint
+from jvpipe.runtime.checkpoints.checkpoint import (
+    check_checkpoint,
+    delete_checkpoint,
+    is_checkpoint,
+    open_checkpoint,
+)
 from jvpipe.runtime.checkpoints.generations import DamageError, digest_of, telling
 
 KEPT_CHECKPOINTS = 2
+_RECORDED = {
+    "model_config": {str: anything},
+    "parameters": {str: str},
+    "data_digest": str,
+    "files": {str: str},
+}
+"""What a configuration holds beside options."""
 
 
 class HeldError(ValueError):
@@ -104,7 +118,10 @@ class RunDir:
             ValueError: there is no run here.
         """
         try:
-            return sealed.read(self.config)
+            config = sealed.read(self.config)
+            for name in _RECORDED.keys() & config.keys():
+                compare(f"{self.config}: {name}", config[name], _RECORDED[name])
+            return config
         except OSError as problem:
             raise ValueError(
                 f"{self.path} holds no run to resume: {self.config.name}: {problem}"
@@ -192,6 +209,11 @@ class RunDir:
                 told = f"{whole[-1]} is whole: move {newest} out of the way, and --resume goes on from that one"
             raise DamageError(f"{damage}; {told}") from damage
 
+    def check_last(self) -> None:
+        """Raises DamageError if the last checkpoint is of another step than its name says."""
+        for path in self.checkpoints()[-1:]:
+            _check_step(path)
+
     def refuse_if_used(self) -> None:
         """Keeps a new run from overwriting another.
 
@@ -219,7 +241,9 @@ class RunDir:
         for key, fields in json.loads(json.dumps(usual or {})).items():
             there[key] = fields | there.get(key, {})
         if differing := list(_differences({key: there.get(key) for key in here}, here)):
-            told = "; ".join(f"{key} is {old} there, {new} here" for key, old, new in differing)
+            told = "; ".join(
+                f"{key} is {_short(old)} there, {_short(new)} here" for key, old, new in differing
+            )
             raise ValueError(f"{self.path} holds another run: {told}")
 
 
@@ -237,9 +261,22 @@ def hold_new(held: ExitStack, name: str) -> RunDir:
 def _is_whole(checkpoint: Path) -> bool:
     try:
         check_checkpoint(checkpoint)
+        _check_step(checkpoint)
     except DamageError:
         return False
     return True
+
+
+def _check_step(checkpoint: Path) -> None:
+    step, named = open_checkpoint(checkpoint).meta.get("step"), int(checkpoint.name)
+    if step != named:
+        raise DamageError(
+            f"{checkpoint} holds the state of step {brief(step)}, not of step {named} as its name says"
+        )
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else brief(value)
 
 
 def _differences(

@@ -16,7 +16,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads what `write` was given; a file without a digest is believed, as they were once written so.
+    """Reads what `write` was given.
 
     Raises:
         OSError: there is no file.
@@ -24,13 +24,15 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as problem:
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        found, wanted = content.pop("digest", None), _digest(content)
+    except (ValueError, RecursionError) as problem:
         raise DamageError(f"{path} is damaged: {problem}") from problem
-    if not isinstance(content, dict):
-        raise DamageError(f"{path} is damaged: it holds no JSON object")
-    if "digest" in content and content.pop("digest") != _digest(content):
+    if found != wanted:
+        told = "has lost its digest" if found is None else "is not what the run wrote"
         raise DamageError(
-            f"{path} is not what the run wrote: put it back (options are changed on the command line, not in the file)"
+            f"{path} {told}: put it back (options are changed on the command line, not in the file)"
         )
     return content
 

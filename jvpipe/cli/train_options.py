@@ -14,6 +14,7 @@ from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
 from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
 from jvpipe.cli.trust import check_made_here
+from jvpipe.ir.brief import brief
 from jvpipe.report.trackers import check_tracker
 from jvpipe.session.arguments import USUAL_STAGES, whole_numbers
 
@@ -304,5 +305,5 @@ def _options_in(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     saved = {name: as_type(config[name], types[name]) for name in kept}
     for name, value in saved.items():
         if not is_type(value, types[name]):
-            raise ValueError(f"{path} is not what a run wrote: {name} is {value!r}")
+            raise ValueError(f"{path} is not what a run wrote: {name} is {brief(value)}")
     return saved

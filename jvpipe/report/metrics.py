@@ -9,6 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from jvpipe.ir.brief import brief
+
+_MOST_S = 1e12
+"""No run takes as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -83,7 +88,7 @@ class MetricsLog:
         kept = (
             [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
         )
-        self.elapsed_s = float(kept[-1].get("elapsed_s") or 0.0) if kept else 0.0
+        self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
@@ -102,10 +107,23 @@ class MetricsLog:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The steps of a metrics file; a line that tells of none, such as one torn by a kill, is left out."""
     for line in path.read_text(errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):
-            match json.loads(line):
-                case {"step": int()} as told:
-                    yield told
+        with suppress(ValueError, RecursionError):
+            told = json.loads(line)
+            if isinstance(told, dict) and type(told.get("step")) is int:
+                yield told
+
+
+def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
+    """The seconds of a run up to a line; 0 where it does not tell them."""
+    told = line.get("elapsed_s")
+    if told is None:
+        return 0.0
+    if type(told) not in (int, float) or not 0 <= told < _MOST_S:
+        wrong = f"{path}: elapsed_s of step {brief(line['step'])} is {brief(told)}"
+        raise ValueError(
+            f"{wrong}, and should be a number of seconds: put it right, or take it out"
+        )
+    return float(told)
 
 
 def replace_text(path: Path, text: str) -> None:

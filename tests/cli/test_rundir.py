@@ -110,10 +110,24 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, content: bytes
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_without_a_digest_is_believed(tmp_path: Path) -> None:
-    """They were written so once."""
+def test_a_configuration_without_a_digest_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert RunDir(tmp_path).read_config() == CONFIG
+    with pytest.raises(DamageError, match=r"config\.json has lost its digest: put it back"):
+        RunDir(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("name", ["model_config", "parameters", "files", "data_digest"])
+@pytest.mark.parametrize("value", [None, 3, [], [[1]], {"a": [1]}, {"a": {"b": 1}}])
+def test_what_is_no_entry_of_a_configuration_is_named(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    RunDir(tmp_path).write_config({name: value})
+    if name == "model_config" and isinstance(value, dict):
+        assert RunDir(tmp_path).read_config() == {name: value}
+        return
+    with pytest.raises(ValueError, match=rf"config\.json: {name}.* must be ") as caught:
+        RunDir(tmp_path).read_config()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_bit_that_flips_in_the_configuration_is_noticed_or_harmless(tmp_path: Path) -> None:
@@ -201,22 +215,43 @@ def test_two_new_runs_of_one_name_have_folders_of_their_own(tmp_path: Path) -> N
 def test_the_older_checkpoint_that_is_whole_is_named(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step in (1, 2, 3):
-        save_checkpoint(run.checkpoint(step), {"parameter": {"a": np.full(3, step)}}, {"extra": {}})
+        told = {"step": step, "extra": {}}
+        save_checkpoint(run.checkpoint(step), {"parameter": {"a": np.full(3, step)}}, told)
 
     def restore() -> None:
         with run.advising():
+            run.check_last()
             load_checkpoint(run.checkpoints()[-1])
 
     restore()
-    told = [
+    whole = [
         f"{run.checkpoint(2)} is whole: move {run.checkpoint(3)} out of the way",
         f"{run.checkpoint(1)} is whole",
     ]
-    for step, what in zip((3, 2, 1), (*told, "no older checkpoint is whole"), strict=True):
+    for step, what in zip((3, 2, 1), (*whole, "no older checkpoint is whole"), strict=True):
         damaged = run.checkpoint(step) / "generation-000001" / "arrays.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
         with pytest.raises(DamageError, match=f"^{run.checkpoint(3)} is damaged: .*{what}"):
             restore()
+
+
+def test_a_checkpoint_of_another_step_is_said_and_none_that_is_whole(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (1, 2, 3, 4):
+        told = {"step": step, "extra": {}}
+        save_checkpoint(run.checkpoint(step), {"parameter": {"a": np.full(3, step)}}, told)
+    run.check_last()
+    for a, b, inside in ((3, 4, ""), (1, 2, "generation-000001")):
+        between, (one, other) = (
+            tmp_path / "x",
+            (run.checkpoint(a) / inside, run.checkpoint(b) / inside),
+        )
+        for old, new in ((one, between), (other, one), (between, other)):
+            old.rename(new)
+    with pytest.raises(DamageError) as caught, run.advising():
+        run.check_last()
+    wrong = f"{run.checkpoint(4)} holds the state of step 3, not of step 4 as its name says"
+    assert str(caught.value) == f"{wrong}; no older checkpoint is whole"
 
 
 def test_a_run_from_before_there_was_a_field_had_the_usual_one(tmp_path: Path) -> None:
