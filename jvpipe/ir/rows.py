@@ -71,6 +71,13 @@ class ConcatRun:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinRun:
+    """What several replicas have of an edge that has no axis of examples, for a stage of another width."""
+
+    of: Ref
+
+
+@dataclass(frozen=True, slots=True)
 class AddRun:
     """Gradients of one more replica added to what those before it have come to, in place."""
 
@@ -112,6 +119,7 @@ Run = (
     | SumRun
     | SliceRun
     | ConcatRun
+    | JoinRun
     | AddRun
     | StateRun
     | OfferRun

@@ -19,7 +19,7 @@ from functools import partial
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Ref
-from jvpipe.ir.rows import ConcatRun, LayerRun, SliceRun, StateRun, ZeroRun
+from jvpipe.ir.rows import ConcatRun, JoinRun, LayerRun, SliceRun, StateRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write, summed
@@ -283,11 +283,9 @@ class Slicing:
             elif (
                 value.kind is ValueKind.COTANGENT and slices != others
             ):  # the first replica gets all of it
-                reads = tuple(self.named(value, e) for e in others)
-                if examples == slices[0]:
-                    yield join(Kind.REDUCE, reads=reads)
-                else:
-                    yield join(Kind.ZERO, reads=(), run=ZeroRun(ValueKind.COTANGENT))
+                is_first, run = examples == slices[0], JoinRun(Ref(value.kind, value.index))
+                reads = tuple(self.named(value, e) for e in others) if is_first else ()
+                yield join(Kind.REDUCE if is_first else Kind.ZERO, reads=reads, run=run)
 
     def _source(self, value: Value, layer: int) -> int:
         """The layer from which an edge, or the sum of its cotangents so far, has come to a layer."""

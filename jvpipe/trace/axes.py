@@ -108,6 +108,8 @@ def _others(
             return _convolved(eqn, axes)
         case "gather":
             return _gathered(eqn, axes)
+        case "scatter" | "scatter-add":
+            return _scattered(eqn, axes)
         case "sort":
             return _all(own, grown) if same and eqn.params["dimension"] != own else "sorts examples"
         case "fft":
@@ -147,6 +149,8 @@ def _moved(eqn: JaxprEqn, own: int) -> Found | None:
             return [kept[own]]
         case "concatenate":
             return [own] if params["dimension"] != own else "puts examples beside others"
+        case "stack":
+            return [own + (params["axis"] <= own)]
         case "split":
             return (
                 [own] * len(eqn.outvars) if params["axis"] != own else "takes some of the examples"
@@ -234,3 +238,34 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
         return "takes some of the examples"
     inner = [i for i in range(len(sizes)) if i not in gone]
     return [numbers.offset_dims[inner.index(operand)]]
+
+
+def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
+    """The axis after values are added where indices say: to examples of their own, or to what has none."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = axes
+    rank = len(_jax.aval(eqn.invars[2]).shape)
+    outer = [i for i in range(rank) if i not in numbers.update_window_dims]
+    batched = [
+        *zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    ]
+    own = None if indices is None or indices >= len(outer) else outer[indices]
+    if operand is None:
+        adds = eqn.primitive.name == "scatter-add"
+        paired = updates in outer and own in (None, updates)
+        return [None] if adds and paired else "puts examples in one place"
+    if operand is not None and operand in numbers.operand_batching_dims:
+        paired = (operand, indices) in batched and updates in (None, own)
+        return [operand] if paired else "adds to other examples"
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    shape = _jax.aval(eqn.invars[0]).shape
+    inner = [i for i in range(len(shape)) if i not in gone]
+    if (
+        operand not in inner
+        or indices is not None
+        or operand in numbers.scatter_dims_to_operand_dims
+    ):
+        return "adds to examples by their numbers"
+    window = numbers.update_window_dims[inner.index(operand)]
+    whole = _jax.aval(eqn.invars[2]).shape[window] == shape[operand]
+    return [operand] if whole and updates in (None, window) else "adds to some of the examples"

@@ -179,9 +179,11 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
     """How what is put together lies: as its parts do, if these are alike."""
-    name = eqn.primitive.name
-    chosen = {"select_n": ins[1:], "scatter-add": (ins[0], ins[2])}.get(name, ins)
-    others = {"select_n": ins[:1], "scatter-add": ins[1:2]}.get(name, ())
+    chosen, others = ins, ins[:0]
+    if eqn.primitive.name == "select_n":
+        chosen, others = ins[1:], ins[:1]
+    elif eqn.primitive.name == "scatter-add":
+        chosen, others = (ins[0], ins[2]), ins[1:2]
     roots = frozenset[Var]().union(*(x.roots for x in ins))
     kinds = {(x.over, x.power, x.excess) for x in chosen if not x.is_zero}
     if len(kinds) != 1 or any(x.over is not Over.NONE for x in others):

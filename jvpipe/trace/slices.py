@@ -25,6 +25,7 @@ from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
+from jvpipe.trace.structure import comparable
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,25 @@ def _amended(
     if beside is Beside.GUARD:
         (count,) = jaxprs.variables(own.invars)
         return [own.replace(invars=[count, count])]
+    if beside is Beside.DIVISOR:
+        return _equations(_quotient, own.invars, own.outvars)
     side = 0 if beside in (Beside.LEFT, Beside.FIRST_LEFT) else 1
-    other, operand = own.invars[1 - side], own.invars[side]
-    made = _jax.new_variable(_jax.aval(operand))
+    operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
 
-    def changed(y: jax.Array, x: jax.Array) -> jax.Array:
+    def changed(x: jax.Array) -> jax.Array:
         if only_first:  # nothing, in one equation: zeros would be none, but a constant
             return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
-        if beside is Beside.DIVISOR:
-            return jnp.where((x == 0) & (y == 0), jnp.ones_like(x), x)
         return x * jnp.asarray(share, x.dtype)
 
     invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
-    return [*_equations(changed, [other, operand], [made]), own.replace(invars=invars)]
+    return [*_equations(changed, [operand], [made]), own.replace(invars=invars)]
+
+
+def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
+    """A sum by a count, nothing where both are; NaN where the count alone is, which no derivative reads."""
+    quotient = total / jnp.where(count == 0, jnp.ones_like(count), count)
+    lost = (count == 0) & (jax.lax.stop_gradient(total) != 0)
+    return quotient + jnp.where(lost, jnp.asarray(jnp.nan, total.dtype), jnp.zeros_like(total))
 
 
 def _equations(
@@ -197,6 +204,11 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
         CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
     """
     loss, small = traced.loss, _resized(traced.loss, fewer)
+    if comparable(loss.constants) != comparable(small.constants):
+        raise CoupledError(
+            f"the loss closes over arrays that are others on {fewer} examples than on {traced.graph.examples}: give "
+            "them with the batch, or make them with jax.numpy"
+        )
     states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
     layer_of = {
         id(eqn): layer
@@ -278,7 +290,8 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
                     raise CoupledError(
                         f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
                         f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
-                        "over a number of items that differs returns jvpipe.Weighted(total, weight)"
+                        "over a number of items that differs returns jvpipe.Weighted(total, weight). Else "
+                        "use one device for each stage, or make each stage a mesh with a batch_axis"
                     )
             case ValueKind.AUX:
                 if (

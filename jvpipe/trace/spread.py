@@ -183,6 +183,9 @@ class Spreading:
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self._refused(eqn, axes_after)
+        is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
+        if is_sum_beside and not ins[0].is_zero:
+            raise self._refused(eqn, "adds examples to what is there: add it to their sum")
         if (power := power_after(eqn, ins)) is None:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
         opened = frozenset[Var]().union(*(x.open for x in moving))
@@ -205,7 +208,7 @@ class Spreading:
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
         if axis is not None:
             return Lies(Over.ALONG, axis, power=power)
-        is_sum = eqn.primitive.name in ("reduce_sum", "dot_general")
+        is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed(power) if is_sum else Lies(Over.MIXED)
         root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
