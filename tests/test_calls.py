@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from jvpipe.ir.plan import Plan
 KEY = jax.random.key(0)
 PARAMS = [0.5 * np.eye(4, dtype=np.float32)] * 3
 BATCH = {"x": np.ones((8, 4), np.float32)}
+DEEP = json.loads("[" * 300 + "]" * 300)
 USUAL = {"stages": 2, "planner": "even", "microbatches": 2}
 
 
@@ -95,6 +97,16 @@ ODD: list[Any] = [
         {"x": "text"},
         {"x": np.ones(())},
         [np.ones((4, 4), np.int32)] * 3,
+    ),
+    *(float("nan"), -3, 2**40, 1j, b"x", "x" * 5000, "\ud800", range(3), object(), slice(None)),
+    *(
+        {"a": {"b": {}}},
+        [[[[]]]],
+        {(1, 2): 3},
+        {None: None},
+        np.zeros(0),
+        np.ones((2, 2), bool),
+        ...,
     ),
     *(
         Plan.from_cuts([1, 1, 1]),
@@ -238,6 +250,10 @@ def test_chance_gives_what_is_no_argument(
         ),
         ("init params", lambda: 0, "give arrays, or a function key -> params that makes them"),
         ("init params", 2**70, "is the number 1180591620717411303424, which no device holds"),
+        ("save extra", {1: 2}, "extra must be what JSON holds by name, .*, not {1: 2}"),
+        ("save extra", {"a": DEEP}, "extra must be .*: it.* more than 200 deep"),
+        ("restore", "x" * 5000, "path has a name of more than 255 bytes: 'xxx"),
+        ("plan_for hardware", "x" * 5000, r"unknown hardware 'xx.*\.\.\..*: There are"),
         ("save path", 3, "path must be a text or a pathlib.Path, not 3"),
         ("restore", None, "path must be a text or a pathlib.Path, not None"),
         ("load", "missing.json", "missing.json cannot be read: No such file"),

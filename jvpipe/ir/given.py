@@ -9,6 +9,9 @@ import numpy as np
 
 from jvpipe.ir.brief import brief
 
+_LONGEST = 255
+"""Bytes of a name in a folder."""
+
 
 def checked_flags(**flags: Any) -> dict[str, bool]:
     """Returns these options; raises ValueError unless they are on or off."""
@@ -31,6 +34,8 @@ def checked_path(path: Any) -> Path:
         or "\0" in text
     ):
         raise ValueError(f"path must be a text or a pathlib.Path, not {brief(path)}")
+    if any(len(part.encode(errors="replace")) > _LONGEST for part in Path(path).parts):
+        raise ValueError(f"path has a name of more than {_LONGEST} bytes: {brief(text)}")
     return Path(path)
 
 

@@ -3,6 +3,10 @@
 import difflib
 from collections.abc import Sequence
 
+from jvpipe.ir.brief import brief
+
+_LONG = 100
+
 
 def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
     """The message for an unknown name.
@@ -19,7 +23,8 @@ def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean '{close[0]}'? " if close else ""
-    return f"unknown {kind} '{name}': {guess}There are {', '.join(known) or 'none'}"
+    told = f"'{name}'" if len(name) < _LONG else brief(name)
+    return f"unknown {kind} {told}: {guess}There are {', '.join(known) or 'none'}"
 
 
 def nearest(name: str, known: Sequence[str], most: int = 4) -> list[str]:

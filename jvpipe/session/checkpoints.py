@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jvpipe.ir.brief import brief
+from jvpipe.ir.pattern import anything, compare
 from jvpipe.runtime.checkpoints import skeleton
 from jvpipe.runtime.checkpoints.array_file import Arrays
 from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
@@ -77,10 +78,10 @@ def check_json(extra: Any) -> None:
     ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is not JSON serializable
     """
     usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
-    if not isinstance(extra, Mapping):
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise ValueError(f"{usual}, not {brief(extra)}")
     try:
-        json.dumps(extra)
+        compare("it", json.loads(json.dumps(extra)), {str: anything})
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{usual}: {error}") from error
 

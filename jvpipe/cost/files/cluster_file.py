@@ -23,6 +23,7 @@ latency_s = 10e-6            # by default 0
 """
 
 import math
+import os
 import re
 import sys
 import tomllib
@@ -54,7 +55,7 @@ def find_cluster(name_or_path: str | Path) -> Cluster:
     if isinstance(name_or_path, str) and name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
-    if path.suffix != ".toml" and not path.is_file():
+    if path.suffix != ".toml" and not os.path.isfile(path):
         raise ValueError(
             did_you_mean("hardware", str(name_or_path), list(PRESETS))
             + ", or the path of a TOML file"
