@@ -22,6 +22,7 @@ class Keeper:
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
         self._job, self._writer = job, opened.enter_context(Writer())
+        self._place = job.run.place()
 
     def check(self) -> None:
         """Raises what the last write failed with, if it is known by now."""
@@ -42,7 +43,7 @@ class Keeper:
             seen: the evaluations so far.
 
         Raises:
-            ValueError: a parameter is NaN; the older checkpoints stay.
+            ValueError: a parameter is NaN, or the folder of the run is gone; the older checkpoints stay.
         """
         self.finish()  # so that two copies of the state are never on the host
         job = self._job
@@ -52,6 +53,13 @@ class Keeper:
         copied = snapshot(job.pipe.session, state, extra)
 
         def check() -> None:
+            if job.run.place() != self._place:
+                path = job.run.path.absolute()
+                raise ValueError(
+                    f"{path} was moved away while the run was at work: the state after step {step} is not saved. "
+                    "Move it back there, or name where it is now with --run-dir: --resume goes on from its last "
+                    "checkpoint"
+                )
             if lost := next(nan_leaves(copied.arrays["parameter"]), None):
                 raise ValueError(
                     f"after step {step} parameter '{lost}' is NaN: the state is not saved. The checkpoints before it "

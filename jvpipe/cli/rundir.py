@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from jvpipe.cli import sealed
@@ -79,6 +80,11 @@ class RunDir:
     def profile(self) -> Path:
         """What jax.profiler has written of some steps."""
         return self.path / "profile"
+
+    @property
+    def holder(self) -> Path:
+        """Which process is at work in the folder, while one is."""
+        return self.path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
         """The folder for the checkpoint of a step."""
@@ -186,16 +192,38 @@ class RunDir:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise HeldError(
-                    f"another run is at work in {self.path}: stop it, or name another --run-dir"
+                    f"another run is at work in {self.path}{self._holder()}: stop it, or name another --run-dir"
                 ) from None
+            told, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
+            replace_bytes(self.holder, f"{told}, on {gethostname()}".encode())
+            with suppress(OSError):  # other hosts see for a while when it was changed before
+                os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+            place = self.place()
             try:
                 yield
             finally:
+                with suppress(OSError):  # it may have moved
+                    os.unlink(self.holder.name, dir_fd=descriptor)
                 with suppress(OSError):  # where something is in it
-                    for path in made:
+                    for path in made if self.place() == place else ():
                         path.rmdir()
         finally:
             os.close(descriptor)
+
+    def _holder(self) -> str:
+        """Who is in the folder, in brackets; nothing while that is not told."""
+        with suppress(OSError):
+            told = self.holder.read_bytes()[:200].decode(errors="replace")
+            return f" ({told})" if told.isprintable() else ""
+        return ""
+
+    def place(self) -> tuple[int, int] | None:
+        """What tells the folder at this path from another one that takes its place; None if there is none."""
+        try:
+            seen = self.path.stat()
+        except OSError:
+            return None
+        return seen.st_dev, seen.st_ino
 
     @contextmanager
     def advising(self) -> Iterator[None]:

@@ -1,10 +1,12 @@
 """The folder of a run: what is last and whole in it, and whether it may be continued."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from socket import gethostname
 
 import numpy as np
 import pytest
@@ -173,12 +175,17 @@ def test_files_of_a_run_are_known_by_their_digests(tmp_path: Path) -> None:
 
 def test_two_runs_are_not_in_one_folder(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    with (
-        run.held(),
-        pytest.raises(HeldError, match="another run is at work"),
-        RunDir(tmp_path / "run").held(),
-    ):
-        pass
+    told = rf"another run is at work in {run.path} \(process {os.getpid()}, started by {os.getppid()}, on "
+    run.path.mkdir()
+    seen = run.identity()
+    with run.held():
+        assert run.identity() == seen, "which the processes of several hosts compare"
+        with pytest.raises(HeldError, match=told + gethostname()), RunDir(tmp_path / "run").held():
+            pass
+        run.holder.write_bytes(b"\xff\0")
+        with pytest.raises(HeldError, match=f"at work in {run.path}: stop it"), run.held():
+            pass
+        assert run.holder.exists()
     with run.held():
         pass
 

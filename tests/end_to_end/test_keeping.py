@@ -15,6 +15,7 @@ import pytest
 import jvpipe
 from jvpipe.cli import train as train_command
 from jvpipe.cli import training
+from jvpipe.cli.keeping import Keeper
 from jvpipe.runtime.checkpoints import array_file
 from tests.commands import finished
 from tests.forks import forked
@@ -128,6 +129,35 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path: Path) ->
     assert len(lines(run)) == 20
     assert checkpoints(run) == [12, 20]
     assert jvpipe.checkpoint_extra(moved)["step"] == 12
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_folder_that_moves_away_is_said_and_not_made_anew(
+    another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, moved, save = tmp_path / "run", tmp_path / "moved", Keeper.save
+
+    def moving(keeper: Keeper, state: Any, step: int, *given: Any) -> None:
+        if step == 8:
+            keeper.finish()
+            run.rename(moved)
+            if another:
+                run.mkdir()
+        save(keeper, state, step, *given)
+
+    monkeypatch.setattr(Keeper, "save", moving)
+    done = finished(*arguments(run, model="Plain"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert (
+        f"error: {run} was moved away while the run was at work: the state after step 8"
+        in done.stderr
+    )
+    assert list(run.iterdir()) == [] if another else not run.exists()
+    assert checkpoints(moved) == [4]
+    monkeypatch.undo()
+    assert resume(moved, "--trust").returncode == 0
+    assert len(lines(moved)) == 12
 
 
 def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> None:
