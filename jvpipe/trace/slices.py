@@ -5,14 +5,16 @@ are those of the whole micro-batch, of which each slice takes its own: dropout d
 replicas (and every replica draws them all).
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, JaxprEqn, Var
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph, Ref
 from jvpipe.ir.values import ValueKind
@@ -26,6 +28,9 @@ from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 from jvpipe.trace.structure import comparable
+
+_LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
+"""What is written anew for a slice, with what is inside."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,48 @@ class _Cut:
 
     def body(self, whole: Body, part: Body) -> Body:
         """A layer on a slice: what it draws is cut out of what the whole layer draws."""
-        eqns: list[JaxprEqn] = []
-        for eqn, own in zip(whole.eqns, part.eqns, strict=True):
-            if eqn.primitive.name in GENERATORS:
-                eqns += self._generated(eqn, own)
-            else:
-                beside, is_first = self.apart.amended.get(id(eqn)), self.examples.start == 0
-                eqns += _amended(own, beside, self.share, is_first=is_first)
+        eqns = self._equations(whole.eqns, part.eqns)
         is_mean = (
             self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
         )
         return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
+
+    def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
+        """The equations of a slice, also of a loop.
+
+        Args:
+            whole: of the whole micro-batch.
+            part: as they were traced at the size of the slice.
+        """
+        eqns: list[JaxprEqn] = []
+        for eqn, own in zip(whole, part, strict=True):
+            if eqn.primitive.name in GENERATORS:
+                eqns += self._generated(eqn, own)
+            elif eqn.primitive.name in _LOOPS:
+                params = {k: self._inside(v, own.params[k]) for k, v in eqn.params.items()}
+                eqns.append(own.replace(params=own.params | params))
+            else:
+                beside, is_first = self.apart.amended.get(id(eqn)), self.examples.start == 0
+                eqns += _amended(own, beside, self.share, is_first=is_first)
+        return eqns
+
+    def _inside(self, whole: Any, own: Any) -> Any:
+        """A parameter of a loop or call, whose bodies draw numbers too.
+
+        Args:
+            whole: of the whole micro-batch.
+            own: of the slice.
+        """
+        match own:
+            case ClosedJaxpr():
+                return ClosedJaxpr(self._inside(whole.jaxpr, own.jaxpr), own.consts)
+            case Jaxpr():
+                return own.replace(eqns=list(self._equations(whole.eqns, own.eqns)))
+            case tuple():
+                parts = [self._inside(a, b) for a, b in zip(whole, own, strict=True)]
+                return own if all(map(operator.is_, parts, own)) else tuple(parts)
+            case _:
+                return own
 
     def _generated(self, whole: JaxprEqn, own: JaxprEqn) -> Sequence[JaxprEqn]:
         """Numbers by their position: those of the whole micro-batch, then the part that is wanted."""

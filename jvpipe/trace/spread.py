@@ -95,7 +95,8 @@ class Spreading:
     same: Mapping[Var, Var] = field(default_factory=dict)
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
-    _rule: bool = False  # whether it is a derivative rule that is looked into
+    _rule: bool = False  # whether it is the backward of a rule that is looked into
+    _in_rule: bool = False  # or what a rule stands for, which cannot be written anew
     _outer: JaxprEqn | None = None  # the loop or call that is looked into
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
@@ -234,9 +235,9 @@ class Spreading:
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        inside = self._outer is not None and name in GENERATORS
-        if axis is None or (inside and (name != "iota" or eqn.params["dimension"] == axis)):
-            raise self._refused(eqn, "draws numbers for each example inside of a loop")
+        fixed = self._in_rule and name in GENERATORS
+        if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
+            raise self._refused(eqn, "draws numbers for each example inside of a rule")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
             raise self._refused(
                 eqn, "makes values for each example in a way that jvpipe does not know"
@@ -280,6 +281,7 @@ class Spreading:
             self,
             known={},
             flows=None if flows else (),  # a rule stands for those of what it computes
+            _in_rule=self._in_rule or eqn.primitive.name in _RULES,
             _alike=Alike(),
             _outer=self._outer or eqn,
         )
@@ -315,7 +317,7 @@ class Spreading:
         inner = replace(
             self, known={}, remembered=(), normalising=set(), flows=(), _alike=Alike(), _rule=True
         )
-        inner._outer = self._outer or eqn
+        inner._outer, inner._in_rule = self._outer or eqn, True
         if comparable(whole.consts) != comparable(fewer.consts):
             raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
         given = [

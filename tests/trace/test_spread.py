@@ -20,7 +20,8 @@ def spread(
     fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []
 ) -> list[Lies]:
     """How the results of a function of [examples, tokens, features] lie; some of them are remembered as model state."""
-    closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
+    shapes = [jax.ShapeDtypeStruct((n, T, D), np.float32) for n in (MANY, FEW)]
+    closed, small = (flatten(fn, shape, keep_rules=True) for shape in shapes)
     remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))
     spreading = Spreading(MANY, FEW, remembered, lambda eqn: "layer 0")
     spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
@@ -113,9 +114,21 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
         lambda x: jax.lax.cond(jnp.arange(3)[1] > 0, jnp.sin, jnp.cos, x),
         Over.ALONG,
     ),
+    "noise in a loop": (
+        lambda x: jax.lax.scan(noisy, x, jax.random.split(jax.random.key(0), 3))[0],
+        Over.ALONG,
+    ),
     "a rule of its own": (lambda x: jax.nn.relu(x), Over.ALONG),
     "a log-sum": (lambda x: jnp.mean(jax.nn.logsumexp(x, -1)), Over.MEAN),
 }
+
+
+@jax.custom_jvp
+def noise(x: jax.Array) -> jax.Array:
+    return x + jax.random.normal(jax.random.key(0), x.shape)
+
+
+noise.defjvp(lambda primals, tangents: (noise(*primals), tangents[0]))
 REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "centred": (
         lambda x: x - jnp.mean(x, 0)[None],
@@ -127,10 +140,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         lambda x: jax.lax.scan(lambda h, y: (h + y, h), x[:1, 0].sum(0), x[:, 0])[1],
         "examples",
     ),
-    "noise in a loop": (
-        lambda x: jax.lax.scan(noisy, x, jax.random.split(jax.random.key(0), 3))[0],
-        "inside of a loop",
-    ),
+    "noise in a rule": (noise, "inside of a rule"),
     "a loop for each": (
         lambda x: jax.lax.fori_loop(0, x.shape[0], lambda i, y: jnp.sin(y), x),
         "as the number of|as its",
