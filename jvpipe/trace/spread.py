@@ -159,7 +159,7 @@ class Spreading:
         if name == "cond":
             return self._cond(eqn, small, ins)
         grown = [self._grown(eqn, a, b) for a, b in zip(eqn.outvars, small.outvars, strict=True)]
-        is_zero = _makes_nothing(eqn, ins)
+        is_zero = _makes_nothing(eqn, ins, in_rule=self._rule)
         outs = [self._normalised(eqn, ins, lies) for lies in self._plainly(eqn, ins, grown)]
         return [replace(lies, is_zero=is_zero) for lies in outs]
 
@@ -410,9 +410,9 @@ def _is_inexact(atom: Atom) -> bool:
     return jnp.issubdtype(_jax.aval(atom).dtype, jnp.inexact)
 
 
-def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Whether an equation makes nothing of nothing: zeros for each example, or a product with them."""
-    if eqn.primitive.name == "mul":
+def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
+    """Whether an equation makes nothing of nothing: zeros for each example, or no cotangent."""
+    if eqn.primitive.name == "mul" and in_rule:
         return any(x.is_zero for x in ins)
     return eqn.primitive.name in _KEEPS_NOTHING and all(x.is_zero for x in ins)
 
