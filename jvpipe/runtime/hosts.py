@@ -238,13 +238,20 @@ class Hosts:
             time.sleep(0.01)
         if not lost:
             return self.silent(self.silent_s)
-        return f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+        gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+        # who has left may have waited for who is stopped, and have said so first
+        return " and ".join(filter(None, [gone, self.silent(self.silent_s / 2, lost)]))
 
-    def silent(self, seconds: float) -> str:
-        """Says which processes were not heard of for so long, though they were before; nothing if all were."""
+    def silent(self, seconds: float, known: Sequence[int] = ()) -> str:
+        """Says which processes were not heard of for so long, though they were before; nothing if all were.
+
+        Args:
+            seconds: how long.
+            known: processes that are gone, as is known.
+        """
         if self.pulses is None:
             return ""
-        others = (other for other in range(self.count) if other != self.process)
+        others = set(range(self.count)) - {self.process, *known}
         since_s = {other: self.pulses.silent_s(other) for other in others}
         silent = [other for other, s in since_s.items() if s > seconds]
         if not silent:

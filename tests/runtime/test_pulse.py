@@ -2,6 +2,8 @@
 
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 from jvpipe.runtime.hosts import Hosts
@@ -40,6 +42,9 @@ def test_who_was_heard_and_is_no_more_is_named_and_who_never_was_is_not() -> Non
     with mock.patch.object(time, "monotonic", return_value=later_s):
         assert hosts.silent(60.0) == "process 1 (host b) has been silent for 61 s"
         assert hosts.gone() == "process 1 (host b) has been silent for 61 s"
+        hosts.transport = cast(Any, SimpleNamespace(lost=lambda: [2]))
+        told = "process 2 (host c) is gone and process 1 (host b) has been silent for 61 s"
+        assert hosts.gone() == told, "who is gone may have waited for who is silent"
         assert pulses.silent_s(2) == pulses.silent_s(7) == 0.0
 
 
