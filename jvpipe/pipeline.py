@@ -37,6 +37,7 @@ from jvpipe.session.arguments import (
     checked_replicas,
     checked_rule,
     checked_schedule,
+    checked_stacked,
     checked_stages,
     checked_stream,
     place,
@@ -96,6 +97,9 @@ class Pipeline:
             as the compiler finds best. All meshes have the same axes; limits and the ledger are of one device of each.
         batch_axis: the axis of the meshes along which the examples of each micro-batch are cut. What couples examples,
             such as batch norm, sees all of them.
+        stacked: what the optimizer sees of parameters that the loss scans over, layer by layer: by default the arrays
+            as they are, as in plain optax, and an optimizer that cannot be cut between such layers is refused; the
+            slice of each layer, as a parameter of its own, with "per_layer".
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
@@ -143,6 +147,7 @@ class Pipeline:
         sharding: Mapping[str, PartitionSpec] | None = None,
         batch_axis: str | None = None,
         *,
+        stacked: str | None = None,
         has_aux: bool = False,
         has_state: bool = False,
         aux_reduce: Mapping[str, str] | None = None,
@@ -192,6 +197,7 @@ class Pipeline:
                 replicas=() if counts is None else replicas_at(counts),
                 shares=shares,
                 sharding=laid,
+                stacked=checked_stacked(stacked),
                 reductions=checked_reductions(
                     aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state
                 ),

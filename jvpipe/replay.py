@@ -83,8 +83,13 @@ def replay(
 def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
     """A replay at the start of a run, the optimizer's state fresh."""
     compiled = session.compiled
-    split = session.trees.stacks.split(params)
-    moments = jax.tree.leaves(session.settings.optimizer.init(split))
+    stacks, cut = session.trees.stacks, compiled.optimizer
+    split, init = stacks.split(params), session.settings.optimizer.init
+    if session.settings.stacked:
+        moments = jax.tree.leaves(init(split))
+    else:
+        shapes = jax.tree.unflatten(cut.state_tree, cut.state)
+        moments = jax.tree.leaves(stacks.split_like(shapes, init(params)))
     return Replay(
         compiled,
         jax.tree.leaves(split),

@@ -224,6 +224,7 @@ def _pipeline(
         memory_limit=options.memory_limit,
         host_memory_limit=options.host_memory_limit,
         checkpoint=options.checkpoint,
+        stacked=options.stacked,
         has_aux=workload.has_aux,
         has_state=workload.has_state,
         grad_norm=synchronous,

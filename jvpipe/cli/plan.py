@@ -64,6 +64,7 @@ def of_model(options: Options, names: Sequence[str]) -> Forecast | ReplicaForeca
         model_state=workload.initial_state(),
         has_aux=workload.has_aux,
         has_state=workload.has_state,
+        stacked=options.stacked,
         title=workload.title,
     )
 

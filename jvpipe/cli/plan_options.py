@@ -58,6 +58,9 @@ class Options:
     """Several planners side by side: `all`, or names with commas between."""
     microbatches: int | None = None
     """Into how many parts a batch is split; 8 if left out, or decided with --devices or --replicas."""
+    stacked: str | None = None
+    """What the optimizer sees of layers that the model scans over: with per_layer each alone, else
+    their arrays."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     json: str | None = None

@@ -92,6 +92,9 @@ class Options:
     """What values swapped to the host may take there, of all devices together."""
     checkpoint: str | None = None
     """Which micro-batches are computed again from their stage's input: always, except_last, never."""
+    stacked: str | None = None
+    """What the optimizer sees of layers that the model scans over: with per_layer each alone, else
+    their arrays."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     steps: int | None = None

@@ -19,26 +19,35 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import (
-    Path,
     TracedOptimizer,
     evaluate,
+    paths_of,
     scope,
-    trace_optimizer,
     transformation,
 )
 from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
+from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.leaves import path_name
+from jvpipe.trace.stacks import Stacks
+
+PER_LAYER = (
+    'With Pipeline(stacked="per_layer") it sees each layer of those that the loss scans over alone'
+)
 
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own."""
+    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own.
+
+    `parameter` is the one that it belongs to, if to any.
+    """
 
     array: Array
     owner: int | None
+    parameter: int | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ def cut_optimizer(
     microbatches: int | None,
     grad_norm: bool = False,
     traced: TracedOptimizer | None = None,
+    stacks: Stacks | None = None,
 ) -> OptimizerCut:
     """Cuts an optimizer by the owners of the parameters.
 
@@ -92,6 +102,7 @@ def cut_optimizer(
         microbatches: what the gradients are divided by; None if their weight is an input of the update.
         grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a dependence of layers.
         traced: the optimizer, if it was traced before for all of these but the owners.
+        stacks: arrays that the optimizer is to see, whose slices `params` has; None: it sees those.
 
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than gradients, state and
@@ -109,10 +120,9 @@ def cut_optimizer(
     >>> cut.cross_layer
     ('clip_by_global_norm',)
     """
-    traced = traced or trace_optimizer(
-        optimizer, params, readers, microbatches, grad_norm=grad_norm
+    traced = traced or trace_stacked(
+        optimizer, params, readers, microbatches, grad_norm=grad_norm, stacks=stacks
     )
-    paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
     state, parameters = (
         [slot for slot in update.results if slot.kind is SlotKind.STATE],
@@ -120,13 +130,18 @@ def cut_optimizer(
     )
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
     norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
-    of_leaf = [Input(owner, path_name(path)) for owner, path in zip(owners, paths, strict=True)]
+    names = _names(params, stacks)
+    of_leaf = [Input(owner, name) for owner, name in zip(owners, names, strict=True)]
     owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
-    matches = zip(state, match_paths(traced.state_paths, paths), strict=True)
+    matches = zip(state, traced.parameter_of, strict=True)
     owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
-    flow, owned = _settled(
-        update, owned | {slot: Input("global") for slot in norm}, sorted(set(owners))
-    )
+    owned |= {slot: Input("global") for slot in norm}
+    try:
+        flow, owned = _settled(update, owned, sorted(set(owners)))
+    except ValueError as error:
+        if not stacks:
+            raise
+        raise ValueError(f"{error}. {PER_LAYER}") from error
     first = replace(init.flow(owned, flow.layers), shared=flow.shared)
     _check(first, owned)
     owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
@@ -134,8 +149,8 @@ def cut_optimizer(
         first.pieces(),
         flow.pieces(),
         tuple(
-            StateLeaf(array, owner_of.get(slot))
-            for array, slot in zip(traced.state, state, strict=True)
+            StateLeaf(array, owner_of.get(slot), parameter)
+            for array, slot, parameter in zip(traced.state, state, traced.parameter_of, strict=True)
         ),
         traced.state_tree,
         _cross_layer(flow),
@@ -152,42 +167,14 @@ def laid_state(
         parameters: as they lie.
         sharding: their rules.
     """
-    arrays = [parameter.array for parameter in parameters]
-    named = [
-        [tuple(array.name.split("/")) for array in known]
-        for known in ((x.array for x in cut.state), arrays)
-    ]
-    of = [None if p is None else arrays[p] for p in match_paths(*named)]
-    state = (
-        replace(leaf, array=sharding.laid(leaf.array, own.spec))
-        if own and own.shape == leaf.array.shape
-        else leaf
-        for leaf, own in zip(cut.state, of, strict=True)
-    )
-    return replace(cut, state=tuple(state))
 
+    def laid(leaf: StateLeaf) -> StateLeaf:
+        own = None if leaf.parameter is None else parameters[leaf.parameter].array
+        if own is None or own.shape != leaf.array.shape:
+            return leaf
+        return replace(leaf, array=sharding.laid(leaf.array, own.spec))
 
-def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
-    """The parameter that each leaf of the state belongs to: the path of the one ends with the path of the other.
-
-    It has to do so for all leaves under what stands before: in `hyperparams["b1"]`, `hyperparams["eps"]` the former
-    does not belong to a parameter `b1`.
-
-    >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
-    [1, 0, None, None]
-    """
-    leaf_of = {path: leaf for leaf, path in enumerate(params)}
-
-    def mirrors(prefix: Path) -> bool:
-        n = len(prefix)
-        return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
-
-    prefixes = dict.fromkeys(
-        path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of
-    )
-    mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    splits = ([n for n in range(len(path) + 1) if path[:n] in mirrored] for path in state)
-    return [leaf_of[path[ns[0] :]] if ns else None for path, ns in zip(state, splits, strict=True)]
+    return replace(cut, state=tuple(map(laid, cut.state)))
 
 
 _EVERYWHERE = Input("everywhere")
@@ -231,6 +218,18 @@ class _Program:
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
         inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
         return Flow(jaxpr.eqns, constants, inputs, program.outputs(owned), placement, layers)
+
+
+def _names(params: Any, stacks: Stacks | None) -> list[str]:
+    """The names of the parameters, of each slice that of its stack if the optimizer sees this."""
+    if not stacks:
+        return [path_name(path) for path in paths_of(params)]
+    given = paths_of(stacks.join(params, lambda *slices: slices[0]))
+    return [
+        path_name(path)
+        for path, n in zip(given, stacks.lengths, strict=True)
+        for _ in range(1 if n is None else n)
+    ]
 
 
 def _programs(

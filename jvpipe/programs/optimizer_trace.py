@@ -32,13 +32,14 @@ class TracedOptimizer:
 
     `update` takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
     state; it returns parameters, state and, if asked for, the gradient norm. `init` takes the parameters.
+    `parameter_of` says which parameter each leaf of the state belongs to, if to any.
     """
 
     update: ClosedJaxpr
     init: ClosedJaxpr
     state: tuple[Array, ...]
-    state_paths: tuple[Path, ...]
     state_tree: TreeDef
+    parameter_of: tuple[int | None, ...]
 
 
 def trace_optimizer(
@@ -73,10 +74,10 @@ def trace_optimizer(
         sums: list[list[Any]], weight: Any, params: Tree, state: Tree
     ) -> tuple[Tree, Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
-        grads = [_mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
+        grads = [mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
         answer = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
         updates, state = _checked_answer(answer, tree)
-        return optax.apply_updates(params, updates), state, _norm(grads) if grad_norm else None
+        return optax.apply_updates(params, updates), state, norm(grads) if grad_norm else None
 
     traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(
         params
@@ -98,14 +99,46 @@ def trace_optimizer(
         traced_init = _standard(jax.make_jaxpr)(
             lambda params: jax.tree.map(_cast, init(params), state)
         )(params)
-    paths = [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return TracedOptimizer(
         closed,
         _straightened(traced_init),
-        tuple(map(_array, path_names(paths), jax.tree.leaves(state))),
-        tuple(paths),
+        arrays_of(state),
         jax.tree.structure(state),
+        tuple(match_paths(paths_of(state), paths_of(params))),
     )
+
+
+def arrays_of(tree: Tree) -> tuple[Array, ...]:
+    """The leaves of a tree of shapes, by name."""
+    return tuple(map(_array, path_names(paths_of(tree)), jax.tree.leaves(tree)))
+
+
+def paths_of(tree: Tree) -> list[Path]:
+    """The paths of a tree's leaves."""
+    return [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
+    """The parameter that each leaf of the state belongs to: the path of the one ends with the path of the other.
+
+    It has to do so for all leaves under what stands before: in `hyperparams["b1"]`, `hyperparams["eps"]` the former
+    does not belong to a parameter `b1`.
+
+    >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
+    [1, 0, None, None]
+    """
+    leaf_of = {path: leaf for leaf, path in enumerate(params)}
+
+    def mirrors(prefix: Path) -> bool:
+        n = len(prefix)
+        return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
+
+    prefixes = dict.fromkeys(
+        path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of
+    )
+    mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
+    splits = ([n for n in range(len(path) + 1) if path[:n] in mirrored] for path in state)
+    return [leaf_of[path[ns[0] :]] if ns else None for path, ns in zip(state, splits, strict=True)]
 
 
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
@@ -230,7 +263,8 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 # Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
+def mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
+    """A gradient: the sum of its accumulators, divided."""
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
 
@@ -239,7 +273,8 @@ def _square_sum(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))))
 
 
-def _norm(grads: Sequence[jax.Array]) -> jax.Array:
+def norm(grads: Sequence[jax.Array]) -> jax.Array:
+    """The norm of all gradients."""
     return jnp.sqrt(sum(map(_square_sum, grads)))
 
 

@@ -138,11 +138,11 @@ class _Placing:
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {p.home for p in operands.values() if isinstance(p.home, int)}
         large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
-        if len(large) > 1:
+        if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
             return
         if len(layers) > 1:
-            home = large.pop() if large else "global"
+            home = large.pop() if len(large) == 1 else "global"
         elif layers:
             home = "global" if self._continues_a_reduction(eqn, operands, *layers) else layers.pop()
         else:
@@ -176,8 +176,10 @@ class _Placing:
         """
         types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
         serves_many = any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars)
+        reduces = eqn.primitive.name.startswith("reduce_")
         no_larger = all(
-            _is_small(v) and _size(v) <= sum(map(_size, eqn.invars)) for v in eqn.outvars
+            (_is_small(v) or reduces) and _size(v) <= sum(map(_size, eqn.invars))
+            for v in eqn.outvars
         )
         return serves_many and no_larger and all(_jax.aval(v).dtype in types for v in eqn.outvars)
 
@@ -221,10 +223,13 @@ class _Placing:
 
     def _complaint(self, eqn: JaxprEqn) -> str:
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
+        readers = (reader for reader in self.eqns if eqn.outvars[0] in reader.invars)
+        mixing = next(readers, eqn) if _stacks(eqn) else eqn
         return (
-            f"the optimizer cannot be cut by layers: {transformation(eqn) or 'it'} mixes, in one {eqn.primitive.name}, "
-            f"arrays of several layers, made of {_origins(self.eqns, self.inputs, large)}. Only values under "
-            f"{SMALL_BYTES} bytes, such as a norm, may cross from layer to layer"
+            f"the optimizer cannot be cut by layers: {transformation(mixing) or 'it'} mixes, in one "
+            f"{mixing.primitive.name}, arrays of several layers, made of "
+            f"{_origins(self.eqns, self.inputs, large)}. Only values under {SMALL_BYTES} bytes, such as a norm, "
+            "and vectors of which each layer has one, may cross from layer to layer"
         )
 
 
@@ -238,6 +243,18 @@ def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Itera
         }
     names = [f"'{name}'" for name in origins]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _stacks(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation stacks arrays along an axis that each of them has one element of."""
+    if eqn.primitive.name != "concatenate":
+        return False
+    return all(_jax.aval(v).shape[eqn.params["dimension"]] == 1 for v in eqn.invars)
+
+
+def _stacks_vectors(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column leave, say."""
+    return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
 
 
 def _size(atom: Atom) -> int:

@@ -18,7 +18,6 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import Array
 from jvpipe.ir.values import Owner
-from jvpipe.programs.optimizer import match_paths
 from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.failures import HostLost, StageError
@@ -452,10 +451,12 @@ def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
 def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
     """The parameter that a leaf of the optimizer's state belongs to, by the leaf's index."""
     parameters = [parameter.array for parameter in compiled.traced.graph.parameters]
-    paths = [tuple(array.name.split("/")) for array in parameters]
-    leaves = [tuple(leaf.array.name.split("/")) for leaf in compiled.optimizer.state]
-    matches = enumerate(match_paths(leaves, paths))
-    return {j: ("parameter", parameters[p]) for j, p in matches if p is not None}
+    leaves = enumerate(compiled.optimizer.state)
+    return {
+        j: ("parameter", parameters[leaf.parameter])
+        for j, leaf in leaves
+        if leaf.parameter is not None
+    }
 
 
 def _peak(size: int, holders: tuple[tuple[Any, int], ...]) -> Peak:

@@ -55,6 +55,7 @@ def option_parts(settings: Settings) -> Parts:
         "has_aux": settings.has_aux,
         "has_state": settings.has_state,
         "grad_norm": settings.grad_norm,
+        "stacked": settings.stacked,
         "aux_reduce and model_state_reduce": settings.reductions,
     }
     told = [(name, without_addresses(str(value))) for name, value in options.items()]

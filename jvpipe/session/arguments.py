@@ -23,6 +23,8 @@ from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role, path_name
 
 Tree = Any
+PER_LAYER = "per_layer"
+"""The optimizer sees each layer of those that a scan stacks alone."""
 USUAL_STAGES = 2
 """How many there are unless that is said."""
 
@@ -87,6 +89,20 @@ def checked_fates(fates: Any) -> dict[str, str]:
             f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {brief(fates)}"
         )
     return dict(fates)
+
+
+def checked_stacked(stacked: Any) -> str | None:
+    """What an optimizer sees of stacked layers.
+
+    >>> checked_stacked("per_layer")
+    'per_layer'
+    """
+    if stacked is not None and stacked != PER_LAYER:
+        raise ValueError(
+            f"stacked must be None (the optimizer sees stacked layers as plain optax does) or '{PER_LAYER}' (it sees "
+            f"slices), not {brief(stacked)}"
+        )
+    return stacked
 
 
 def checked_devices(devices: Any) -> list[Device]:

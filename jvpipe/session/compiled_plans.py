@@ -209,6 +209,7 @@ class CompiledPlans:
             settings.microbatches,
             settings.grad_norm,
             settings.sharding,
+            None if settings.stacked else model.stacks,
         )
         if settings.hosts is not None and not self._by_shapes:
             settings.hosts.agree("what the processes train", self._functions(traced, cutter))

@@ -194,6 +194,7 @@ def plan_for(
     model_state: Tree = None,
     has_aux: bool = False,
     has_state: bool = False,
+    stacked: str | None = None,
     title: str = "",
 ) -> Forecast | ReplicaForecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
@@ -218,6 +219,7 @@ def plan_for(
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
+        stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         title: of the figure.
 
     Raises:
@@ -229,7 +231,7 @@ def plan_for(
         if isinstance(hardware, Cluster)
         else find_cluster(checked_name("hardware", hardware, "h100"))
     )
-    rest = checked_schedule(schedule), model_state, has_aux, has_state
+    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked
     if devices is None and replicas is None and cuts is None:
         counts = (
             _count("stages", stages, STAGES),
@@ -361,7 +363,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     model = question.trace()
 
     def cut(traced: Traced) -> OptimizerCut:
-        return question.cut(model.params, traced)
+        return question.cut(model, traced)
 
     def plan(traced: Traced) -> CutCandidate:
         optimizer = cut(traced)

@@ -6,12 +6,14 @@ from typing import Any
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, laid_state
-from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer
+from jvpipe.programs.optimizer import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
+from jvpipe.programs.optimizer_trace import TracedOptimizer
+from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.leaves import abstract
+from jvpipe.trace.stacks import Stacks
 from jvpipe.trace.structure import structure
 
 _Readers = tuple[int, ...]
@@ -27,6 +29,7 @@ class OptimizerCutter:
         microbatches: of a step.
         grad_norm: also compute the gradient's norm.
         sharding: how parameters lie over the devices of a place; what an optimizer has of one lies as that does.
+        stacks: the optimizer sees these of the parameters as arrays; None: all slices alone.
     """
 
     optimizer: Optimizer
@@ -34,6 +37,7 @@ class OptimizerCutter:
     microbatches: int
     grad_norm: bool
     sharding: Sharding | None = None
+    stacks: Stacks | None = None
     _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
         default_factory=dict, repr=False
     )
@@ -69,6 +73,7 @@ class OptimizerCutter:
                 f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
                 "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
                 "time, such as optax.adaptive_grad_clip or optax.clip"
+                f"{'. ' + PER_LAYER if self.stacks else ''}"
             )
         return cut
 
@@ -93,8 +98,13 @@ class OptimizerCutter:
     def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
         params, key = abstract(self.params), (readers, microbatches)
         if key not in self._traced:
-            self._traced[key] = trace_optimizer(
-                self.optimizer, params, readers, microbatches, grad_norm=self.grad_norm
+            self._traced[key] = trace_stacked(
+                self.optimizer,
+                params,
+                readers,
+                microbatches,
+                grad_norm=self.grad_norm,
+                stacks=self.stacks,
             )
         return self._traced[key]
 

@@ -19,7 +19,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import check_functions
+from jvpipe.session.arguments import check_functions, checked_stacked
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -49,9 +49,11 @@ class Question:
     model_state: Tree = None
     has_aux: bool = False
     has_state: bool = False
+    stacked: str | None = None
 
     def __post_init__(self) -> None:
         checked_flags(has_aux=self.has_aux, has_state=self.has_state)
+        checked_stacked(self.stacked)
         check_functions(self.loss_fn, self.optimizer, has_state=self.has_state)
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
@@ -80,15 +82,16 @@ class Question:
             has_state=self.has_state,
         )
 
-    def cut(self, params: Tree, traced: Traced) -> OptimizerCut:
-        """The optimizer in pieces for the layers of a trace, of whose model these are the parameters."""
+    def cut(self, model: Model, traced: Traced) -> OptimizerCut:
+        """The optimizer of a model in pieces for the layers of a trace."""
         graph = traced.graph
         return cut_optimizer(
             self.optimizer,
-            params,
+            model.params,
             [p.owner for p in graph.parameters],
             [len(p.readers) for p in graph.parameters],
             microbatches=None if graph.weighted else self.microbatches,
+            stacks=None if self.stacked else model.stacks,
         )
 
     def costs(
@@ -103,7 +106,7 @@ class Question:
         """
         if traced is None:
             model = self.trace()
-            traced, optimizer = model.traced, self.cut(model.params, model.traced)
+            traced, optimizer = model.traced, self.cut(model, model.traced)
         split = may_split(self.schedule, self.stages, self.microbatches)
         return estimate(traced, cluster, optimizer, self.microbatches, split=split)
 
@@ -136,7 +139,7 @@ class Question:
         model = self.trace()
         traced = split_as_planned(model.traced, plan.splits)
         devices = (jax.devices()[0],) * plan.device_count
-        optimizer = self.cut(model.params, traced)
+        optimizer = self.cut(model, traced)
         run = CompiledPlan(
             traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store()
         )
@@ -154,7 +157,7 @@ class Question:
         check_devices(self.stages, cluster)
         limits = limits_of_each(memory_limit, self.stages)
         model = self.trace()
-        return self.problem_of(cluster, limits, model.traced, self.cut(model.params, model.traced))
+        return self.problem_of(cluster, limits, model.traced, self.cut(model, model.traced))
 
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut

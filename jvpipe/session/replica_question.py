@@ -57,7 +57,7 @@ class ReplicaQuestion:
         """What the planner is asked, and the layers that it is asked about."""
         most = self.pins.size or self.batch
         whole = self.question.trace(most)
-        optimizer = self.question.cut(whole.params, whole.traced)
+        optimizer = self.question.cut(whole, whole.traced)
         costs = {most: estimate(whole.traced, self.cluster, optimizer, fates=False)}
         for b in smaller(most, self.devices):
             if 1 in costs:

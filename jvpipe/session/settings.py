@@ -34,6 +34,7 @@ class Settings:
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
+        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if arrays.
         reductions: what is said of leaves of aux and of the model state.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
@@ -64,6 +65,7 @@ class Settings:
     replicas: tuple[tuple[int, ...], ...] = ()
     shares: bool = False
     sharding: Sharding | None = None
+    stacked: str | None = None
     reductions: Reductions = field(default_factory=Reductions)
 
     def __str__(self) -> str:

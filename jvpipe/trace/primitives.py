@@ -7,17 +7,20 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
 # Elementwise operations, changes of shape, reductions, keys: recomputed rather than kept or sent.
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
+    erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p logistic
+    lt lt_to max min mul mulhi name ne neg nextafter not or population_count pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
 _CHEAP = """
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type copy copy_p cos cosh
-    device_put digamma div dynamic_slice dynamic_update_slice empty empty2 eq eq_to erf erf_inv erfc exp exp2
-    expand_dims expm1 floor from_edtype full ge gt imag integer_pow iota is_finite le le_to lgamma log log1p
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not optimization_barrier or pad population_count
-    pow random_clone random_fold_in random_seed random_split random_unwrap random_wrap real reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 tie tile to_edtype transpose
-    unstack xor
+    argmax argmin broadcast_in_dim concatenate device_put dynamic_slice dynamic_update_slice empty
+    empty2 expand_dims from_edtype full iota optimization_barrier pad random_clone random_fold_in
+    random_seed random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reduce_xor reshape rev sharding_constraint slice split squeeze stack
+    threefry2x32 tie tile to_edtype transpose unstack
 """
 _MOVES = """
     bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims iota optimization_barrier reshape
@@ -33,7 +36,25 @@ def is_random(eqn: JaxprEqn) -> bool:
 
 @cache
 def _cheap_names() -> frozenset[str]:
-    return frozenset(_CHEAP.split())
+    return frozenset(_CHEAP.split()) | _elementwise_names()
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Tells whether each element of the result is made of those at its place, and of scalars.
+
+    Along an axis an operand may have a single element, which is the same for all places.
+    """
+    made = _jax.aval(eqn.outvars[0]).shape
+    shapes = {_jax.aval(atom).shape for atom in eqn.invars} - {()}
+    return eqn.primitive.name in _elementwise_names() and all(
+        len(shape) == len(made) and all(n in (1, m) for n, m in zip(shape, made, strict=True))
+        for shape in shapes
+    )
+
+
+@cache
+def _elementwise_names() -> frozenset[str]:
+    return frozenset(_ELEMENTWISE.split())
 
 
 def calls_host(eqn: JaxprEqn) -> bool:

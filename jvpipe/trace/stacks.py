@@ -1,6 +1,6 @@
 """Parameters stacked along their first axis, one slice per layer, as `flax.linen.scan` and plain `lax.scan` want them.
 
-Each slice becomes a parameter of its own, so that layers can live apart. The optimizer sees the slices too.
+Each slice becomes a parameter of its own, so that layers can live apart.
 """
 
 from collections.abc import Callable, Iterable

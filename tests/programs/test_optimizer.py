@@ -11,7 +11,8 @@ import pytest
 from optax import contrib
 
 from jvpipe import _jax
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer, match_paths
+from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer_trace import match_paths
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from tests.grid import grid
 
@@ -56,12 +57,19 @@ def cut(optimizer: Any, params: Any = PARAMS, **options: Any) -> OptimizerCut:
 class Interpreter:
     """Runs pieces one after another, operation by operation; if they are compiled, what a piece donates is gone."""
 
-    def __init__(self, pieces: OptimizerCut, params: Any, *, compiled: bool = False) -> None:
-        self.cut = pieces
+    def __init__(
+        self,
+        pieces: OptimizerCut,
+        params: Any,
+        owners: Sequence[int] = OWNERS,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self.cut, self.owners = pieces, owners
         self.compiled: dict[Any, Callable[..., Any]] | None = {} if compiled else None
         leaves = enumerate(jax.tree.leaves(params))
         self.owned: dict[Any, jax.Array] = {
-            (OWNERS[i], Slot(SlotKind.PARAMETER, i)): jnp.array(x) for i, x in leaves
+            (owners[i], Slot(SlotKind.PARAMETER, i)): jnp.array(x) for i, x in leaves
         }
         self.run(pieces.init, {})
 
@@ -99,7 +107,8 @@ class Interpreter:
 
     @property
     def params(self) -> list[jax.Array]:
-        return [self.owned[owner, Slot(SlotKind.PARAMETER, i)] for i, owner in enumerate(OWNERS)]
+        slots = [Slot(SlotKind.PARAMETER, i) for i in range(len(self.owners))]
+        return [self.owned[pair] for pair in zip(self.owners, slots, strict=True)]
 
     @property
     def state(self) -> list[jax.Array]:
