@@ -27,6 +27,7 @@ from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.commands import ended, finished, running
 from tests.forks import LIMIT_S, environment
+from tests.session.test_sealed_anew import changed, put
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +241,8 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(
 def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    shutil.copytree(run / "checkpoints" / "00000006", run / "checkpoints" / "00000003")
+    last = run / "checkpoints" / "00000006"
+    changed(last, run / "checkpoints" / "00000003", put("step", value=3))
     for name, told in (
         (
             "checkpoints/00000006/generation-000001/arrays.safetensors",
