@@ -98,10 +98,11 @@ def test_processes_train_evaluate_and_save_a_module_s_model_together(tmp_path: P
 
 
 def test_processes_must_have_one_model(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder, blocks in zip(folders, (3, 4), strict=True):
+    folders = [tmp_path / name for name in ("abc", "abcd")]
+    lines = "from pathlib import Path", "from tests.own import Plain", ""
+    for folder in folders:  # the same file, which makes another model in each
         folder.mkdir()
-        (folder / "mine.py").write_text(f"from tests.own import Plain\nmine = Plain({blocks})\n")
+        (folder / "mine.py").write_text("\n".join(lines) + "mine = Plain(len(Path.cwd().name))\n")
     given = [
         *COMMON,
         "--model",
