@@ -295,10 +295,10 @@ class Answering(Store):
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         told = super().blocking_key_value_get(f"{key[:-1]}0", timeout_ms)
-        name, _, _ = told.partition("\t")
+        count, name, _ = told.split("\t")
         if self.fails and name == "copies of layers that move":
             failure = base64.b85encode(b"0\tRuntimeError: no link").decode()
-            return f"failure\t{failure}"
+            return f"{count}\tfailure\t{failure}"
         return told
 
 
