@@ -14,7 +14,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.report.explain import explain
 from jvpipe.report.order_reasons import order_reasons, search_reasons
 from jvpipe.report.reasons import cut_reasons, device_reasons

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe.cli.plan import main
-from tests.cost.files.test_operator_graph import operator_graph
+from tests.profiles.test_operator_graph import operator_graph
 
 GRAPH = """\
 node1 -- Input -- forward_compute_time=5.0, backward_compute_time=0.0, activation_size=0.0, parameter_size=0.0

@@ -13,10 +13,10 @@ from typing import Any
 import optax
 
 from experiments.planners.questions import question_of
-from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.models import load
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem

@@ -11,10 +11,10 @@ from itertools import pairwise
 import optax
 
 from experiments.planners.questions import question_of
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Edge, LayerCost, Option
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.models import load
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from experiments.max_batch.largest import largest
 from experiments.planners.questions import question
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, Shared
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Problem
 

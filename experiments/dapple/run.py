@@ -15,9 +15,11 @@ from statistics import fmean
 
 from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
-from jvpipe.cost.files.cluster_file import find_cluster
-from jvpipe.cost.files.graph_file import read_graph
-from jvpipe.planners import find_planner
+from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.papers.dapple import in_flight
+from jvpipe.papers.registry import find_planner
+from jvpipe.papers.replica_rules import one_each
+from jvpipe.papers.replicas import ask_replicas
 from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
@@ -28,9 +30,7 @@ from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_stage import Tables
 from jvpipe.planners.model.replicas_step import simulated_s
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.dapple import in_flight
-from jvpipe.planners.published.replica_rules import one_each
-from jvpipe.planners.replicas import ask_replicas
+from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import OneFOneB
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from experiments.dapple.run import costs_of, short
-from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.planners.joint.replicas_planner import plan_replicas
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
+from jvpipe.papers.dawnpiper import attempt as dawnpiper
+from jvpipe.papers.gpipe import gpipe
+from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.vpipe import attempt as vpipe
 from jvpipe.planners.joint.smallest_limit import plan_within_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.dawnpiper import attempt as dawnpiper
-from jvpipe.planners.published.gpipe import gpipe
-from jvpipe.planners.published.pipedream import pipedream
-from jvpipe.planners.published.vpipe import attempt as vpipe
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 """Planners whose papers tell what they believe a stage to hold."""

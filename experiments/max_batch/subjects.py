@@ -18,9 +18,9 @@ import jax
 
 from experiments.max_batch.saved import saving_operands
 from jvpipe import models
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.models import Workload

@@ -16,8 +16,8 @@ from flax import nnx
 
 from experiments.migration.naps import nap
 from jvpipe import models
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.models.architecture import Block, Supernet
 from jvpipe.models.blocks import Kind
 from jvpipe.models.evolved_transformer import EvolvedTransformerConfig, TwoBranches, supernet

@@ -18,11 +18,11 @@ from experiments.nas import streams, variants
 from experiments.nas.paced import traced
 from experiments.nas.report import MICRO_BATCHES, STEPS, keep, report
 from jvpipe import models
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.models.architecture import Architecture
 from jvpipe.models.workload import Workload
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
+from jvpipe.papers.selection import FateChanges, Selection
+from jvpipe.papers.vpipe import swap_recompute
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.selection import FateChanges, Selection
-from jvpipe.planners.published.vpipe import swap_recompute
 
 NAMES = ("static, first", "static", "swap/recompute", "full", "ideal")
 

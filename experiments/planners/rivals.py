@@ -18,16 +18,16 @@ import tyro
 
 from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
-from jvpipe.cost.files.cluster_file import find_cluster
-from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.session.question import on_cluster
 

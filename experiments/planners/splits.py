@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from experiments.planners.questions import question
-from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.report.answers import Answer

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
-from jvpipe.cost.files.cluster_file import find_cluster
-from jvpipe.cost.files.graph_file import read_graph
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.question import on_cluster

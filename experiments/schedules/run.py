@@ -19,7 +19,7 @@ from multiprocessing import get_context
 import tyro
 
 from experiments.schedules.cases import SHARES, Case, bytes_of_1f1b, drawn_cases, real_cases
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import balanced, with_fates
 from jvpipe.planners.joint.order_search import find_order

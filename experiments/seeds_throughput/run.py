@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import optax
 
 from experiments.max_batch.subjects import Costing, costings
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.models import Workload, load
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem

@@ -14,7 +14,7 @@ import optax
 from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem

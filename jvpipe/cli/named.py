@@ -14,7 +14,7 @@ from jvpipe import models
 from jvpipe.cli.found_model import ENTRY_POINTS
 from jvpipe.cost.presets import PRESETS
 from jvpipe.ir.extras import MissingExtraError
-from jvpipe.planners import PLANNERS
+from jvpipe.papers.registry import PLANNERS
 from jvpipe.schedules import SCHEDULES
 
 T = TypeVar("T")

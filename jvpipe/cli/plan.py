@@ -11,10 +11,10 @@ from jvpipe.cli.model_options import fields_of
 from jvpipe.cli.named import parsed
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check
-from jvpipe.cost.files.cluster_file import find_cluster
-from jvpipe.cost.files.graph_file import read_graph
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
+from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecasts import MICROBATCHES, STAGES, Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness

@@ -36,7 +36,7 @@ def estimate(
         store: where programs are kept.
 
     >>> import jax, jax.numpy as jnp
-    >>> from jvpipe.cost.files.cluster_file import find_cluster
+    >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.trace.graph import build_graph
     >>> from jvpipe.trace.loss import trace_loss
     >>> def loss_fn(params, x, rng):

@@ -8,7 +8,7 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
-from jvpipe.planners import PLANNERS
+from jvpipe.papers.registry import PLANNERS
 
 
 def explain(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.order_search import OrderedPlan
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem

@@ -123,6 +123,18 @@ class Schedule:
         """Tells whether there are backwards in two halves."""
         return _splits(self, devices, microbatches)
 
+    def phases(self, devices: int, microbatches: int) -> int:
+        """Counts how often a step waits for its slowest stage in turn, from the lists.
+
+        Twice where every forward of a device comes before its first backward: the slowest forward and the slowest
+        backward need not be of one stage. Once where they alternate.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
+        [1, 2]
+        """
+        return _phases(self, devices, microbatches)
+
     def period(self, microbatches: int) -> int:
         """Micro-batches per update, of those of a step."""
         return self.update_every or microbatches
@@ -294,6 +306,15 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
         max(vector[stage // devices][0] for vector in held[schedule.device_of(stage, devices)])
         for stage in range(schedule.stages_on(devices))
     )
+
+
+@lru_cache(maxsize=256)
+def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
+    for tasks in schedule.lists(devices, microbatches):
+        forwards = [KINDS[task.kind].in_flight > 0 for task in tasks]
+        if forwards != sorted(forwards, reverse=True):
+            return 1
+    return 2
 
 
 @lru_cache(maxsize=256)

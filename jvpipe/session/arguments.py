@@ -13,7 +13,7 @@ from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.replicas import REPLICA_PLANNERS
+from jvpipe.papers.replicas import REPLICA_PLANNERS
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO

@@ -12,7 +12,7 @@ from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.compiled_plan import CompiledPlan

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.brief import brief
 from jvpipe.ir.extras import extra
@@ -16,7 +16,7 @@ from jvpipe.ir.given import several
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
-from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.model.forecast import forecast, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible

@@ -16,7 +16,7 @@ from jvpipe.cost.links import links_between
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.ir.plan import Plan
-from jvpipe.planners import FateRule, find_planner
+from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.joint.device_orders import least_of, orders, worth_searching
 from jvpipe.planners.joint.floor import Floor, floor
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order

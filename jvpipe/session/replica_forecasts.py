@@ -9,11 +9,11 @@ from typing import Any
 from jvpipe.ir.extras import extra
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.replicas import ask_replicas
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_answer import ReplicaAnswer
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.replicas_step import simulation
-from jvpipe.planners.replicas import ask_replicas
 from jvpipe.report import timeline
 from jvpipe.report.replica_answers import as_json, reasons, summary
 from jvpipe.runtime.tensors import MemoryLimitExceeded

@@ -11,11 +11,11 @@ from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import limits_of_each
+from jvpipe.papers.replicas import REPLICA_PLANNERS
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.replicas_answer import Simulated
 from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.replicas import REPLICA_PLANNERS
 from jvpipe.planners.user_fates import layers_again
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import whole_number, whole_numbers

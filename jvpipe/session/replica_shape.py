@@ -15,11 +15,11 @@ from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.replicas import ask_replicas
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.replicas_costs import local_costs
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.replicas import ask_replicas
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.report.replica_answers import reasons, summary

@@ -9,7 +9,7 @@ import jvpipe
 from jvpipe import models
 from jvpipe.cli import overview, plan, train
 from jvpipe.cost.presets import PRESETS
-from jvpipe.planners import PLANNERS
+from jvpipe.papers.registry import PLANNERS
 from jvpipe.schedules import SCHEDULES
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe.cli.plan import main
-from tests.profiles import profile
+from tests.real_profiles import profile
 
 GRAPH = """\
 node1 -- Input -- forward_compute_time=5.0, backward_compute_time=0.0, activation_size=0.0, parameter_size=0.0
@@ -386,7 +386,7 @@ def test_links_that_never_end_are_refused(
 def test_the_profiles_slowest_stage_is_the_exact_optimum(
     name: str, stages: int, tmp_path: Path
 ) -> None:
-    from jvpipe.cost.files.graph_file import read_graph
+    from jvpipe.profiles.graph_file import read_graph
 
     path, out = profile(f"pipedream_{name}.graph.txt"), tmp_path / "plan.json"
     assert (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jvpipe.cli.plan_options import Options, check
-from jvpipe.planners import PLANNERS
+from jvpipe.papers.registry import PLANNERS
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.models.workload import load
 from jvpipe.programs.store import ProgramStore

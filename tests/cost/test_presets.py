@@ -2,7 +2,7 @@
 
 import pytest
 
-from jvpipe.cost.files.cluster_file import find_cluster
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.presets import A100_40GB, A100_80GB, CORE, H200, PRESETS, accelerator_like
 

@@ -1,8 +1,8 @@
 """The ways of the table on a few layers that cannot all be kept."""
 
 from experiments.adapipe.run import GROUP, WAYS, cells, grouped
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
 

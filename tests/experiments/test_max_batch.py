@@ -12,7 +12,7 @@ from experiments.max_batch.subjects import CLUSTER, between
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.estimate import estimate
 from jvpipe.models import load
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.store import ProgramStore

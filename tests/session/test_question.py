@@ -2,8 +2,8 @@
 
 import pytest
 
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import check_sums, on_cluster

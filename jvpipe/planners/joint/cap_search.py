@@ -13,6 +13,7 @@ the best path found takes. t itself is a lower bound until a shortest path meets
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 
@@ -45,10 +46,10 @@ class Objective:
     problem: Problem
     table: Table
 
-    @property
-    def gpipe(self) -> bool:
-        """Whether there are two phases."""
-        return self.problem.schedule.name == "gpipe"
+    @cached_property
+    def two_phases(self) -> bool:
+        """Whether forwards and backwards wait for a slowest stage of their own."""
+        return self.problem.phases == 2
 
     @property
     def waits(self) -> int:
@@ -62,7 +63,7 @@ class Objective:
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
         """Of each phase, how long the other stages wait for one."""
         blocks = [stage.block for stage in self.table.stages]
-        if not self.gpipe:
+        if not self.two_phases:
             return [self.slowest(seconds)]
         forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
         backward = [
@@ -82,7 +83,7 @@ class Objective:
         waits_s = []
         for t, forward_s, comm_s in map(self.table.parts_s, cells(path)):
             phases = (max(forward_s, comm_s / 2), max(t - forward_s, comm_s / 2))
-            waits_s.append(phases if self.gpipe else (max(t, comm_s),))
+            waits_s.append(phases if self.two_phases else (max(t, comm_s),))
         return tuple(max(phase) for phase in zip(*waits_s, strict=True))
 
     def step_s(self, path: Path) -> float:

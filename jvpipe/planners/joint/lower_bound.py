@@ -53,11 +53,9 @@ def lower_bound(problem: Problem) -> float:
     )
     if not problem.schedule.synchronous:
         return min(max(_of_stream(problem, stages), solution.result.bound_s), m * solution.cap_s)
-    if (
-        problem.schedule.name == "gpipe"
-    ):  # of all plans, and of those whose slowest stage is above the cap
+    if problem.phases == 2:  # of all plans, and of those whose slowest stage is above the cap
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
-        return max(every_s, min(_of_gpipe(problem, stages), work_s + (m - 1) * solution.cap_s))
+        return max(every_s, min(_of_two_phases(problem, stages), work_s + (m - 1) * solution.cap_s))
     # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
     every_s = (
         m * segments.share_s if problem.traits else work_s / (1 - (1 - 1 / m) ** problem.stages)
@@ -90,7 +88,7 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
     return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
 
 
-def _of_gpipe(problem: Problem, stages: Stages) -> float:
+def _of_two_phases(problem: Problem, stages: Stages) -> float:
     """The fill and the drain of each phase, and M - 1 times the slowest stage or link of it."""
     forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
     backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]

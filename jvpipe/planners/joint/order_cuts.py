@@ -214,14 +214,25 @@ def _joint_bytes(held: Sequence[StageBytes[int]], counts: Counts, share: float) 
     return int(sum(x.static for x in held) + most + max(x.beyond for x in held))
 
 
-def moved_bounds(bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
-    """All bounds with one of them a place further or nearer."""
-    places = {int(cut): place for place, cut in enumerate(cuts)}
+def moved_bounds(
+    bounds: Sequence[int], cuts: Cuts, run: int = 1, most: int = 1
+) -> list[tuple[int, ...]]:
+    """Lists the bounds with some beside each other moved, all of them as far and the same way.
+
+    Args:
+        bounds: of the stages, the first and the last of which stay.
+        cuts: where a stage may begin or end.
+        run: how many are moved together.
+        most: places by which they are moved at most.
+
+    >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
+    [(0, 1, 3, 6), (0, 3, 5, 6)]
+    """
+    at = [int(place) for place in np.searchsorted(cuts, bounds)]
     neighbours = []
-    for s in range(1, len(bounds) - 1):
-        for by in (-1, 1):
-            place = places[bounds[s]] + by
-            moved = (*bounds[:s], int(cuts[place]), *bounds[s + 1 :])
+    for s in range(1, len(bounds) - run):
+        for by in (step * sign for step in range(1, most + 1) for sign in (-1, 1)):
+            moved = [*at[:s], *(place + by for place in at[s : s + run]), *at[s + run :]]
             if all(a < b for a, b in pairwise(moved)):
-                neighbours.append(moved)
+                neighbours.append(tuple(int(cuts[place]) for place in moved))
     return neighbours

@@ -32,7 +32,6 @@ from jvpipe.planners.joint.rule_search import (
     Candidate,
     first_cuts,
     fitting,
-    others_cuts,
     ruled,
 )
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
@@ -190,7 +189,7 @@ def _candidates(problem: Problem) -> Iterator[Candidate]:
             for rule in rules
         ]
         tried: dict[Decision, None] = {}
-        even, *others = [*first_cuts(placed[0], cuts), *others_cuts(placed[1])]
+        even, *others = first_cuts(placed[0], cuts)
         for bounds, one in product(dict.fromkeys((even, *others)), placed):
             decision = with_fates(one, bounds)
             if decision is not None:

@@ -6,8 +6,6 @@ synchronous schedule is not the step: the best paths, the cuts of other planners
 (`local_search.py`).
 """
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from jvpipe.cost.hardware import Link
@@ -16,16 +14,13 @@ from jvpipe.planners.joint.local_search import LocalSearch
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
-from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.even import even
 from jvpipe.planners.model.keep_all import least_kept_bytes
-from jvpipe.planners.model.planner import FateRule
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import check, evaluate
-from jvpipe.planners.published.even import even
-from jvpipe.planners.published.registry import PUBLISHED
 
-RIVAL_FATES_LAYERS, RIVAL_CHOICES_LAYERS = 128, 1_024
-"""Of more layers, no best fates are sought for rivals' cuts; without a limit rivals that choose fates are not asked."""
+FATED_LAYERS = 256
+"""Of more layers, no fates are sought for the cuts that are the best without a limit."""
 HASTY_LAYERS = 256
 """Models of more layers are planned in haste."""
 NEAR_LIMIT = 1.2
@@ -141,8 +136,9 @@ def _simulated_best(problem: Problem) -> Decision:
         layers=2 * n if n <= HASTY_LAYERS else n // 2,
         steps=steps,
     )
-    for other in _rivals(problem, min(climb.rank(decision)[0] for decision in begin)):
-        begin += [other, *(climb.with_best_fates(other.bounds) if n <= RIVAL_FATES_LAYERS else ())]
+    if problem.memory_limit_bytes is not None and n <= FATED_LAYERS:
+        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+        begin += climb.with_best_fates(jvpipe(free).bounds)
     return climb.top(begin)
 
 
@@ -152,30 +148,3 @@ def _link_share(problem: Problem, decision: Decision) -> float:
     return sum(stage.comm_s for stage in stages) / max(
         sum(stage.compute_s for stage in stages), 1e-300
     )
-
-
-def _rivals(problem: Problem, known_step_s: float) -> Iterator[Decision]:
-    """Yields the plans of the published planners that are quick enough for so many layers, and may be faster.
-
-    Of very many layers, those that choose fates are asked only where a limit asks for fates.
-    """
-    n, limit = len(problem.costs.layers), problem.memory_limit_bytes
-    fates_matter = limit is not None or n <= RIVAL_CHOICES_LAYERS
-    rivals = [
-        x
-        for x in PUBLISHED
-        if n <= x.rival_layers and (fates_matter or x.fate_rule is not FateRule.CHOOSES)
-    ]
-    if (
-        limit is not None
-        and any(x.needs_all_kept for x in rivals)
-        and least_kept_bytes(problem) > limit
-    ):
-        rivals = [x for x in rivals if not x.needs_all_kept]
-    for rival in rivals:
-        with suppress(Infeasible):
-            decision = (
-                rival.attempt(problem, known_step_s) if rival.attempt else rival.decide(problem)
-            )
-            if decision is not None:
-                yield decision

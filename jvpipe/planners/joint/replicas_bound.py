@@ -27,7 +27,7 @@ def replica_counts(problem: ReplicaProblem, size: int) -> tuple[int, ...]:
     Of 16 examples, 4 or 5 replicas have slices of 4 at most, 8 to 15 slices of 2:
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.cost.files.cluster_file import find_cluster
+    >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.planners.model.replicas_costs import LocalCosts
     >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),)),))
     >>> replica_counts(ReplicaProblem(costs, find_cluster("v100-b"), 16, 64), 16)

@@ -17,7 +17,6 @@ from jaxtyping import Int
 
 from jvpipe.planners.joint.replicas_bound import least_bottleneck_s, lower_bound_s, replica_counts
 from jvpipe.planners.joint.replicas_cuts import recut
-from jvpipe.planners.joint.replicas_rivals import rivals, straight_rivals
 from jvpipe.planners.joint.replicas_search import Ground, paths
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated, of_each_shape
@@ -59,7 +58,7 @@ def plan_replicas(problem: ReplicaProblem) -> ReplicaAnswer:
         Infeasible: no plan found keeps the memory limit; with one that would do.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.cost.files.cluster_file import find_cluster
+    >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.planners.model.replicas_costs import LocalCosts
     >>> costs = LocalCosts((1,), (Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),) * 4),))
     >>> plan_replicas(ReplicaProblem(costs, find_cluster("v100-b"), 4, 8)).best.plan
@@ -116,7 +115,6 @@ class _Search:
         for size in sorted(glance, key=lambda size: glance[size])[:SIZES]:
             every = np.arange(len(self.tables.coarse))
             self.simulate_if_fast(self.ranked(self.searched(size, every, _WELL))[:PATHS])
-            self.simulate_if_fast(straight_rivals(self.tables, size))
             self.simulate(self.of_each_shape(size))
         for size in self.straight_sizes()[:2]:
             known = self.ranked(self.straight(size, np.arange(len(self.tables.coarse))))[
@@ -126,9 +124,6 @@ class _Search:
                 self.ranked(other for plan in known for other in recut(self.tables, plan))[:RECUTS]
             )
         self.simulate(self.of_each_shape() or self.of_least_size()[:1])
-        if self.simulated:
-            best = min(self.simulated.values(), key=lambda x: x.step_s)
-            self.simulate_if_fast(rivals(self.tables, best.plan.size))
         every = sorted(self.simulated.values(), key=lambda x: x.step_s)
         for begin in [*every[:2], *of_each_shape(every[2:]).values()]:
             if begin.step_s < WORTH_A_CLIMB * every[0].step_s:

@@ -4,10 +4,11 @@ begin       cuts of equal work; those of the surrogate, which knows the links; o
 then        bounds of the best of them move, as long as the clock is faster; the simulator has the last word
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -20,12 +21,10 @@ from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_o
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.planners.model.unfolded import on_devices
-from jvpipe.planners.published.registry import PUBLISHED
 from jvpipe.schedules.auto import given, lines_of
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
@@ -34,8 +33,9 @@ MOVED_TASKS, FATE_TASKS = 100_000, 3
 again."""
 MOVED = 3
 """Plans whose bounds are moved."""
-QUICK_RIVALS, LIMITED_RIVALS = ("even", "adapipe", "torchgpipe"), ("even", "vpipe")
-"""Planners whose cuts orders begin with, without a limit and, of few layers, under one."""
+CLIMBED, MOST_PLACES, SIMULATED_TASKS = 3, 3, 300_000
+"""Plans whose bounds are moved where the simulator decides, places by which at most, and tasks that are simulated for
+each."""
 FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
 REFINED_LAYERS, REFINED_ROWS = 256, 600
@@ -62,10 +62,16 @@ def under_rule(problem: Problem) -> Decision:
         Infeasible: fates that keep the limit were not found.
     """
     cuts = Segments(problem).cuts
-    begin = [with_fates(problem, bounds) for bounds in first_cuts(problem, cuts)]
+    first = first_cuts(problem, cuts)
+    if problem.memory_limit_bytes is not None:
+        first.append(under_rule(without_limits(problem)).bounds)
+    begin = [with_fates(problem, bounds) for bounds in first]
     every = dict.fromkeys([*filter(None, begin), *_asked(problem)])
     step_s = cache(partial(_step_s, problem))
     best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
+    if not best:
+        emptier = (with_fates(problem, b) for bounds in first for b in _emptier(problem, bounds))
+        best = sorted((one for one in emptier if one and step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
         return on_devices(jvpipe)(problem)  # which says what would do
     moved = (
@@ -73,7 +79,41 @@ def under_rule(problem: Problem) -> Decision:
         for decision in best
         for one in ruled(problem, decision)
     )
-    return min([best[0], *moved], key=step_s)
+    ranked = {one.bounds: one for one in sorted([*moved, *best], key=step_s, reverse=True)}
+    climbed = (
+        with_simulated_moves(problem, one, SIMULATED_TASKS)
+        for one in list(ranked.values())[-CLIMBED:]
+    )
+    return min(climbed, key=step_s)
+
+
+def without_limits(problem: Problem) -> Problem:
+    """Returns the problem as it is where everything may be kept."""
+    return replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+
+
+def with_simulated_moves(problem: Problem, decision: Decision, tasks: int) -> Decision:
+    """Moves bounds, one or two beside each other, as long as the simulated step takes less.
+
+    Under a limit the fates of the stages that change are chosen again.
+
+    Args:
+        problem: whose schedule, links and limits count.
+        decision: to begin with; it keeps the limits.
+        tasks: how many are simulated at most.
+    """
+    cuts, ways = Segments(problem).cuts, Ways.of(problem)
+    tries = tasks // sum(map(len, problem.schedule.tasks(problem.devices, problem.microbatches)))
+    best, best_s, before = decision, _step_s(problem, decision), None
+    while before is not best:
+        before = best
+        for run in (1, 2):
+            for bounds in moved_bounds(before.bounds, cuts, run, MOST_PLACES):
+                for moved in _refitted(problem, before, bounds, ways) if tries > 0 else ():
+                    tries -= 1
+                    if (step_s := _step_s(problem, moved)) < best_s:
+                        best, best_s = moved, step_s
+    return best
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -85,48 +125,35 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     """
     begin = [balanced(problem, cuts, layer_s(problem))]
     if problem.peer != INFINITE:
-        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
-        begin.append(on_devices(partial(jvpipe, refine=False))(free).bounds)
+        begin.append(on_devices(partial(jvpipe, refine=False))(without_limits(problem)).bounds)
     return list(dict.fromkeys(begin))
 
 
-def others_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yields the cuts of quick planners that look at one stage per device, for several chunks."""
-    few = len(problem.costs.layers) <= FEW_LAYERS
-    quick = QUICK_RIVALS if problem.memory_limit_bytes is None else LIMITED_RIVALS if few else ()
-    for planner in PUBLISHED if problem.schedule.chunks > 1 else ():
-        if planner.name in quick and len(problem.costs.layers) <= planner.rival_layers:
-            with suppress(Infeasible):
-                yield on_devices(_at_once(planner))(problem).bounds
+def _emptier(problem: Problem, bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields bounds under which the fullest device holds less and less, if layers leave as little as they can."""
+    cuts, ways = Segments(problem).cuts, Ways.of(problem)
+
+    def held_bytes(bounds: tuple[int, ...]) -> int:
+        choices = [
+            choice
+            for (i, j), k in zip(pairwise(bounds), problem.in_flight, strict=True)
+            for choice in ways.cheapest(slice(i, j), k, np.inf)
+        ]
+        return evaluate(problem, Decision(bounds, tuple(choices))).limit_bytes
+
+    before = None
+    while before != bounds:
+        before = bounds
+        bounds = min([before, *moved_bounds(before, cuts, most=MOST_PLACES)], key=held_bytes)
+        yield bounds
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
-    """Yields the plans of the planners that look at one stage per device, jvpipe's among them."""
-    layers = len(problem.costs.layers)
-    few = problem.memory_limit_bytes is None or layers * problem.stages <= REFINED_ROWS
-    refined = layers <= REFINED_LAYERS and few
-    planners = [_at_once(planner) for planner in PUBLISHED if layers <= planner.rival_layers]
-    for decide in (*planners, partial(jvpipe, refine=refined)):
-        with suppress(Infeasible):
-            yield on_devices(decide)(problem)
-
-
-def _at_once(planner: Planner) -> Callable[[Problem], Decision]:
-    """A planner that looks for no limit that would do where it finds nothing."""
-    attempt = planner.attempt
-    if attempt is None:
-        return planner.decide
-
-    def decide(problem: Problem) -> Decision:
-        decision, limit = attempt(problem, np.inf), problem.memory_limit_bytes
-        if decision is None:
-            assert limit is not None, "without a limit everything may be kept"
-            raise Infeasible(
-                f"{planner.name} finds nothing", stage=0, excess_bytes=1, smallest_limit_bytes=limit
-            )
-        return decision
-
-    return decide
+    """Yields the surrogate's plan, as if every stage had a device of its own."""
+    layers, is_free = len(problem.costs.layers), problem.memory_limit_bytes is None
+    refine = layers <= REFINED_LAYERS and (is_free or layers * problem.stages <= REFINED_ROWS)
+    with suppress(Infeasible):
+        yield on_devices(partial(jvpipe, refine=refine))(problem)
 
 
 def _step_s(problem: Problem, decision: Decision) -> float:

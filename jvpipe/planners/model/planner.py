@@ -25,10 +25,6 @@ class Planner:
         why: one sentence that says why its cuts are where they are.
         fate_rule: how it treats what layers leave for their backwards.
         asks_seconds: whether it looks at layers' seconds, which then have to be measured.
-        rival_layers: for models of so many layers at most, `jvpipe` simulates its plan beside its own; 0 is never.
-        attempt: as `decide`, but None where it finds nothing, at once: `decide` looks for a limit that would do then.
-            It is told the seconds of a step that is known already, and need not find a plan that cannot be faster.
-        needs_all_kept: whether it finds nothing wherever no cuts keep everything under the limit.
     """
 
     name: str
@@ -36,6 +32,3 @@ class Planner:
     why: str
     fate_rule: FateRule = FateRule.KEEPS
     asks_seconds: bool = True
-    rival_layers: int = 0
-    attempt: Callable[[Problem, float], Decision | None] | None = None
-    needs_all_kept: bool = False

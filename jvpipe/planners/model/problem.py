@@ -89,6 +89,11 @@ class Problem:
         return self.stages // self.schedule.chunks
 
     @property
+    def phases(self) -> int:
+        """How often a step waits for its slowest stage: see `Schedule.phases`."""
+        return self.schedule.phases(self.devices, self.microbatches)
+
+    @property
     def together(self) -> tuple[tuple[int, ...], ...]:
         """The groups of layers that must share a stage."""
         return (*self.costs.together, *(self.costs.carried if self.schedule.chunks > 1 else ()))

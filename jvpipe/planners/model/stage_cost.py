@@ -213,7 +213,7 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)
-    if problem.schedule.name == "gpipe":
+    if problem.phases == 2:
         forward = [c.forward_s for c in stages]
         backward = [c.seconds - c.forward_s for c in stages]
         links = [c.comm_s / 2 for c in stages]

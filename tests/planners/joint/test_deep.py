@@ -10,7 +10,7 @@ import pytest
 from experiments.planners.rivals import dense
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s

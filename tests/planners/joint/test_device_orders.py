@@ -12,7 +12,7 @@ import scipy.sparse
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.device_orders import least_bound, least_of, orders, worth_searching
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import find_order

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_orders import orders
 from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.order_search import find_order

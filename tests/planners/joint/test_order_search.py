@@ -7,7 +7,7 @@ import pytest
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.model.forecast import simulated_step_s

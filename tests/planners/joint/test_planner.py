@@ -12,7 +12,7 @@ import scipy.sparse
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
@@ -239,6 +239,30 @@ def test_schedules_change_the_answer() -> None:
     )  # six micro-batches in flight on every stage: some layers run again
     assert answers["pipedream"].bounds[1] < 4  # the first stage holds three versions, the last one
     assert len(set(answers.values())) == 4
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "pipedream"])
+def test_the_same_lists_under_another_name_are_planned_alike(name: str) -> None:
+    times = [
+        (2.0, 2.0),
+        (2.0, 2.0),
+        (6.0, 1.0),
+        (3.0, 1.0),
+        (3.0, 1.0),
+        (3.0, 1.0),
+        (1.0, 6.0),
+        (1.0, 1.0),
+    ]
+    costs = Costs(tuple(LayerCost(f"l{i}", f, b, (Option(1),)) for i, (f, b) in enumerate(times)))
+    schedule = find_schedule(name)
+    renamed = replace(schedule.with_lists(schedule.lists), name="mine")
+    answers = []
+    for one in (schedule, renamed):
+        problem = Problem(costs, one.stages_on(4), one, 8)
+        decision = find_planner("jvpipe").decide(problem)
+        step_s = simulated_step_s(problem, evaluate(problem, decision).stages)
+        answers.append((decision, step_s, lower_bound(problem)))
+    assert answers[0] == answers[1]
 
 
 def test_what_fits_with_everything_kept_is_kept() -> None:

@@ -1,12 +1,16 @@
 """Data and pipeline parallelism planned together."""
 
 import random
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.papers.dapple import dapple
+from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.replica_rules import RULES, as_replicas, one_each
 from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.joint.replicas_rivals import rivals, straight_rivals
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.replicas_plan import ReplicaPlan
 from jvpipe.planners.model.replicas_problem import ReplicaProblem
@@ -55,6 +59,19 @@ def test_small_cases_are_as_good_as_anything_there_is() -> None:
         assert answer.bound_s <= answer.best.step_s
 
 
+def papers_plans(tables: Tables, size: int) -> Iterator[ReplicaPlan]:
+    """Yields the papers' plans, with replicas and, of few stages, with one device each."""
+    asked = one_each(tables, size, min(tables.problem.devices, len(tables.cuts) - 1), tables.cuts)
+    for decide in (pipedream, dapple):
+        with suppress(Infeasible):
+            yield as_replicas(tables, decide(asked), size)
+    for rule in RULES.values():
+        with suppress(ValueError):
+            plan = rule(tables, size)
+            if plan is not None:
+                yield plan
+
+
 def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_the_papers_plans() -> (
     None
 ):
@@ -71,12 +88,7 @@ def test_no_plan_is_slower_than_plain_data_parallelism_straight_pipelines_and_th
             for size in (1, 2, 4)
         )
         plain = (ReplicaPlan((0, 10), (tuple(range(8)),), size) for size in (16, 8))
-        papers = (
-            plan
-            for size in problem.sizes
-            for ask in (straight_rivals, rivals)
-            for plan in ask(tables, size)
-        )
+        papers = (plan for size in problem.sizes for plan in papers_plans(tables, size))
         for plan in (*straight, *plain, *papers):
             assert best.step_s <= simulated_s(problem, plan, tables.stages(plan)) * (1 + 1e-9)
 

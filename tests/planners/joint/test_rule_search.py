@@ -8,13 +8,12 @@ import pytest
 from experiments.planners.rivals import chain
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import Link
-from jvpipe.planners import find_planner
+from jvpipe.papers.registry import PAPERS, find_planner
 from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.published.registry import PUBLISHED
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 
@@ -50,7 +49,7 @@ def test_no_other_planner_is_faster(slow: bool, share: float | None, rule: str) 
     full = evaluate(problem, find_planner("even").decide(problem)).peak_bytes
     problem = replace(problem, memory_limit_bytes=share and int(share * full))
     ours_s = step_s(problem, under_rule(problem))
-    for planner in PUBLISHED:
+    for planner in PAPERS:
         try:
             theirs = find_planner(planner.name).decide(problem)
         except Infeasible:

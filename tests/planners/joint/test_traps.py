@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.files.cluster_file import find_cluster
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible

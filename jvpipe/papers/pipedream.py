@@ -1,0 +1,52 @@
+"""PipeDream's planner (Narayanan et al., 2019, section 3.1): the slowest stage is as fast as can be."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.papers.replication import replicated
+from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
+from jvpipe.planners.model.problem import Decision, Problem
+
+
+def pipedream(problem: Problem, replicate: bool = False) -> Decision:
+    """PipeDream's plan; every residual is kept.
+
+    Straight, the slowest stage or transfer (`bottleneck_s` of `evaluate`) is the fastest there is under the limit, for
+    the problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in the paper.
+    With `replicate` the problem's `stages` are its devices, and stages come out with their `replicas`: see
+    `replication`. Raises `Infeasible` if nothing fits.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.cost.hardware import Link
+    >>> from jvpipe.schedules import find_schedule
+    >>> convolution = LayerCost("convolution", 1.0, 2.0, (Option(8),))
+    >>> dense = LayerCost("dense", 0.5, 0.5, (Option(8),), parameter_bytes=1000)
+    >>> costs = Costs((convolution, convolution, convolution, dense))
+    >>> problem = Problem(costs, 4, find_schedule("pipedream"), 4, peer=Link(100.0))
+    >>> pipedream(problem).bounds
+    (0, 1, 2, 3, 4)
+    >>> pipedream(problem, replicate=True)
+    Decision(bounds=(0, 3, 4), choices=(0, 0, 0, 0), replicas=(3, 1))
+    """
+    return replicated(problem) if replicate else _straight(problem)
+
+
+def _straight(problem: Problem) -> Decision:
+    kept = KeepAll(problem)
+    stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
+    _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
+    if places is None:
+        raise nothing_fits("pipedream", problem.memory_limit_bytes, least_peaks(kept))
+    return kept.decision(places)
+
+
+def least_peaks(kept: KeepAll) -> list[float]:
+    """Bytes of each stage, where the cuts are such that the most is as little as can be."""
+    stages = range(kept.problem.stages)
+    _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
+    assert places is not None, "there are as many places as stages need"
+    return [
+        float(kept.peak_bytes(s)[ends]) for s, ends in zip(stages, pairwise(places), strict=True)
+    ]

@@ -1,0 +1,228 @@
+"""One stage while its fates are being chosen: a choice per layer, changed one at a time.
+
+Legend: k micro-batches are in flight. A choice is an index into a layer's options, or `RECOMPUTE`; runs of several
+layers (`RECOMPUTE_CHAIN`) are not among the published planners' choices. A swapped byte stays on the device for
+min(k, 2) of the k.
+"""
+
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+from jvpipe.cost.costs import LayerCost
+from jvpipe.planners.model.problem import RECOMPUTE, Problem
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recomputed_bytes
+
+
+class Treatment(NamedTuple):
+    """What a choice takes: bytes held for all micro-batches in flight, swapped for each, and for the backward.
+
+    `left_bytes` are those held of one micro-batch, until the backward.
+    """
+
+    held_bytes: int
+    swapped_bytes: int
+    extra_s: float
+    working_bytes: int
+    left_bytes: int
+
+    def is_no_better_than(self, other: "Treatment") -> bool:
+        """Tells whether the other holds, swaps, takes and works with at most as much."""
+        return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
+
+
+def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
+    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
+    every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
+    return tuple(
+        Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left)
+        for x in every
+    )
+
+
+class FateChange(NamedTuple):
+    """Another choice for a layer that holds fewer bytes."""
+
+    layer: int
+    choice: int
+    saved_bytes: int
+    swapped_bytes: int  # more than before, for each micro-batch
+    extra_s: float  # more than before
+
+    @property
+    def per_second(self) -> float:
+        """Bytes saved per second of recomputation."""
+        return self.saved_bytes / self.extra_s if self.extra_s > 0 else float("inf")
+
+
+class FateChanges:
+    """All layers' treatments and the changes between them, for k micro-batches in flight."""
+
+    def __init__(self, problem: Problem, k: int) -> None:
+        self.layers = [treatments(layer, k) for layer in problem.costs.layers]
+        self.least_bytes = [
+            0,
+            *accumulate(min(t.held_bytes for t in layer) for layer in self.layers),
+        ]
+        self._found: dict[tuple[int, int], list[FateChange]] = {}
+
+    def after(self, layer: int, choice: int) -> list[FateChange]:
+        """Lists the changes of a layer that is at `choice`; `RECOMPUTE` only where no option is as good."""
+        if (layer, choice) not in self._found:
+            *options, again = self.layers[layer]
+            now = self.layers[layer][choice]
+            choices = dict(enumerate(options))
+            if not any(again.is_no_better_than(option) for option in options):
+                choices[RECOMPUTE] = again
+            self._found[layer, choice] = [
+                FateChange(
+                    layer,
+                    c,
+                    now.held_bytes - t.held_bytes,
+                    t.swapped_bytes - now.swapped_bytes,
+                    t.extra_s - now.extra_s,
+                )
+                for c, t in choices.items()
+                if t.held_bytes < now.held_bytes
+            ]
+        return self._found[layer, choice]
+
+    def swaps(self, layer: int, choice: int) -> list[FateChange]:
+        """Lists those that swap more and recompute no more."""
+        return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
+
+    def recomputes(self, layer: int, choice: int) -> list[FateChange]:
+        """Finds, of those that swap no more, the one that saves most per second (or none)."""
+        changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
+        return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
+
+
+class Selection:
+    """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`.
+
+    But that what changes add is as long on all devices, and bytes include those that the device has less than others.
+    """
+
+    def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
+        problem = segments.problem
+        self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
+        self.in_flight = segments.in_flight[s]
+        self.choices = [0] * (j - i)
+        self._through_s = segments.compute_of(s)
+        row = segments.row(s, i)
+        self.fixed_bytes = int(row.fixed_bytes[0, j])
+        self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
+        self.forward_s = float(row.forward_s[0, j])
+        now = [layer[0] for layer in changes.layers[i:j]]
+        self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
+        self.held_bytes = sum(t.held_bytes for t in now)
+        self.swapped_bytes = sum(t.swapped_bytes for t in now)
+        self._given = segments.given(i)[i:j].tolist()
+
+    @property
+    def layers(self) -> range:
+        """The stage's layers."""
+        return range(self.first, self.first + len(self.choices))
+
+    def later_s(self, layer: int) -> float:
+        """Counts forward and backward seconds of the stage's layers after this one."""
+        total = self._through_s
+        return float(total[self.layers.stop] - total[layer + 1])
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device holds at most."""
+        most, left = 0, 0  # of what layers work with beyond what later ones leave
+        for layer, choice, given in zip(
+            reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True
+        ):
+            now = self.changes.layers[layer][choice]
+            most = max(most, now.working_bytes - left)
+            left += now.left_bytes + int(given)
+        return self.fixed_bytes + self.held_bytes + most
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the device is over its limit, or the host over this stage's equal share of its limit; or 0."""
+        device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
+        over = 0 if device is None else max(0, self.peak_bytes - device)
+        share = None if host is None else host // self.problem.stages
+        return over if share is None else max(over, self.in_flight * self.swapped_bytes - share)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether anything is over its limit; mostly what is held alone is, which is known at once."""
+        device = self.problem.memory_limit_bytes
+        return (
+            device is not None and self.fixed_bytes + self.held_bytes > device
+        ) or self.excess_bytes > 0
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the limit leaves room for the smallest treatments."""
+        limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
+        return (
+            limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
+        )
+
+    def link_s(self, more_bytes: int = 0) -> float:
+        """Says how long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
+        return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
+
+    @property
+    def seconds(self) -> float:
+        """How far apart micro-batches are: the slowest of the device and its links to the host and to other stages."""
+        return max(self.compute_s, self.link_s(), self.comm_s)
+
+    def hides(self, change: FateChange) -> bool:
+        """Says whether a change's copies hide behind the stage's work, and the host has room for them."""
+        return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
+
+    def host_has_room(self, change: FateChange) -> bool:
+        """Tells whether the stage's share of the host holds what the change swaps."""
+        limit = self.problem.host_limit_bytes
+        swapped = self.swapped_bytes + change.swapped_bytes
+        return (
+            limit is None
+            or change.swapped_bytes <= 0
+            or self.in_flight * swapped <= limit // self.problem.stages
+        )
+
+    def take(self, change: FateChange) -> None:
+        """Changes one layer's choice."""
+        self.choices[change.layer - self.first] = change.choice
+        self.held_bytes -= change.saved_bytes
+        self.swapped_bytes += change.swapped_bytes
+        self.compute_s += change.extra_s
+
+    def spend(
+        self,
+        changes: Callable[[int, int], Iterable[FateChange]],
+        score: Callable[[FateChange], float],
+        allowed: Callable[[FateChange], bool],
+    ) -> None:
+        """Takes changes, the best score first, until the stage fits, none is left that is allowed, or it is too slow.
+
+        Args:
+            changes: those of a layer that is at a choice.
+            score: how good a change is.
+            allowed: whether a change may be taken now.
+        """
+
+        def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
+            choice = self.choices[layer - self.first]
+            return [
+                (-float(score(change)), -change.saved_bytes, choice, change)
+                for change in changes(layer, choice)
+            ]
+
+        heap = [entry for layer in self.layers for entry in entries(layer)] if self.is_over else []
+        heapify(heap)
+        while heap and self.is_over:
+            _, _, choice, change = heappop(heap)
+            if self.choices[change.layer - self.first] == choice and allowed(change):
+                self.take(change)
+                for entry in entries(change.layer):
+                    heappush(heap, entry)

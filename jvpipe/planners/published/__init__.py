@@ -1,1 +1,0 @@
-"""Planners of the papers, one file for each, and their helpers."""

@@ -1,0 +1,119 @@
+"""The JSON files of dnn-partitioning (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
+Operators", 2020): a model, and the machine that it is to be spread over.
+
+A node has `fpgaLatency`, its milliseconds on an accelerator, and `size`, the bytes that it takes there; nodes of one
+`colorClass` share a device. A training file has backward nodes too (`isBackwardNode`), most in the class of their
+forward; losses and sums of gradients may be in a class of their own. An edge's `cost` is the milliseconds that the
+source's output takes to or from an accelerator.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jvpipe.cost.hardware import Link
+from jvpipe.ir.sizes import MOST_BYTES
+from jvpipe.profiles.graph_parts import GraphFile, topological_order
+from jvpipe.profiles.located_json import Located, parse
+from jvpipe.profiles.operator_graph import Operator, costs_of
+
+_BYTES_PER_S = 16e9  # of PCIe 3, for files whose edges have a cost but no size
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """An edge; its bytes are 0 where the file has none."""
+
+    place: Located
+    seconds: float
+    bytes: int
+
+
+def read_graph_json(text: str, file: str) -> GraphFile:
+    """The costs, limit and link in the text of a dnn-partitioning file; `file` is what errors call it.
+
+    Each forward node is a layer, as `operator_graph` says. Its `size` counts as parameters, that of its backward as
+    gradients: the format does not tell what they hold, so there is nothing to swap or to recompute. Edges get the
+    bytes that the file's link moves in their `cost`.
+
+    >>> import json
+    >>> node = dict(id=7, fpgaLatency=1, size=100, isBackwardNode=0, colorClass=1)
+    >>> grad = dict(node, id=8, fpgaLatency=2, size=60, isBackwardNode=1)
+    >>> text = json.dumps(dict(maxSizePerFPGA=1e9, maxFPGAs=2, nodes=[node, grad], edges=[]))
+    >>> graph = read_graph_json(text, "graph.json")
+    >>> graph.memory_limit_bytes, graph.devices, graph.costs.ids
+    (1000000000, 2, (7,))
+    >>> layer = graph.costs.layers[0]
+    >>> layer.forward_s, layer.backward_s, layer.parameter_bytes, layer.gradient_bytes
+    (0.001, 0.002, 100, 60)
+    """
+    whole = parse(text, file)
+    limit, devices = whole.amount("maxSizePerFPGA"), whole.count("maxFPGAs")
+    if devices < 1:
+        raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
+    nodes = _nodes(whole)
+    edges = _edges(whole, nodes)
+    order = topological_order(nodes, {ends: edge.place.line for ends, edge in edges.items()}, file)
+    link = Link(_bytes_per_s(edges.values()))
+    for edge in edges.values():
+        if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
+            raise edge.place.wrong(
+                f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes per second of this "
+                f"file's edges that is more than {MOST_BYTES} bytes"
+            )
+    seconds = {ends: edge.seconds for ends, edge in edges.items()}
+    return GraphFile(
+        costs_of([nodes[node] for node in order], seconds, link), int(limit), devices, link
+    )
+
+
+def _nodes(whole: Located) -> dict[int, Operator]:
+    nodes: dict[int, Operator] = {}
+    lines: dict[int, int] = {}
+    for place in whole.objects("nodes"):
+        name = place.count("id")
+        if name in nodes:
+            raise place.wrong(f"node {name} was described on line {lines[name]} already")
+        if "supportedOnFpga" in place and not place.flag("supportedOnFpga"):
+            raise place.wrong(
+                f"the field supportedOnFpga of node {name} is 0: layers run on accelerators only"
+            )
+        nodes[name], lines[name] = _operator(name, place), place.line
+    if all(node.is_backward for node in nodes.values()):
+        raise whole.wrong("the field nodes holds no forward node: there is nothing to plan")
+    return nodes
+
+
+def _operator(name: int, place: Located) -> Operator:
+    return Operator(
+        name,
+        str(place.get("name", f"node{name}")),
+        place.amount("fpgaLatency") / 1e3,
+        round(place.amount("size")),
+        place.flag("isBackwardNode"),
+        place.count("colorClass") if "colorClass" in place else ("alone", name),
+    )
+
+
+def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int], _Edge]:
+    edges: dict[tuple[int, int], _Edge] = {}
+    for place in whole.objects("edges"):
+        ends = source, target = place.count("sourceId"), place.count("destId")
+        for field, end in zip(("sourceId", "destId"), ends, strict=True):
+            if end not in nodes:
+                raise place.wrong(
+                    f"the edge dangles: the field {field} is {end}, and there is no such node"
+                )
+        if nodes[source].is_backward and not nodes[target].is_backward:
+            raise place.wrong(
+                f"the edge leads from backward node {source} to forward node {target}"
+            )
+        size = round(place.amount("size")) if "size" in place else 0
+        edges.setdefault(ends, _Edge(place, place.amount("cost") / 1e3, size))
+    return edges
+
+
+def _bytes_per_s(edges: Iterable[_Edge]) -> float:
+    """The speed of the file's edges, in bytes per second; the middle one, should they disagree."""
+    rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes and edge.seconds]
+    return statistics.median(rates) if rates else _BYTES_PER_S

@@ -1,0 +1,102 @@
+"""JSON whose objects know the line where they start, and typed readings of their fields that say it when they fail."""
+
+import bisect
+import json
+import re
+from typing import Any
+
+from jvpipe.profiles.graph_parts import flaw, wrong
+
+_STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
+
+
+class Located(dict[str, Any]):
+    r"""A JSON object from `line` of `file`; each reading of a field is a ValueError if it is not what it must be.
+
+    >>> whole = parse('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
+    >>> whole.amount("size"), whole.objects("nodes")[0].line
+    (8.0, 2)
+    >>> whole.objects("nodes")[0].count("id")
+    Traceback (most recent call last):
+    ValueError: a.json, line 2: the field id is 1.5: it must be a whole number
+    """
+
+    file: str = ""
+    line: int = 1
+
+    def wrong(self, what: str) -> ValueError:
+        """The error that says where this object stands."""
+        return wrong(self.file, self.line, what)
+
+    def field(self, field: str) -> Any:
+        """The field's value, which must be there."""
+        if field not in self:
+            raise self.wrong(f"the field {field} is missing")
+        return self[field]
+
+    def amount(self, field: str) -> float:
+        """A number that can be a time or a size."""
+        number = self.field(field)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise self.wrong(f"the field {field} is {number!r}, which is not a number")
+        if reason := flaw(number):
+            raise self.wrong(f"the field {field} is {number}: it {reason}")
+        return float(number)
+
+    def count(self, field: str) -> int:
+        """A whole number that is not negative."""
+        number = self.amount(field)
+        if not number.is_integer():
+            raise self.wrong(f"the field {field} is {number}: it must be a whole number")
+        return int(number)
+
+    def flag(self, field: str) -> bool:
+        """True or false, or 1 or 0."""
+        value = self.field(field)
+        if value not in (0, 1):
+            raise self.wrong(f"the field {field} is {value!r}: it must be true or false")
+        return bool(value)
+
+    def items_of(self, field: str) -> list[Any]:
+        """A list."""
+        items = self.field(field)
+        if not isinstance(items, list):
+            raise self.wrong(f"the field {field} must be a list")
+        return items
+
+    def objects(self, field: str) -> list["Located"]:
+        """A list of objects."""
+        items = self.items_of(field)
+        if bad := [item for item in items if not isinstance(item, Located)]:
+            raise self.wrong(f"the field {field} holds {bad[0]!r}, which is not an object")
+        return items
+
+
+def parse(text: str, file: str) -> Located:
+    """The object that a text holds, and in it objects side by side, all with their lines."""
+    newlines = [i for i, letter in enumerate(text) if letter == "\n"]
+    openings = [
+        located.start() for located in _STRING_OR_OPENING.finditer(text) if located[0] == "{"
+    ]
+    # They are made as they close: the outermost, which opens first, is the last.
+    lines = iter([bisect.bisect(newlines, at) + 1 for at in (*openings[1:], *openings[:1])])
+
+    def locate(pairs: list[tuple[str, Any]]) -> Located:
+        located = Located(pairs)
+        located.file, located.line = file, next(lines)
+        names = [name for name, _ in pairs]
+        if twice := [name for name in located if names.count(name) > 1]:
+            raise located.wrong(f"the field {twice[0]} is there twice")
+        return located
+
+    try:
+        whole = json.loads(text, object_pairs_hook=locate)
+    except json.JSONDecodeError as error:
+        raise wrong(file, error.lineno, f"this is not JSON: {error.msg}") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise wrong(file, 1, f"this JSON cannot be read: {error}") from None
+    except RecursionError:
+        raise wrong(file, 1, "this JSON is nested too deeply") from None
+    if not isinstance(whole, Located):
+        raise wrong(file, 1, "the file must hold a JSON object")
+    return whole

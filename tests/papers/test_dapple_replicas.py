@@ -1,0 +1,160 @@
+"""DAPPLE's planner with replicas, beside every plan that its policies of placement can make."""
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
+
+import pytest
+
+from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.papers.dapple_replicas import (
+    append_first,
+    dapple_replicas,
+    fresh_first,
+    plan_latency_s,
+    scatter_first,
+)
+from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.planners.model.replicas_problem import ReplicaProblem, check
+from jvpipe.planners.model.replicas_stage import Tables
+from tests.papers.test_dapple import latency
+from tests.planners.joint.replicas import GPU, chain, layer
+
+TWO = Cluster("two", GPU, 2, 2, peer=Link(200.0), network=Link(20.0))
+THREE = Cluster("three", GPU, 1, 3, network=Link(50.0))
+
+
+def chosen(policy: str, used: set[int], each: int, devices: int, m: int) -> tuple[int, ...]:
+    """The m devices that a policy picks, one after another, the lowest number of those that it likes as much."""
+    begun, picked = {d // each for d in used}, list[int]()
+    for _ in range(m):
+        left = [d for d in range(devices) if d not in used and d not in picked]
+        on = [d // each for d in picked]
+        match policy:
+            case "fresh":
+                key = {d: (d // each in begun, d) for d in left}
+            case "append":
+                key = {d: (d // each not in begun, d) for d in left}
+            case _:
+                key = {
+                    d: (bool(begun) and d // each not in begun, on.count(d // each), d)
+                    for d in left
+                }
+        picked.append(min(left, key=lambda d: key[d]))
+    return tuple(sorted(picked))
+
+
+def placements(
+    counts: tuple[int, ...], each: int, devices: int
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields the places of stages, under all compositions of the policies; the last stage has all that is left."""
+    for policies in product(("fresh", "append", "scatter"), repeat=len(counts)):
+        used, places = set[int](), []
+        for policy, m in zip(policies, counts, strict=True):
+            places.append(chosen(policy, used, each, devices, m))
+            used |= set(places[-1])
+        yield tuple(places)
+
+
+def every_plan(problem: ReplicaProblem, size: int) -> set[ReplicaPlan]:
+    each, devices = problem.cluster.devices_per_machine, problem.devices
+    plans = set()
+    for stages in range(1, min(problem.layers, devices) + 1):
+        for inner in combinations(range(1, problem.layers), stages - 1):
+            for counts in product(range(1, min(devices, size) + 1), repeat=stages):
+                if sum(counts) <= devices:
+                    bounds = (0, *inner, problem.layers)
+                    plans |= {
+                        ReplicaPlan(bounds, places, size)
+                        for places in placements(counts, each, devices)
+                    }
+    return plans
+
+
+def step_s(problem: ReplicaProblem, plan: ReplicaPlan) -> float:
+    """DAPPLE's latency of a plan, from layers and links."""
+    costs, cluster = problem.costs.costs[0], problem.cluster
+    stages = list[tuple[float, float, float]]()
+    for s, ((i, j), places) in enumerate(zip(pairwise(plan.bounds), plan.places, strict=True)):
+        part = -(-plan.size // len(places))
+        if s:
+            crossing = float(
+                sum(e.bytes for e in costs.edges if e.producer < i <= e.readers[0]) * plan.size
+            )
+            one_way_s = cluster.transfer_s(plan.places[s - 1], places, crossing)
+            stages.append((one_way_s, one_way_s, 0.0))
+        layers = costs.layers[i:j]
+        reduce_s = cluster.reduce_s(places, float(sum(x.gradient_bytes for x in layers)))
+        stages.append(
+            (
+                part * sum(x.forward_s for x in layers),
+                part * sum(x.backward_s for x in layers),
+                reduce_s,
+            )
+        )
+    return latency(stages, problem.batch // plan.size)
+
+
+def drawn(draw: random.Random, layers: int, limit: int | None = None) -> ReplicaProblem:
+    every = [
+        layer(draw.uniform(0.5, 2.0), draw.randint(1, 60), draw.randint(1, 9))
+        for _ in range(layers)
+    ]
+    cluster = draw.choice((TWO, THREE))
+    return ReplicaProblem(
+        chain(every, [draw.randint(1, 9) for _ in every[1:]]), cluster, cluster.devices, 12, limit
+    )
+
+
+def test_of_two_stages_the_least_latency_of_all_is_found_and_of_more_one_near_it() -> None:
+    draw, over = random.Random(3), []
+    for layers in (2, 2, 2, 2, 2, 4, 4, 4, 4, 4):
+        problem = drawn(draw, layers)
+        for size in (12, 4):
+            plan, every = dapple_replicas(Tables(problem), size), every_plan(problem, size)
+            assert plan in every
+            mine = step_s(problem, plan)
+            assert plan_latency_s(Tables(problem).stages(plan), 12 // size) == pytest.approx(mine)
+            over.append(mine / min(step_s(problem, each) for each in every))
+    assert over[:10] == pytest.approx([1.0] * 10)
+    assert 1 - 1e-9 <= min(over[10:]) <= max(over[10:]) < 1.2
+
+
+def test_policies_choose_as_one_device_after_another_is_chosen() -> None:
+    draw = random.Random(4)
+    names = {fresh_first: "fresh", append_first: "append", scatter_first: "scatter"}
+    for _ in range(60):
+        each, machines = draw.choice(((4, 3), (8, 2), (2, 5)))
+        used = {
+            each * k + d
+            for k in range(machines)
+            for d in range(draw.choice((0, 0, draw.randint(0, each))))
+        }
+        free = tuple(each - sum(d // each == k for d in used) for k in range(machines))
+        m = draw.randint(0, sum(free))
+        for policy, name in names.items():
+            taken = policy(free, (each,) * machines, m)
+            wanted = chosen(name, used, each, each * machines, m)
+            assert taken == tuple(sum(d // each == k for d in wanted) for k in range(machines))
+
+
+def test_under_a_limit_plans_keep_it_or_there_is_none() -> None:
+    draw, fitted = random.Random(5), 0
+    for _ in range(8):
+        problem = drawn(draw, 4, draw.choice((150, 300, 600)))
+        tables = Tables(problem)
+        plan = dapple_replicas(tables, 4)
+        if plan is not None:
+            check(problem, plan)
+            assert tables.fits(tables.stages(plan))
+            fitted += 1
+    assert 0 < fitted < 8
+
+
+def test_stages_with_large_activations_and_few_parameters_are_scattered() -> None:
+    # a stage on both machines sums gradients over the network once, and its activations stay inside machines
+    cluster = Cluster("two", GPU, 2, 2, peer=Link(1e4), network=Link(100.0))
+    problem = ReplicaProblem(chain([layer(1.0, 5000)] * 2, [500]), cluster, 4, 64, 25_000)
+    plan = dapple_replicas(Tables(problem), 4)
+    assert plan is not None
+    assert plan.places == ((0, 2), (1, 3))

@@ -1,0 +1,49 @@
+"""Even: as many layers per stage, give or take one."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.planners.model.even import even, even_counts
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import check
+from jvpipe.schedules import find_schedule
+from tests.planners.small import problems
+
+LAYER = LayerCost("layer", 1.0, 2.0, (Option(8),))
+
+
+def decide(layers: int, stages: int, together: tuple[tuple[int, ...], ...] = ()) -> Decision:
+    return even(
+        Problem(Costs((LAYER,) * layers, together=together), stages, find_schedule("1f1b"), 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "cuts"),
+    [(6, 3, [2, 2, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])],
+)
+def test_the_first_stages_take_what_is_left_over(layers: int, stages: int, cuts: list[int]) -> None:
+    assert even_counts(layers, stages) == cuts
+    assert [b - a for a, b in pairwise(decide(layers, stages).bounds)] == cuts
+
+
+def test_cuts_move_to_the_nearest_place_that_is_free() -> None:
+    assert decide(9, 3, ((1, 3), (4, 6))).bounds == (0, 4, 7, 9)
+    assert decide(6, 3, ((0, 3),)).bounds == (0, 4, 5, 6)
+    assert decide(6, 3, ((2, 5),)).bounds == (0, 1, 2, 6)
+
+
+def test_too_few_places_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages: layers that must share a stage leave 2 pieces"):
+        decide(6, 3, ((1, 5),))
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(most_layers=8, tight=False))
+def test_every_decision_is_valid_and_keeps_all(problem: Problem) -> None:
+    decision = even(problem)
+    check(problem, decision)
+    assert set(decision.choices) == {0}
