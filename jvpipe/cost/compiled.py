@@ -10,6 +10,7 @@ from dataclasses import replace
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
 from jvpipe.ir.layers import Layer, LayerGraph
+from jvpipe.ir.plan import FATES, Fate
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program
 from jvpipe.programs.store import Program, ProgramStore
@@ -66,5 +67,7 @@ def _kept(graph: LayerGraph, layer: Layer, option: Option) -> frozenset[str]:
     """The candidates that a layer's forward leaves for its backward, on the device or on the host."""
     label = graph.label(layer)
     return frozenset(
-        c.name for c in layer.candidates if option.fates.get(f"{label}/{c.name}") != "recompute"
+        c.name
+        for c in layer.candidates
+        if FATES[option.fates.get(f"{label}/{c.name}", Fate.KEEP)].saved
     )

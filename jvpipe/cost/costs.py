@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+from jvpipe.ir.plan import FATES, Fate
+
 T = TypeVar("T")
 
 
@@ -18,15 +20,18 @@ class Option:
 
     `kept_bytes` stay on the device and `swapped_bytes` go to the host, both per micro-batch in flight; the backward
     takes `extra_s` longer and `extra_bytes` more while it runs, for what it recomputes. `fates` names what is
-    not kept (tensor name to "swap" or "recompute"). `swaps_input` says that the layer's inputs are among the swapped.
+    not kept. `swaps_input` says that the layer's inputs are among the swapped.
     """
 
     kept_bytes: int
     swapped_bytes: int = 0
     extra_s: float = 0.0
     extra_bytes: int = 0
-    fates: Mapping[str, str] = field(default_factory=dict)
+    fates: Mapping[str, Fate] = field(default_factory=dict)
     swaps_input: bool = False
+
+    def __post_init__(self) -> None:
+        assert FATES.keys() >= set(self.fates.values()), "what planners know stands in the table"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from jvpipe.cost.costs import Option
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.recompute import Recompute, recompute_of
 from jvpipe.cost.roofline import equation_seconds
+from jvpipe.ir.plan import Fate
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace.graph import Traced
 
@@ -138,7 +139,7 @@ def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple
         replace(
             option,
             fates={f"{layer}/{name}": fate for name, fate in option.fates.items()}
-            | (dict.fromkeys(inputs, "swap") if option.swaps_input else {}),
+            | (dict.fromkeys(inputs, Fate.SWAP) if option.swaps_input else {}),
         )
         for option in options
     )
@@ -154,13 +155,13 @@ def _option(
     swapped = used.intersection(swapped)
     everything = recompute.choices == frozenset(kept)
     dropped = frozenset() if everything else recompute.choices - used
-    fates = {recompute.names[c]: "recompute" for c in sorted(dropped)}
+    fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
         extra_s=recompute.extra_s(recomputed),
         extra_bytes=sum(recompute.bytes[c] for c in recomputed),
-        fates=fates | {recompute.names[c]: "swap" for c in sorted(swapped)},
+        fates=fates | {recompute.names[c]: Fate.SWAP for c in sorted(swapped)},
         swaps_input=swaps_input,
     )
 

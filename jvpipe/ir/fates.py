@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import assert_never
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.plan import Fate, Plan
+from jvpipe.ir.plan import FATES, Fate, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,9 @@ class Fates:
         """Resolves a plan's fates.
 
         >>> from jvpipe.ir.layers import Array, Layer
-        >>> from jvpipe.ir.plan import Stage
+        >>> from jvpipe.ir.plan import Fate, Stage
         >>> layer = Layer(0, "dense", (), (), (Array("product", (), "float32", 4),))
-        >>> plan = Plan((Stage((0,), (0,), {"dense/product": "swap"}),))
+        >>> plan = Plan((Stage((0,), (0,), {"dense/product": Fate.SWAP}),))
         >>> Fates.of(LayerGraph((layer,), (), ()), plan).swapped
         (frozenset({'product'}),)
 
@@ -57,18 +56,13 @@ class Fates:
             for name, fate in ((name, Fate(fate)) for name, fate in stage.fates.items()):
                 if name in candidates:
                     layer, candidate = candidates[name]
-                    match fate:
-                        case Fate.KEEP:
-                            pass
-                        case Fate.SWAP:
-                            swapped[layer] |= {candidate}
-                        case Fate.RECOMPUTE:
-                            kept[layer] -= {candidate}
-                        case _:
-                            assert_never(fate)
+                    if FATES[fate].away:
+                        swapped[layer] |= {candidate}
+                    if not FATES[fate].saved:
+                        kept[layer] -= {candidate}
                 elif name in tensors:
                     producer = graph.tensors[tensors[name]].producer
-                    if fate is Fate.RECOMPUTE and producer not in inside:
+                    if FATES[fate].again and producer not in inside:
                         raise ValueError(
                             f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
                         )
@@ -79,7 +73,7 @@ class Fates:
                         did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors])
                     )
         recomputed = frozenset(
-            graph.tensors[t].producer for (_, t), fate in edges.items() if fate is Fate.RECOMPUTE
+            graph.tensors[t].producer for (_, t), fate in edges.items() if FATES[fate].again
         )
         for layer in recomputed:  # what a layer leaves is recomputed with its outputs
             kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)

@@ -20,7 +20,25 @@ class Fate(StrEnum):
     RECOMPUTE = "recompute"
 
 
-FATES = tuple(Fate)
+@dataclass(frozen=True, slots=True)
+class FateInfo:
+    """What every part must know of a fate.
+
+    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in between. `again`:
+    its layer's forward runs once more before the backward.
+    """
+
+    saved: bool
+    away: bool = False
+    again: bool = False
+
+
+FATES: dict[Fate, FateInfo] = {
+    Fate.KEEP: FateInfo(saved=True),
+    Fate.SWAP: FateInfo(saved=True, away=True),
+    Fate.RECOMPUTE: FateInfo(saved=False, again=True),
+}
+"""The one table of fates."""
 MOST_LAYERS = 1_000_000
 """Far more than a model has."""
 
@@ -30,12 +48,12 @@ class Stage:
     """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
     `devices` are indices into the pipeline's devices; with several, each of them is a replica of the stage.
-    `fates` names what is not kept: tensor name to `swap` or `recompute`.
+    `fates` names what is not kept.
     """
 
     layers: tuple[int, ...]
     devices: tuple[int, ...]
-    fates: Mapping[str, str] = field(default_factory=dict)
+    fates: Mapping[str, Fate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +203,7 @@ class Plan:
                 raise ValueError(
                     f"stage {s} is on device {missing[0]}, there are {devices} devices"
                 )
-            if unknown := [fate for fate in stage.fates.values() if fate not in FATES]:
+            if unknown := [fate for fate in stage.fates.values() if fate not in list(FATES)]:
                 raise ValueError(
                     f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}"
                 )
@@ -265,7 +283,9 @@ def _stage(s: int, data: Any) -> Stage:
     fates = told.get("fates", {})
     if not isinstance(fates, Mapping) or not all(isinstance(name, str) for name in fates):
         raise ValueError(f"fates of stage {s} must map names of tensors, not {brief(fates)}")
-    return Stage(layers, devices, dict(fates))
+    if unknown := [fate for fate in fates.values() if fate not in list(FATES)]:
+        raise ValueError(f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}")
+    return Stage(layers, devices, {name: Fate(fate) for name, fate in fates.items()})
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import assert_never
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, SplitSignature
-from jvpipe.ir.plan import Fate, Plan
+from jvpipe.ir.plan import FATES, Fate, Plan
 from jvpipe.ir.values import Value, ValueKind
 
 
@@ -49,11 +49,11 @@ class MicrobatchLayout:
             number: which of the layouts of its step it is.
 
         >>> from jvpipe.ir.layers import Array
-        >>> from jvpipe.ir.plan import Stage
+        >>> from jvpipe.ir.plan import Fate, Stage
         >>> product = Array("product", (), "float32", 4)
         >>> graph = LayerGraph((Layer(0, "dense", (), (), (product,)),), (), ())
         >>> signature = Signature((product,), (("residual", 0),), (), (), (), ())
-        >>> plan = Plan((Stage((0,), (0,), {"dense/product": "swap"}),))
+        >>> plan = Plan((Stage((0,), (0,), {"dense/product": Fate.SWAP}),))
         >>> [str(value) for value in MicrobatchLayout.of(graph, plan, [signature]).swapped(0, 5)]
         ['residual 0 layer 0 micro-batch 5']
         """
@@ -70,8 +70,8 @@ class MicrobatchLayout:
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
         """Tells whether a layer's stage drops an edge after the forward, to recompute it for the backward."""
-        fate = self.fates.edges.get((self.stage[layer.id], ref.index))
-        return ref.kind is ValueKind.TENSOR and fate is Fate.RECOMPUTE
+        fate = self.fates.edges.get((self.stage[layer.id], ref.index), Fate.KEEP)
+        return ref.kind is ValueKind.TENSOR and FATES[fate].again
 
     def swapped(self, stage: int, m: int) -> list[Value]:
         """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
@@ -86,7 +86,7 @@ class MicrobatchLayout:
         ]
         wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
         swapped = (
-            t for (s, t), fate in self.fates.edges.items() if s == stage and fate is Fate.SWAP
+            t for (s, t), fate in self.fates.edges.items() if s == stage and FATES[fate].away
         )
         edges = (t for t in swapped if self._stages_at(stage, t) == {stage})
         return values + [

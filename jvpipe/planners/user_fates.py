@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean, nearest
-from jvpipe.ir.plan import FATES, Plan, Stage
+from jvpipe.ir.plan import FATES, Fate, Plan, Stage
 
 MODES = ("always", "except_last", "never")
 _log = logging.getLogger("jvpipe")
@@ -49,7 +49,7 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
         raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
     stages = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
-        names = [_names(graph, stage, fate) for stage in plan.stages]
+        names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
@@ -64,7 +64,7 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
             taken = ", ".join(name for names in matches for name in names)
             _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
         for fates, matched in zip(stages, matches, strict=True):
-            fates.update(dict.fromkeys(matched, fate))
+            fates.update(dict.fromkeys(matched, Fate(fate)))
     return replace(
         plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True))
     )
@@ -82,7 +82,7 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     stages = []
     for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
-        known: dict[str, set[str]] = {fate: set(_names(graph, stage, fate)) for fate in FATES}
+        known = {fate: set(_names(graph, stage, fate)) for fate in FATES}
         wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
         stages.append(
             replace(
@@ -92,27 +92,26 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, str]:
+def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, Fate]:
     """Everything that some layers leave computed again from each one's own input, which is kept."""
     every = (graph.layers[i] for i in layers)
-    return {
-        f"{graph.label(layer)}/{c.name}": "recompute" for layer in every for c in layer.candidates
-    }
+    names = (f"{graph.label(layer)}/{c.name}" for layer in every for c in layer.candidates)
+    return dict.fromkeys(names, Fate.RECOMPUTE)
 
 
-def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, str]:
+def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
     """Everything computed again from the stage's input: its layers run once more before their backwards."""
-    return dict.fromkeys(_names(graph, stage, "recompute"), "recompute")
+    return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
 
-def _names(graph: LayerGraph, stage: Stage, fate: str) -> list[str]:
+def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     """What can have a fate on a stage: candidates of its layers, and edges; only those it makes can be made again."""
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
     names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
     for tensor in graph.tensors:
         read, made = not inside.isdisjoint(tensor.readers), tensor.producer in inside
-        if (read and made) or (read and fate != "recompute"):
+        if (read and made) or (read and not FATES[fate].again):
             names.append(tensor.array.name)
     return names
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
+from jvpipe.ir.plan import Fate
 from jvpipe.profiles.graph_parts import GraphFile, flaw, topological_order, wrong
 
 _log = logging.getLogger("jvpipe")
@@ -169,8 +170,8 @@ def _layer(name: str, node: _Node) -> LayerCost:
     forward_s, backward_s = (0.0, 0.0) if node.is_input else (node.forward_s, node.backward_s)
     options = [Option(kept)]
     if kept:
-        options.append(Option(0, swapped_bytes=kept, fates={name: "swap"}))
-        options.append(Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: "recompute"}))
+        options.append(Option(0, swapped_bytes=kept, fates={name: Fate.SWAP}))
+        options.append(Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: Fate.RECOMPUTE}))
     return LayerCost(
         node.description,
         forward_s,

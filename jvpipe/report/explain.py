@@ -5,7 +5,7 @@ from typing import Any
 
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import FATES, Fate, Plan
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import PLANNERS
@@ -96,10 +96,11 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
     return f"layer {i:>3} {graph.label(layer):<36} {sizes}{seconds}"
 
 
-def _fates(graph: LayerGraph, i: int, fates: Mapping[str, str]) -> str:
+def _fates(graph: LayerGraph, i: int, fates: Mapping[str, Fate]) -> str:
     """What of a layer is swapped or computed again; edges count to the layer that makes them."""
     layer = graph.layers[i]
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
-    by_fate = {fate: [n for n in names if fates.get(n) == fate] for fate in ("swap", "recompute")}
+    by_fate = {fate: [n for n in names if fates.get(n) == fate] for fate in FATES}
+    del by_fate[Fate.KEEP]
     return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in by_fate.items() if chosen)

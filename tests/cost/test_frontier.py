@@ -19,6 +19,7 @@ from jvpipe.cost.frontier import (
 from jvpipe.cost.model import own_inputs
 from jvpipe.cost.presets import CORE
 from jvpipe.cost.recompute import Recompute
+from jvpipe.ir.plan import Fate
 from tests.cost.test_recompute import chances
 from tests.cost.traces import programs, traced
 
@@ -124,7 +125,7 @@ def test_noise_does_not_make_more_recomputation_cheaper() -> None:
 
 def test_fates_bear_the_name_of_their_layer_and_inputs_their_own() -> None:
     (option,) = named(
-        [Option(0, 4, fates={"dot_0": "swap"}, swaps_input=True)], "block", ["before:3"]
+        [Option(0, 4, fates={"dot_0": Fate.SWAP}, swaps_input=True)], "block", ["before:3"]
     )
     assert option.fates == {"block/dot_0": "swap", "before:3": "swap"}
 

@@ -10,6 +10,7 @@ import pytest
 import jvpipe
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
+from jvpipe.ir.plan import Fate
 from jvpipe.planners.model.problem import Problem
 from jvpipe.session import model_planner, planning
 from tests.end_to_end.test_exactness import batch_of, key_of
@@ -22,7 +23,7 @@ CASE = dropped("chain", quick_key(7), depth=4)
 def timed(layer: LayerCost) -> LayerCost:
     """The layer with seconds of 1 and 2, and as much more as it computes again."""
     options = tuple(
-        replace(option, extra_s=0.1 * list(option.fates.values()).count("recompute"))
+        replace(option, extra_s=0.1 * list(option.fates.values()).count(Fate.RECOMPUTE))
         for option in layer.options
     )
     return replace(layer, forward_s=1.0, backward_s=2.0, options=options)

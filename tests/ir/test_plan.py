@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.ir.plan import Plan, Stage
+from jvpipe.ir.plan import Fate, Plan, Stage
 
 
 def test_cuts_become_stages() -> None:
@@ -49,7 +49,7 @@ def test_a_stage_needs_a_device() -> None:
 
 def test_round_trips_through_json(tmp_path: Path) -> None:
     plan = Plan(
-        (Stage((0, 1), (1,), {"0:1": "swap", "1:0": "recompute"}), Stage((2,), (0,))),
+        (Stage((0, 1), (1,), {"0:1": Fate.SWAP, "1:0": Fate.RECOMPUTE}), Stage((2,), (0,))),
         "gpipe",
         "torchgpipe",
     )

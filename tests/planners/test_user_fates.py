@@ -7,7 +7,7 @@ import pytest
 
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import Fate, Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.planners.user_fates import checkpointed, recut, with_fates
 
@@ -78,7 +78,7 @@ def test_what_a_stage_receives_cannot_be_made_again() -> None:
     wrong = Plan(
         (
             wrong.stages[0],
-            type(wrong.stages[1])((2, 3), (1,), {"blocks/0/attention:1": "recompute"}),
+            type(wrong.stages[1])((2, 3), (1,), {"blocks/0/attention:1": Fate.RECOMPUTE}),
         )
     )
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_mistakes_are_named() -> None:
         with_fates(chain(), PLAN, {"*": "swop"})
     with pytest.raises(ValueError, match="unknown tensor 'decoder/"):
         with_fates(chain(), PLAN, {"decoder/*": "swap"})
-    unknown = Plan((type(PLAN.stages[0])((0, 1, 2, 3), (0,), {"embed/dot_2": "swap"}),))
+    unknown = Plan((type(PLAN.stages[0])((0, 1, 2, 3), (0,), {"embed/dot_2": Fate.SWAP}),))
     with pytest.raises(
         ValueError, match="unknown tensor of stage 0 'embed/dot_2': did you mean 'embed/dot_1'"
     ):

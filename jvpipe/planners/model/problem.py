@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
-from jvpipe.ir.plan import Plan, Stage
+from jvpipe.ir.plan import Fate, Plan, Stage
 from jvpipe.schedules.schedule import Schedule
 
 RECOMPUTE = -1
@@ -235,14 +235,14 @@ class Decision:
             stages.append(Stage(layer_ids[i:j], where, fates))
         return Plan(tuple(stages), schedule, planner)
 
-    def _fates(self, costs: Costs, layer: int) -> Mapping[str, str]:
+    def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
         choice, options = self.choices[layer], costs.layers[layer].options
         if choice >= 0:
             return options[choice].fates
-        fates = dict.fromkeys(options[-1].fates, "recompute")
+        fates = dict.fromkeys(options[-1].fates, Fate.RECOMPUTE)
         if choice == RECOMPUTE_CHAIN:
             fates |= {
-                e.name: "recompute"
+                e.name: Fate.RECOMPUTE
                 for e in costs.edges
                 if e.producer == layer - 1 and layer in e.readers
             }
