@@ -196,6 +196,11 @@ def new_variable(aval: Any) -> Var:
     return Var(aval)
 
 
+def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
+    """A fresh variable like another but for its shape; one that is bound to no name stays so."""
+    return type(var)(aval(var).update(shape=tuple(shape)))
+
+
 jaxpr_as_fun = _core.jaxpr_as_fun
 
 

@@ -24,6 +24,7 @@ from jvpipe.trace.graph import Body, Traced, build_graph
 from jvpipe.trace.leaves import path_name
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalised import first_of_same
+from jvpipe.trace.one_example import UnlikeError, on_one
 from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
@@ -55,7 +56,7 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     Raises:
         CoupledError: the loss is another one at that size.
     """
-    made = build_graph(_resized(traced.loss, examples.size), traced.cuts, traced.splits)
+    made = build_graph(_resized(traced, examples.size), traced.cuts, traced.splits)
     if _layers(made.graph) != _layers(traced.graph):
         raise CoupledError(
             f"the loss on {examples.size} examples is not made of the layers that it has on {traced.graph.examples}: "
@@ -68,8 +69,15 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     return replace(made, bodies=bodies)
 
 
-def _resized(loss: LossJaxpr, examples: int) -> LossJaxpr:
+def _resized(traced: Traced, examples: int) -> LossJaxpr:
+    """The loss on another number of examples."""
+    loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
+    if examples == 1:
+        try:
+            return on_one(loss, traced.graph.examples)
+        except UnlikeError:
+            pass  # it is as JAX traces it
     try:
         return loss.of_size(examples)
     except Exception as error:
@@ -239,7 +247,7 @@ def taken_apart(traced: Traced, fewer: int) -> Apart:
     Raises:
         CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
     """
-    loss, small = traced.loss, _resized(traced.loss, fewer)
+    loss, small = traced.loss, _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
             f"the loss closes over arrays that are others on {fewer} examples than on {traced.graph.examples}: give "

@@ -77,12 +77,55 @@ def constant_size() -> Case:
     return replace(case, loss_fn=loss_fn)
 
 
+def looked_up() -> Case:
+    """The cross-entropy of tokens, of each a value that is looked up, after dropout, a loop and a rule."""
+    case = mlp(3)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        first, *_, last = (layer["w"] for layer in params)
+        x = jax.nn.relu(batch["x"][:, None] * jnp.arange(1.0, 4.0)[None, :, None])
+
+        def step(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.where(
+                jax.random.bernoulli(key, 0.5, h.shape), jnp.tanh(h @ first), 0.0
+            ), None
+
+        x = jax.lax.scan(step, x, jax.random.split(rng, 2))[0]
+        logits = jax.nn.log_softmax(x @ last)
+        return -jnp.mean(jnp.take_along_axis(logits, batch["tokens"][..., None], -1))
+
+    tokens = np.arange(3 * MANY, dtype=np.int32).reshape(MANY, 3) % 2
+    return replace(
+        case, loss_fn=loss_fn, batch=case.batch | {"tokens": tokens}, rng=jax.random.key(3)
+    )
+
+
+def squeezed() -> Case:
+    """A loss that does not take one example, which would have no axis left."""
+    case = mlp(3)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]
+        return jnp.mean((x @ params[2]["w"])[:, :1].squeeze() * x.sum(1))
+
+    return replace(case, loss_fn=loss_fn)
+
+
 MADE = {name: CASES[name] for name in ("mlp", "threefry")}
 MADE |= {"counted": counted, "weighed": weighed, "constant-size": constant_size}
+MADE |= {"looked-up": looked_up, "squeezed": squeezed}
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [*((name, 2) for name in MADE), ("mlp", 4), ("weighed", 3)]
+    ("name", "parts"),
+    [
+        *((name, 2) for name in MADE),
+        ("mlp", 4),
+        ("weighed", 3),
+        ("looked-up", 4),
+        ("looked-up", 6),
+        ("squeezed", 6),
+    ],
 )
 def test_slices_make_the_whole(name: str, parts: int) -> None:
     case = MADE[name]()
