@@ -59,7 +59,7 @@ class Replicas:
     def apart(self) -> Apart:
         """What is known of the loss, whose examples are computed apart."""
         slices = [e for stage in self.plan.stages for e in self.where.slices(stage.layers[0]) if e]
-        return taken_apart(self.traced, min(e.size for e in slices))
+        return taken_apart(self.traced, [e.size for e in slices])
 
     @property
     def batching(self) -> Batching:

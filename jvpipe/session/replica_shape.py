@@ -184,7 +184,7 @@ class ShapeSearch:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         for least in (1, 2):
             try:
-                apart = taken_apart(self.traced, least)
+                apart = taken_apart(self.traced, [least])
                 sliced(self.traced, Examples(0, least), apart)
             except CoupledError:
                 if 2 * least >= examples or least == 2:

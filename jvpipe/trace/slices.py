@@ -6,7 +6,7 @@ replicas (and every replica draws them all).
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,16 +237,29 @@ def _equations(
     ]
 
 
-def taken_apart(traced: Traced, fewer: int) -> Apart:
+def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
     """Finds how edges, aux and the loss lie over the examples of a micro-batch.
 
     Args:
         traced: the layers on a whole one.
-        fewer: a smaller number of examples, to compare with.
+        sizes: of its slices, to compare with.
 
     Raises:
         CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
     """
+    found = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
+    least = min(found)
+    for size, apart in found.items():
+        if apart != found[least]:
+            raise CoupledError(
+                f"the loss is made of its examples in another way on {size} of them than on {least}: "
+                "use micro-batches that the replicas of each stage divide evenly"
+            )
+    return found[least]
+
+
+def _taken_apart(traced: Traced, fewer: int) -> Apart:
+    """The same, compared with one smaller number of examples."""
     loss, small = traced.loss, _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(

@@ -1,5 +1,6 @@
 """A loss on slices of a micro-batch: the layers of the whole, whose losses make the whole's; masks are the whole's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,10 +132,8 @@ def test_slices_make_the_whole(name: str, parts: int) -> None:
     case = MADE[name]()
     model = traced(case)
     whole = Sequential(model, optimize=False).run(case.params, batch_of(case), case.rng, case.state)
-    slices, apart = (
-        [e for e in divided(MANY, parts) if e],
-        taken_apart(model, 1 if parts > 3 else 2),
-    )
+    slices = [e for e in divided(MANY, parts) if e]
+    apart = taken_apart(model, [e.size for e in slices])
     loss, gradients = 0.0, [np.zeros_like(g) for g in whole.gradients]
     for e in slices:
         part = sliced(model, e, apart)
@@ -149,7 +148,7 @@ def test_slices_make_the_whole(name: str, parts: int) -> None:
 
 def test_layers_alike_but_for_their_masks_share_programs() -> None:
     model = traced(mlp())
-    apart = taken_apart(model, 2)
+    apart = taken_apart(model, [2])
     first, second = (sliced(model, e, apart) for e in (Examples(0, 2), Examples(2, 4)))
     assert [
         a.structure == b.structure for a, b in zip(first.bodies, second.bodies, strict=True)
@@ -163,12 +162,12 @@ def test_finds_how_edges_and_aux_lie() -> None:
         aux = jnp.sum(batch["y"]), jnp.mean(batch["x"], 0), batch["x"][:, 0]
         return base.loss_fn(params, batch, rng), aux
 
-    found = taken_apart(traced(replace(base, loss_fn=loss_fn, has_aux=True)), 2).batching
+    found = taken_apart(traced(replace(base, loss_fn=loss_fn, has_aux=True)), [2]).batching
     assert [(spread.over, spread.axis) for spread in found.tensors] == [(Over.ALONG, 0)] * 4
     assert [spread.over for spread in found.aux] == [Over.SUM, Over.MEAN, Over.ALONG]
 
 
-def refused(loss_fn: Any, match: str, **options: Any) -> None:
+def refused(loss_fn: Any, match: str, sizes: Sequence[int] = (2,), **options: Any) -> None:
     case = mlp(2)
     loss = trace_loss(
         lambda *given: loss_fn(*given),
@@ -179,7 +178,7 @@ def refused(loss_fn: Any, match: str, **options: Any) -> None:
         **options,
     )
     with pytest.raises(CoupledError, match=match):
-        taken_apart(build_graph(loss), 2)
+        taken_apart(build_graph(loss), sizes)
 
 
 def test_a_loss_that_slices_do_not_make_is_refused_with_the_cure() -> None:
@@ -208,3 +207,11 @@ def test_a_loss_that_fixes_its_number_of_examples_is_refused() -> None:
         lambda p, b, _: jnp.mean((b["x"] @ p[0]["w"] @ p[1]["w"]).reshape(MANY, -1)),
         "does not take 2 examples",
     )
+
+
+def test_a_loss_that_is_another_on_one_of_the_slices_is_refused() -> None:
+    def loss_fn(params: Any, batch: Any, _: Any) -> jax.Array:
+        x = batch["x"] @ params[0]["w"] @ params[1]["w"]
+        return jnp.mean(x**2) * (5.0 if x.shape[0] == 3 else 1.0)
+
+    refused(loss_fn, "cannot be made of those of slices", sizes=(2, 3))
