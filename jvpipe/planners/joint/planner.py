@@ -6,17 +6,22 @@ synchronous schedule is not the step: the best paths, the cuts of other planners
 (`local_search.py`).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+import numpy as np
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.local_search import LocalSearch
+from jvpipe.planners.joint.order_cuts import balanced
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import check, evaluate
 
 FATED_LAYERS = 256
@@ -136,10 +141,21 @@ def _simulated_best(problem: Problem) -> Decision:
         layers=2 * n if n <= HASTY_LAYERS else n // 2,
         steps=steps,
     )
-    if problem.memory_limit_bytes is not None and n <= FATED_LAYERS:
-        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
-        begin += climb.with_best_fates(jvpipe(free).bounds)
+    if n <= FATED_LAYERS:
+        for bounds in _plain_cuts(problem):
+            begin += climb.with_best_fates(bounds)
     return climb.top(begin)
+
+
+def _plain_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the best without."""
+    cuts = Segments(problem).cuts
+    seconds = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
+    yield even(problem).bounds
+    yield balanced(problem, cuts, np.array(seconds))
+    if problem.memory_limit_bytes is not None:
+        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
+        yield jvpipe(free).bounds
 
 
 def _link_share(problem: Problem, decision: Decision) -> float:
