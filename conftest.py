@@ -44,7 +44,7 @@ def shaped_modules() -> list[str]:
     return [
         ".".join(file.with_suffix("").parts)
         for file in files
-        if "jaxtyping" in (here / file).read_text()
+        if "jaxtyping" in (here / file).read_text() and file.parent.name != "papers"
     ]
 
 
