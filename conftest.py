@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import signal
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,8 @@ from tests.checked import check  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

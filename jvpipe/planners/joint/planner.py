@@ -138,7 +138,7 @@ def _simulated_best(problem: Problem) -> Decision:
         tuple(pricings),
         tuple(x.table.best_prices() for x in solutions),
         replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
-        layers=2 * n if n <= HASTY_LAYERS else n // 2,
+        layers=8 * n if n <= HASTY_LAYERS else n // 2,
         steps=steps,
     )
     if n <= FATED_LAYERS:
