@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -12,11 +13,15 @@ from typing import Any, NoReturn
 from jvpipe.cli.exit_codes import ExitCode
 
 _AGAIN_S = 0.001
+_ENDING = threading.Lock()
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
     """Ends the process with one line, whatever it is doing."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
+    if _ENDING.acquire(blocking=False):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
+    else:  # the main thread and the one that counts both hear a second signal: one of them says so
+        time.sleep(_AGAIN_S)
     os._exit(ExitCode.STOPPED + signum)
 
 
