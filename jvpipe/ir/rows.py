@@ -72,9 +72,13 @@ class ConcatRun:
 
 @dataclass(frozen=True, slots=True)
 class JoinRun:
-    """What several replicas have of an edge that has no axis of examples, for a stage of another width."""
+    """What several replicas have of an edge that has no axis of examples, for a stage of another width.
+
+    It is the sum of what they have, each times its weight; without weights, each as it is.
+    """
 
     of: Ref
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

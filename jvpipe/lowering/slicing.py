@@ -3,6 +3,7 @@
     F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
     F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
+    F(layer 4) reads a sum or a mean    ->  REDUCE(0:2, 2:4)  F(layer 4)           likewise, by their weights
     U(layer 3)                          ->  REDUCE  U(layer 3)                     at one replica, for all
     F(layer 3) makes model state        ->  F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE    at the first, for all
 
@@ -26,6 +27,8 @@ from jvpipe.lowering.operation import Delivery, Operation, Write, summed
 from jvpipe.lowering.placement import Placement
 
 Slice = Examples | None
+REDUCED = (Over.SUM, Over.MEAN)
+"""What has no axis of examples, and what replicas have of it makes the whole all the same."""
 
 
 class Slicing:
@@ -280,12 +283,38 @@ class Slicing:
                 if parts != [examples]:
                     run = ConcatRun(Ref(value.kind, value.index), spread.axis)
                     yield join(Kind.CONCAT, reads=reads, run=run, forgets=reads)
+            elif spread.over in REDUCED and slices != others:
+                run = JoinRun(Ref(value.kind, value.index), self._weights(value, examples, others))
+                yield join(Kind.REDUCE, reads=tuple(self.named(value, e) for e in others), run=run)
             elif (
                 value.kind is ValueKind.COTANGENT and slices != others
             ):  # the first replica gets all of it
                 is_first, run = examples == slices[0], JoinRun(Ref(value.kind, value.index))
                 reads = tuple(self.named(value, e) for e in others) if is_first else ()
                 yield join(Kind.REDUCE if is_first else Kind.ZERO, reads=reads, run=run)
+
+    def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
+        """How much of what each of the others has goes into what a replica of another stage gets.
+
+        Of a sum each replica gets its share, so that theirs add up to the whole again; each gets
+        the whole of a mean. Cotangents go the other way, by the transposed weights:
+
+                        a sum                       a mean
+            tensor      v'_e = share_e sum(v)       v'_e = sum(share v)
+            cotangent   c_e = sum(share' c')        c_e = share_e sum(c')
+
+        Args:
+            value: a tensor or its cotangent.
+            examples: of the replica that gets it.
+            others: the slices of those that have it.
+        """
+        is_sum = self._spread(value).over is Over.SUM
+        if is_sum == (value.kind is ValueKind.TENSOR):
+            return (self._share(examples),) * len(others)
+        return tuple(map(self._share, others))
+
+    def _share(self, examples: Slice) -> float:
+        return self._whole(examples).size / self._graph.examples
 
     def _source(self, value: Value, layer: int) -> int:
         """The layer from which an edge, or the sum of its cotangents so far, has come to a layer."""
@@ -365,6 +394,8 @@ class Slicing:
                 )
             elif examples in slices and len(slices) == len(self._where.slices(maker)):
                 yield Delivery(own, (layer,), (examples,))
+            elif over in REDUCED:
+                yield Delivery(own, (layer,), slices)
             else:
                 assert over is Over.NONE, (
                     f"stages of unequal width, and {value} has no axis of examples"

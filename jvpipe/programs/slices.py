@@ -56,6 +56,20 @@ def reduce_program(
     return Program(key, reduce, inputs, tuple(range(0, len(inputs), replicas)) if in_place else ())
 
 
+def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Program:
+    """The sum of parts of one shape, each times its weight, in their order."""
+
+    def weigh(*parts: jax.Array) -> list[jax.Array]:
+        weighted = [x * jnp.asarray(w, x.dtype) for x, w in zip(parts, weights, strict=True)]
+        total = weighted[0]
+        for more in weighted[1:]:
+            total = total + more
+        return [total]
+
+    key = "weighted", part.shape, str(part.dtype), tuple(weights)
+    return Program(key, weigh, (part,) * len(weights))
+
+
 def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]) -> Program:
     """Leaves of the model state, made of what replicas have made of their slices.
 

@@ -5,25 +5,34 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import AddRun, ConcatRun, Row, SliceRun, StateRun
+from jvpipe.ir.rows import AddRun, ConcatRun, JoinRun, Row, SliceRun, StateRun
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.layout import SliceLayout
 from jvpipe.lowering.placement import Placement, written_state
+from jvpipe.lowering.slicing import REDUCED
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import Parts
 from jvpipe.programs.model import Share, programs_of
-from jvpipe.programs.slices import cut_program, join_program, reduce_program, state_program
+from jvpipe.programs.slices import (
+    cut_program,
+    join_program,
+    reduce_program,
+    state_program,
+    weighted_program,
+)
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.value_shapes import shape
 from jvpipe.schedules.round_robin import check_turns
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.reductions import Beside
 from jvpipe.trace.slices import Apart, sliced, taken_apart
 
 _Key = tuple[int, Examples, int]
@@ -136,6 +145,8 @@ class Replicas:
                 return state_program(
                     shapes, self._state_parts(row.layer, dict.fromkeys(v.index for v in reads))
                 )
+            case Kind.REDUCE if isinstance(row.run, JoinRun) and row.run.weights:
+                return weighted_program(shapes[0], row.run.weights)
             case Kind.REDUCE:
                 replicas = len(row.reads) // len(row.writes)
                 return reduce_program(
@@ -197,10 +208,15 @@ class Replicas:
     def _check_edges(self) -> None:
         """Raises ValueError for what goes from stage to stage and cannot be cut, where their widths differ."""
         graph, widths = self.traced.graph, self.plan.replicas
+        exact = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
             layers = (tensor.producer, *tensor.readers)
             stages = sorted({self.where.stage[layer] for layer in layers})
-            if spread.over not in (Over.ALONG, Over.NONE) and len({widths[s] for s in stages}) > 1:
+            if len({widths[s] for s in stages}) == 1 or spread.over in (Over.ALONG, Over.NONE):
+                continue
+            is_number = jnp.issubdtype(tensor.array.dtype, jnp.inexact)
+            # A count and what is divided by it must be of the same slice: none is shared out.
+            if spread.over not in REDUCED or exact or not is_number:
                 raise ValueError(
                     f"tensor '{tensor.array.name}' goes from stage to stage without an axis of examples, and stages "
                     f"{stages} have {[widths[s] for s in stages]} replicas: give them as many as each other, or move "

@@ -19,6 +19,9 @@ MUST_RUN = (
     "plain: mean",
     "plain: each by the size",
     "plain: stack of rows",
+    "plain: stack of means",
+    "plain: list of means",
+    "plain: mean of a stack",
     "plain: dropout",
     "plain: dropout in a scan",
     "plain: sums of classes",
@@ -31,7 +34,7 @@ MUST_RUN = (
 )
 SAMPLE = [
     ("plain: each by the size", (2, 1)),
-    ("plain: stack of means", (2, 2)),
+    ("plain: stack of means", (2, 1)),
     ("plain: sums of classes", (3, 2)),
     ("plain: dropout in a scan", (3, 2)),
     ("plain: mean and decay", (3, 2)),
