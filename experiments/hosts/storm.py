@@ -61,16 +61,20 @@ class End(NamedTuple):
         cut = blow.kind == "cut off" and self.process == blow.victim
         return cut or (blow.victim == 0 and blow.kind != "stopped")
 
+    def names(self, blow: Blow) -> bool:
+        """Whether it says whom it waited for: the victim; of one that is cut off, any other."""
+        others = [i for i in range(blow.processes) if i != self.process]
+        awaited = others if self.process == blow.victim else [blow.victim]
+        return any(re.search(rf"process {i}\b", self.line) for i in awaited)
+
     def faults(self, blow: Blow) -> list[str]:
         """What is not as docs/hosts.md promises."""
         if self.code == -signal.SIGABRT and self.lacks_first(blow):
             return []
-        others = [i for i in range(blow.processes) if i != self.process]
-        awaited = others if self.process == blow.victim else [blow.victim]
         never_met = self.code == ExitCode.MISTAKE and "has not answered" in self.line
         faults = {
             f"code {self.code}": self.code == ExitCode.TRY_AGAIN or never_met,
-            "named nobody": any(re.search(rf"process {i}\b", self.line) for i in awaited),
+            "named nobody": self.names(blow),
             "late": self.took_s <= TIMEOUT_S + LATE_S,
         }
         return [fault for fault, right in faults.items() if not right]
@@ -171,7 +175,9 @@ def main() -> None:
         for end in ends:
             faults = end.faults(blow)
             tally["left"] += 1
-            tally["ended by JAX before they could speak"] += end.code == -signal.SIGABRT
+            is_aborted = end.code == -signal.SIGABRT
+            tally["ended by JAX"] += is_aborted
+            tally["of these, had named whom they waited for"] += is_aborted and end.names(blow)
             tally["at fault"] += bool(faults)
             took_s[blow.kind].append(end.took_s)
             told.append(f"{end.process}: {end.took_s:.1f} s, code {end.code}{faults or ''}")
