@@ -69,11 +69,10 @@ class End(NamedTuple):
 
     def faults(self, blow: Blow) -> list[str]:
         """What is not as docs/hosts.md promises."""
-        if self.code == -signal.SIGABRT and self.lacks_first(blow):
-            return []
         never_met = self.code == ExitCode.MISTAKE and "has not answered" in self.line
+        by_jax = self.code == -signal.SIGABRT and self.lacks_first(blow)
         faults = {
-            f"code {self.code}": self.code == ExitCode.TRY_AGAIN or never_met,
+            f"code {self.code}": self.code == ExitCode.TRY_AGAIN or never_met or by_jax,
             "named nobody": self.names(blow),
             "late": self.took_s <= TIMEOUT_S + LATE_S,
         }
@@ -122,8 +121,10 @@ def ended(i: int, process: Fork, struck_s: float) -> End:
     took_s = time.monotonic() - struck_s
     process.kill()
     end = process.ended()
-    errors = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
-    return End(i, took_s, end.returncode, (errors or [end.stderr[-200:]])[-1])
+    lines = end.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    warnings = [line for line in lines if line.startswith("warning: the connection")]
+    return End(i, took_s, end.returncode, (errors or warnings or [end.stderr[-200:]])[-1])
 
 
 def lines_of(path: Path) -> int:

@@ -1,12 +1,17 @@
-"""The meeting of a command's processes before JAX brings them together: who each is, and what it was given."""
+"""The meeting of a command's processes before JAX brings them together: who each is, and what it was given.
+
+Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
+its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
+waits for nothing else, says whose connection it was. Who ends in order says farewell before.
+"""
 
 import asyncio
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from jvpipe.cli.signed_lines import LINE_BYTES, AnotherSecretError, SignedLines
@@ -19,7 +24,7 @@ _KNOCK_S = 0.2
 _SAY_S = 3.0
 """How often who waits says for whom."""
 _FAREWELL_S = 1.0
-"""How long process 0 takes at most to tell the others how the meeting ended."""
+"""How long process 0 takes at most to tell the others how the meeting ended, and anybody that it leaves."""
 _CROWD = 256
 """So many connections are open at a time: strangers must not use up the files of the process."""
 _SHOWN = 80
@@ -62,9 +67,10 @@ class MeetingServer:
         self._visits: set[asyncio.Task[None]] = set()
         self._refusals: set[str] = set()
         self._met: Future[dict[str, Any]] = Future()
+        self._bonds = Bonds()
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns once all processes are there.
+    def wait(self, timeout_s: float) -> "Bonds":
+        """Returns the connections to all processes once they are there.
 
         Args:
             timeout_s: how long they may take.
@@ -78,6 +84,7 @@ class MeetingServer:
         )
         run.start()
         _port_in(self._met.result())
+        return self._bonds
 
     def _run(self, timeout_s: float) -> None:
         try:
@@ -117,7 +124,8 @@ class MeetingServer:
             pass
         finally:
             self._visits.discard(visit)
-            lines.close()
+            if lines not in self._bonds:
+                lines.close()
 
     async def _receive(self, lines: SignedLines, host: str) -> None:
         try:
@@ -143,7 +151,7 @@ class MeetingServer:
             await self._keep(lines, process)
 
     async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until the meeting ends, or the process leaves."""
+        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
         self._present.add(process)
         self._end_if_complete()
         left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
@@ -154,9 +162,11 @@ class MeetingServer:
                 await asyncio.wait(awaited, timeout=_SAY_S, return_when=asyncio.FIRST_COMPLETED)
             if self._end.done():
                 await lines.say(**self._end.result())
+                self._bonds.hold(lines, left, f"process {process}")
         finally:
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
+            if lines not in self._bonds:
+                left.cancel()
+                await asyncio.gather(left, return_exceptions=True)
             if not self._end.done():
                 self._present.discard(process)
 
@@ -176,48 +186,116 @@ class MeetingServer:
             _say(f"refused {whom}")
 
 
-def meet(host: str, port: int, process: int, given: Given, timeout_s: float) -> int:
-    """Returns the port where JAX brings the processes together, once all have come to process 0.
+class Bonds:
+    """The connections that stay open after a meeting, for as long as both ends are there."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._held: dict[SignedLines, asyncio.Task[None]] = {}
+        self._is_over = False
+
+    def __contains__(self, lines: SignedLines) -> bool:
+        return lines in self._held
+
+    def hold(self, lines: SignedLines, left: Awaitable[object], whom: str) -> asyncio.Task[None]:
+        """Keeps a connection open; says so at once if the other end leaves without a farewell.
+
+        Args:
+            lines: of the connection.
+            left: yields what it says next, which is its farewell.
+            whom: it is.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._held[lines] = self._loop.create_task(self._hear(lines, left, whom))
+        return self._held[lines]
+
+    async def _hear(self, lines: SignedLines, left: Awaitable[object], whom: str) -> None:
+        try:
+            await left
+        except (OSError, ValueError, AnotherSecretError):
+            if not self._is_over:
+                _say(f"warning: the connection to {whom} has ended")
+        finally:
+            del self._held[lines]
+            lines.close()
+
+    def end(self) -> None:
+        """Says farewell to all that are still there, and hears of nobody any more."""
+        self._is_over = True
+        if self._loop is None:
+            return
+        told = [
+            asyncio.run_coroutine_threadsafe(lines.say(farewell=True), self._loop)
+            for lines in list(self._held)
+        ]
+        wait(told, _FAREWELL_S)
+
+
+class Attendance:
+    """The side of the other processes: comes to process 0, and stays in touch while the run lasts.
 
     Args:
         host: of process 0.
         port: where its server listens.
         process: the number of this one.
         given: to this process.
-        timeout_s: how long the others may take.
-
-    Raises:
-        ValueError: process 0 has never answered, or was given something else.
-        HostLost: there is such a process already, or some have not come in time.
     """
-    return asyncio.run(_meet(host, port, process, given, timeout_s))
 
+    def __init__(self, host: str, port: int, process: int, given: Given) -> None:
+        self._host, self._port, self._process, self._given = host, port, process, given
+        self._met: Future[int] = Future()
+        self.bonds = Bonds()
 
-async def _meet(host: str, port: int, process: int, given: Given, timeout_s: float) -> int:
-    until_s = time.monotonic() + timeout_s
-    lines = await _reached(host, port, process, given.secret, timeout_s)
-    missing = ""
-    try:
-        # process 0 may have come first: it is the one who says that the time is over
-        async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + _FAREWELL_S):
-            await lines.say(process=process, parts=given.parts)
-            while True:
-                told = await lines.hear()
-                if "missing" not in told:
-                    return _port_in(told)
-                missing = ascii(told["missing"]).strip("'")
-                _say(f"waiting for {missing}")
-    except AnotherSecretError as problem:
-        raise ValueError(
-            f"process 0 at {host}:{port} has another secret than process {process}, or one of them "
-            "has none: --secret-file must name a file with the same secret in all processes"
-        ) from problem
-    except TimeoutError as problem:
-        raise HostLost(_late(timeout_s, missing or "an answer of process 0")) from problem
-    except OSError as problem:
-        raise HostLost(f"process 0 left before all had come: {problem}") from problem
-    finally:
-        lines.close()
+    def wait(self, timeout_s: float) -> int:
+        """Returns the port where JAX brings the processes together, once all have come.
+
+        Args:
+            timeout_s: how long the others may take.
+
+        Raises:
+            ValueError: process 0 has never answered, or was given something else.
+            HostLost: there is such a process already, or some have not come in time.
+        """
+        run = threading.Thread(
+            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
+        )
+        run.start()
+        return self._met.result()
+
+    def _run(self, timeout_s: float) -> None:
+        try:
+            asyncio.run(self._attend(timeout_s))
+        except Exception as error:
+            if self._met.done():
+                raise
+            self._met.set_exception(error)  # else this process would wait for ever
+
+    async def _attend(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        where = f"{self._host}:{self._port}"
+        lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)
+        missing = ""
+        try:
+            # process 0 may have come first: it is the one who says that the time is over
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + _FAREWELL_S):
+                await lines.say(process=self._process, parts=self._given.parts)
+                while "missing" in (told := await lines.hear()):
+                    missing = ascii(told["missing"]).strip("'")
+                    _say(f"waiting for {missing}")
+                port = _port_in(told)
+            self._met.set_result(port)
+            await self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
+        except AnotherSecretError as problem:
+            raise ValueError(
+                f"process 0 at {where} has another secret than process {self._process}, or one of "
+                "them has none: --secret-file must name a file with the same secret in all processes"
+            ) from problem
+        except TimeoutError as problem:
+            raise HostLost(_late(timeout_s, missing or "an answer of process 0")) from problem
+        except OSError as problem:
+            raise HostLost(f"process 0 left before all had come: {problem}") from problem
+        finally:
+            lines.close()
 
 
 async def _reached(

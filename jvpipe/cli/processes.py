@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from jvpipe.cli.exit_codes import ExitCode
-from jvpipe.cli.meeting import Given, MeetingServer, meet
+from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer
 from jvpipe.cli.secret_file import read_secret
 from jvpipe.cli.train_options import Options, agreed_options
 from jvpipe.runtime.hosts import ALONE, Hosts, digest, present_hosts
@@ -42,12 +42,13 @@ def join(options: Options) -> Hosts:
         )
     secret = read_secret(options.secret_file)
     try:
-        where = _of_cluster(secret) if options.distributed else _meeting(options, secret)
+        met = _of_cluster(secret) if options.distributed else _meeting(options, secret)
     except KeyboardInterrupt as stop:
         print("stopped before all processes had come", file=sys.stderr)
         raise SystemExit(ExitCode.STOPPED + signal.SIGINT) from stop
-    if where is None:
+    if met is None:
         return ALONE
+    where, bonds = met
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -69,11 +70,11 @@ def join(options: Options) -> Hosts:
     if hosts is None:
         return ALONE
     hosts.timeout_s = hosts.silent_s = options.host_timeout
-    hosts.address = options.host_address
+    hosts.address, hosts.farewell = options.host_address, bonds.end
     return hosts
 
 
-def _of_cluster(secret: bytes) -> dict[str, Any]:
+def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
     """Says that JAX finds the processes; they meet through it alone."""
     if secret:
         raise ValueError(
@@ -81,11 +82,14 @@ def _of_cluster(secret: bytes) -> dict[str, Any]:
             "--process-id and --num-processes, or no --secret-file"
         )
     print("waiting for the others", file=sys.stderr)
-    return {}
+    return {}, Bonds()
 
 
-def _meeting(options: Options, secret: bytes) -> dict[str, Any] | None:
-    """Meets the others; returns where JAX is to, as `jax.distributed.initialize` takes it, and None for one alone."""
+def _meeting(options: Options, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
+    """Meets the others; returns where JAX is to, and what holds them together; None for one alone.
+
+    The former is as `jax.distributed.initialize` takes it.
+    """
     told = {name: getattr(options, name) for name in ("coordinator", "process_id", "num_processes")}
     flags = {name: f"--{name.replace('_', '-')}" for name in told}
     if all(value is None for value in told.values()):
@@ -104,23 +108,26 @@ def _meeting(options: Options, secret: bytes) -> dict[str, Any] | None:
         )
     given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
-        own_port = meet(host.strip("[]"), int(port), process, given, options.host_timeout)
-        address = {"coordinator_address": f"{host}:{own_port}"}
+        attendance = Attendance(host.strip("[]"), int(port), process, given)
+        own_port = attendance.wait(options.host_timeout)
+        address, bonds = {"coordinator_address": f"{host}:{own_port}"}, attendance.bonds
     else:
-        address = _opened(
+        address, bonds = _opened(
             options.host_address or host.strip("[]"), int(port), count, given, options.host_timeout
         )
     if count == 1:
         return None
-    return address | {
-        "process_id": process,
-        "num_processes": count,
-        "cluster_detection_method": "deactivate",
-    }
+    numbers = {"process_id": process, "num_processes": count}
+    return address | numbers | {"cluster_detection_method": "deactivate"}, bonds
 
 
-def _opened(host: str, port: int, count: int, given: Given, timeout_s: float) -> dict[str, str]:
-    """Opens the meeting as process 0; once all have come, returns the address for JAX, which nobody else can take."""
+def _opened(
+    host: str, port: int, count: int, given: Given, timeout_s: float
+) -> tuple[dict[str, Any], Bonds]:
+    """Opens the meeting as process 0; returns the address for JAX once all have come, and what holds them.
+
+    Nobody else can take that address.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
@@ -149,10 +156,10 @@ def _opened(host: str, port: int, count: int, given: Given, timeout_s: float) ->
         socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
     )  # JAX's server, which sets it too, can open the port
     held.bind((here, 0))
-    MeetingServer(listener, held, count, given).wait(timeout_s)
+    bonds = MeetingServer(listener, held, count, given).wait(timeout_s)
     own_port = held.getsockname()[1]
     own = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
-    return {"coordinator_address": own, "coordinator_bind_address": own}
+    return {"coordinator_address": own, "coordinator_bind_address": own}, bonds
 
 
 def _model_file(model: str) -> tuple[str, str]:
@@ -241,6 +248,7 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    hosts.farewell()
     if (
         code == ExitCode.TRY_AGAIN
     ):  # the others see it by themselves; with the first process JAX would end them

@@ -71,7 +71,8 @@ class Hosts:
     `store` is what they tell one another through; every process asks the same things in the same order. `address` is
     that of this host for the others; by default that over which it reaches the first process. `names` are those of the
     hosts, by process, once they are connected; `link` is that between two of them, once it is measured. A process whose
-    pulse is not heard for `silent_s` is lost. What is told on one `channel` does not wait for what is told on another.
+    pulse is not heard for `silent_s` is lost. `farewell` tells the others that this one ends in order. What is told on
+    one `channel` does not wait for what is told on another.
     """
 
     process: int
@@ -84,6 +85,7 @@ class Hosts:
     transport: Transport | None = None
     pulses: Pulses | None = None
     silent_s: float = SILENT_S
+    farewell: Callable[[], None] = lambda: None
     channel: str = ""
     _told: int = field(default=0, repr=False)
     _key: str = field(default="", repr=False)

@@ -1,20 +1,23 @@
 """The meeting of processes, each in a thread: who comes, who is refused, and whom strangers hold up."""
 
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from jvpipe import HostLost
 from jvpipe.cli import meeting
-from jvpipe.cli.meeting import Given, MeetingServer, meet
+from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer, SignedLines
 
 HERE, LIMIT_S = "127.0.0.1", 20.0
 VALUES = [("--seed", "0"), ("--steps", "100")]
@@ -27,11 +30,12 @@ class Room:
 
     port: int
     coordinator: int
-    first: Future[None]
+    first: Future[Bonds]
     threads: ThreadPoolExecutor
 
     def come(self, process: int, given: Given = GIVEN, timeout_s: float = LIMIT_S) -> Future[int]:
-        return self.threads.submit(meet, HERE, self.port, process, given, timeout_s)
+        attendance = Attendance(HERE, self.port, process, given)
+        return self.threads.submit(attendance.wait, timeout_s)
 
     def stranger(self) -> socket.socket:
         return socket.create_connection((HERE, self.port), timeout=LIMIT_S)
@@ -51,7 +55,7 @@ def differing(*values: tuple[str, str]) -> Given:
     return Given(list((dict(VALUES) | dict(values)).items()), GIVEN.secret)
 
 
-def refusal(of: Future[int] | Future[None]) -> str:
+def refusal(of: Future[int] | Future[Bonds]) -> str:
     """Why a process was refused for good: a mistake, not something to try again."""
     with pytest.raises(ValueError) as told:
         of.result(LIMIT_S)
@@ -117,10 +121,40 @@ def test_a_number_that_is_taken_is_refused_before_and_during_the_run(
     assert capsys.readouterr().err.count("refused a second process 1, on 127.0.0.1") == 1
 
 
+def test_a_connection_that_ends_without_a_farewell_is_named_by_both_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[asyncio.StreamWriter] = []
+
+    class Kept(SignedLines):
+        def __init__(self, *given: Any) -> None:
+            opened.append(given[1])
+            super().__init__(*given)
+
+    monkeypatch.setattr(meeting, "SignedLines", Kept)
+    with room(3) as here:
+        one, two = (Attendance(HERE, here.port, i, GIVEN) for i in (1, 2))
+        come = [here.threads.submit(each.wait, LIMIT_S) for each in (one, two)]
+        bonds = here.first.result(LIMIT_S)
+        assert [each.result(LIMIT_S) for each in come] == [here.coordinator] * 2
+        one.bonds.end()
+        assert "has ended" not in capsys.readouterr().err
+        for writer in opened:
+            with suppress(OSError):  # closed after the farewell
+                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        said, until_s = "", time.monotonic() + LIMIT_S
+        while said.count("has ended") < 2 and time.monotonic() < until_s:
+            said += capsys.readouterr().err
+        assert "warning: the connection to process 2 has ended" in said
+        assert f"warning: the connection to process 0 at {HERE}:{here.port} has ended" in said
+        assert "process 1" not in said
+        bonds.end()
+
+
 def test_who_left_before_all_had_come_may_come_again() -> None:
     with room(3) as here:
         with pytest.raises(HostLost, match="waited for process 2"):
-            here.come(1, timeout_s=0.2).result(LIMIT_S)
+            here.come(1, timeout_s=2.0).result(LIMIT_S)
         again, last = here.come(1), here.come(2)
         assert again.result(LIMIT_S) == last.result(LIMIT_S) == here.coordinator
 
@@ -147,14 +181,14 @@ def test_a_first_process_that_never_comes_is_named(
         nobody.bind((HERE, 0))
         port = nobody.getsockname()[1]
         with pytest.raises(ValueError, match=r"has not answered process 1 for 0\.5 s"):
-            meet(HERE, port, 1, GIVEN, 0.5)
+            Attendance(HERE, port, 1, GIVEN).wait(0.5)
     assert f"waiting for process 0 at 127.0.0.1:{port}: " in capsys.readouterr().err
 
 
 def test_who_answers_something_else_is_not_the_first_process() -> None:
     with socket.create_server((HERE, 0)) as other, ThreadPoolExecutor() as threads:
         port = other.getsockname()[1]
-        come = threads.submit(meet, HERE, port, 1, GIVEN, 0.5)
+        come = threads.submit(Attendance(HERE, port, 1, GIVEN).wait, 0.5)
         connection, _ = other.accept()
         connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
         assert "has not answered process 1" in refusal(come)
@@ -247,10 +281,12 @@ def test_the_secret_is_never_sent() -> None:
         here = held.enter_context(room(2))
         relay = held.enter_context(socket.create_server((HERE, 0)))
         more = held.enter_context(ThreadPoolExecutor())
-        come = more.submit(meet, HERE, relay.getsockname()[1], 1, GIVEN, LIMIT_S)
+        attendance = Attendance(HERE, relay.getsockname()[1], 1, GIVEN)
+        come = more.submit(attendance.wait, LIMIT_S)
         client, server = held.enter_context(relay.accept()[0]), held.enter_context(here.stranger())
         passing = [more.submit(passed_on, *ends) for ends in ((client, server), (server, client))]
         assert come.result(LIMIT_S) == here.coordinator
+        attendance.bonds.end()
         for each in passing:
             each.result(LIMIT_S)
     assert GIVEN.secret not in b"".join(heard)

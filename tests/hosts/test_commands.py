@@ -137,6 +137,7 @@ def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
     with processes(2, ["--run-dir", str(run), "--resume"]) as commands:
         ends = [command.ended() for command in commands]
     assert [end.returncode for end in ends] == [0, 0], [end.stderr[-500:] for end in ends]
+    assert not any("has ended" in end.stderr for end in ends)
     assert "held-out loss" in ends[0].stdout
     assert ends[1].stdout == ""
     assert losses(run) == undisturbed
