@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from operator import sub
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
@@ -25,6 +26,7 @@ from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
+from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.rule_search import (
     FEW_LAYERS,
@@ -47,8 +49,10 @@ from jvpipe.schedules.vee import VSchedule
 
 SHARES = (0.7, 0.45)
 """Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit."""
-CAPS = (1.5, 2.0)
-"""Micro-batches in flight per device, over the number of devices, in list scheduling without a limit."""
+CAPS = (1.5, 2.0, 3.0)
+"""Micro-batches in flight per device, over the number of devices, in list scheduling: those that leave room under a
+limit, and what room there is.
+"""
 PATIENCES = (0.0, 1.0)
 """Of list scheduling."""
 SIMULATED, CROWDED = 3, 24
@@ -218,15 +222,16 @@ def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads, D = Loads.of(problem, decision), problem.devices
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
-    limited = problem.memory_limit_bytes is not None
-    for cap in CAPS[:1] if limited else CAPS:
-        caps = loads.room_bytes if limited else [cap * D * one for one in unit]
+    limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
+    capped = [[cap * D * one for one in unit] for cap in CAPS]
+    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0]
+    for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
         for patience in PATIENCES:
             order = Listing(loads, caps, patience).order
             if order is not None:
-                yield from fitting(
-                    problem, decision, loads, order, f"{problem.schedule.name}, listed"
-                )
+                yield from fitting(problem, decision, loads, order, f"{name}, listed")
+    for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
+        yield from fitting(problem, decision, loads, order, f"{name}, in rounds")
     if limited and not problem.schedule.vee:
         late = tuple(_late(problem, loads, d) for d in range(D))
         rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
