@@ -112,7 +112,11 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on the devices that are to have one, then a backward on each; whether there was room."""
+        """Takes a forward on the devices that are to have one, then a backward on each.
+
+        Returns:
+            Whether there was room for the forwards.
+        """
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done[Kind.F] == loads.microbatches:
@@ -122,10 +126,8 @@ class Rounds:
             self._fill(s, Kind.F)
             self._take(s, Kind.F)
         for s in reversed(range(self._count)):
-            if loads.splits[s] and not self._make_room(
-                s, loads.handed_bytes[s] - loads.kept_bytes[s]
-            ):
-                return False
+            if loads.splits[s]:
+                self._make_room(s, loads.handed_bytes[s] - loads.kept_bytes[s])
             self._fill(s, Kind.I)
             if s == 0 and self._devices[0].done[Kind.F] == loads.microbatches:
                 self._finish(0)  # nobody waits for its backwards, and all its forwards are done
@@ -194,11 +196,13 @@ class Rounds:
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:
-        """Does a device's next task of a kind; a backward that cannot be split is whole."""
+        """Does a device's next task of a kind; without room between its halves a backward is whole."""
         device, loads = self._devices[s], self._loads
-        m, splits = device.done[kind], loads.splits[s]
+        m, between = device.done[kind], loads.handed_bytes[s] - loads.kept_bytes[s]
+        is_roomy = device.held_bytes + between <= max(self._rooms[s], device.held_bytes)
+        splits = loads.splits[s] and is_roomy
         start_s = max(device.end_s, self._arrives_s(s, kind))
-        run = self._first_half(s) if kind is Kind.I else kind
+        run = Kind.B if kind is Kind.I and not splits else kind
         if device.done[Kind.F]:
             device.idle_s += start_s - device.end_s
         device.end_s = start_s + loads.seconds[run][s]
