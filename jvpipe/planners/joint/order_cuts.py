@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_bytes import (
@@ -21,6 +20,8 @@ from jvpipe.planners.model.stage_bytes import (
 )
 from jvpipe.schedules.schedule import Holding
 
+_EQUAL_S = 1e-12
+"""By which part seconds may differ that are as long."""
 PRICES = 14
 """How often the price of a byte is halved or doubled."""
 
@@ -86,13 +87,8 @@ def balanced(
     """
     times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
     totals = np.array([np.concatenate([[0.0], np.cumsum(layer_s * each)])[cuts] for each in times])
-    grids = [
-        np.where(np.tri(len(cuts), dtype=bool), np.inf, total[None] - total[:, None])
-        for total in totals
-    ]
-    _, path = least_path([grids[place] for place in problem.places], np.maximum)
-    assert path is not None, "there are enough cuts"
-    best, places = list(path), np.array(problem.places)
+    places = np.array(problem.places)
+    best = _least_longest(totals[places])
 
     def rank(bounds: Sequence[int]) -> tuple[float, float]:
         stages_s = totals[places, bounds[1:]] - totals[places, bounds[:-1]]
@@ -108,6 +104,32 @@ def balanced(
                 if moved[s - 1] < moved[s] < moved[s + 1] and rank(moved) < rank(best):
                     best, better = moved, True
     return tuple(int(cuts[place]) for place in best)
+
+
+def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
+    """Returns the positions of bounds whose longest stage takes the least, later stages as full as they may be.
+
+    Halves the interval of that least time: whether stages of at most so long suffice is seen by
+    filling them one after the other from the last on. What is not found then is not there, as
+    whoever leaves a layer for an earlier stage makes none of these shorter.
+
+    Args:
+        totals: of each stage's device, the seconds of the layers before each cut.
+    """
+    stages, last = len(totals), totals.shape[1] - 1
+
+    def filled(longest_s: float) -> list[int]:
+        bounds = [last]
+        for s in reversed(range(stages)):
+            begin = int(np.searchsorted(totals[s], totals[s, bounds[-1]] - longest_s))
+            bounds.append(min(max(begin, s), bounds[-1] - 1))
+        return bounds[::-1]
+
+    low, high = 0.0, float(totals[:, -1].max())
+    while high - low > _EQUAL_S * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if filled(middle)[0] == 0 else (middle, high)
+    return filled(high)
 
 
 def with_fates(
