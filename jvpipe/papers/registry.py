@@ -84,6 +84,7 @@ PLANNERS: tuple[Planner, ...] = (
         _joint,
         "cuts and fates that take the least seconds per step within the limit",
         FateRule.CHOOSES,
+        as_paper=False,
     ),
 )
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from jvpipe.papers.registry import find_planner
 from jvpipe.papers.replica_rules import RULES
 from jvpipe.planners.joint.replicas_bound import lower_bound_s
 from jvpipe.planners.joint.replicas_planner import plan_replicas
@@ -36,7 +37,7 @@ def ask_replicas(planner: str, problem: ReplicaProblem) -> ReplicaAnswer:
     >>> ask_replicas("dapple", ReplicaProblem(costs, find_cluster("v100-b"), 4, 8)).best.plan
     4 of 4 layers, micro-batches of 8
     """
-    if planner == "jvpipe":
+    if not find_planner(planner).as_paper:
         return plan_replicas(problem)
     start_s, rule = time.perf_counter(), RULES[planner]
     if problem.pins.count is not None:

@@ -29,6 +29,7 @@ from jvpipe.programs.slices import (
 )
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.value_shapes import shape
+from jvpipe.schedules.auto import AUTO, GivenLists
 from jvpipe.schedules.round_robin import check_turns
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
@@ -232,7 +233,7 @@ def _interface(signature: Signature) -> object:
 def check_replicable(schedule: Schedule, *, given: bool = False) -> None:
     """Raises ValueError if replicated stages cannot run under a schedule; `given`: the plan brings its own order."""
     why = None
-    if schedule.name == "auto" or given:
+    if given or schedule == AUTO or isinstance(schedule.lists, GivenLists):
         why = "an order that a planner has chosen"
     elif schedule.chunks > 1:
         why = f"{schedule.name}, which runs {schedule.chunks} stages per device"

@@ -13,6 +13,7 @@ from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.registry import find_planner
 from jvpipe.papers.replicas import REPLICA_PLANNERS
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
@@ -249,7 +250,7 @@ def _called(function: Any) -> str:
 
 def check_chooser(schedule: Schedule, planner: str) -> None:
     """Raises ValueError if an order of tasks is left to a planner that chooses none."""
-    if schedule == AUTO and planner != "jvpipe":
+    if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
             f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave planner out, or name a schedule "
             "such as '1f1b' or 'interleaved'"
@@ -279,7 +280,7 @@ def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speed
             f"replicas='auto' is decided by planners {', '.join(REPLICA_PLANNERS)}, not by '{planner}': name one of "
             "these, or give the devices of each stage, such as replicas=(2, 1)"
         )
-    if planner != "jvpipe" and stages is not None:
+    if find_planner(planner).as_paper and stages is not None:
         raise ValueError(
             f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
         )

@@ -278,7 +278,8 @@ def _straight(
 ) -> Forecast:
     """Asks planners about stages of one device each."""
     forecast = asked(question.problem(cluster, limit), names, title, question)
-    return with_splits(question, forecast) if list(names) == ["jvpipe"] else forecast
+    splits = not any(find_planner(name).as_paper for name in names)
+    return with_splits(question, forecast) if splits else forecast
 
 
 def planner_names(planner: str | Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from jvpipe.cost.measure import Runs
 from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.user_fates import checkpointed, with_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
@@ -85,7 +86,7 @@ class ModelPlanner:
         if settings.shares:
             return self._shared(traced, finer=finer)
         assert settings.stages is not None
-        chooses = settings.planner == "jvpipe"  # other planners are to do as their papers say
+        chooses = not find_planner(settings.planner).as_paper
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced

@@ -238,7 +238,7 @@ def decide(
     if planned is None:
         assert least is not None
         planned = _planned(request.planner, least.problem, least.floor.decision, request.places)
-        if request.planner != "jvpipe":
+        if find_planner(request.planner).as_paper:
             told = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
             _log.warning(told, request.planner, limit)
     return planned
@@ -377,9 +377,7 @@ def ask(
     Raises:
         Infeasible: it finds nothing that keeps the limit.
     """
-    chooses = (
-        problem.traits and planner == "jvpipe" and not fixed
-    )  # other planners are to do as their papers say
+    chooses = problem.traits and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 

@@ -6,9 +6,10 @@ device.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, stage_cost
@@ -102,16 +103,21 @@ class Loads:
     def peak_bytes(self, steps: Sequence[Step]) -> float:
         """The most that micro-batches in flight hold on a device that takes these steps."""
         held = most = 0.0
-        F, B, W = Kind.F, Kind.B, Kind.W
         for kind, s, _ in steps:
-            if kind is F:
-                held += self.kept_bytes[s]
-            elif kind is W:
-                held -= self.handed_bytes[s]
-            else:
-                held += (0.0 if kind is B else self.handed_bytes[s]) - self.kept_bytes[s]
+            held += self._more_bytes[kind][s]
             most = max(most, held)
         return most
+
+    @cached_property
+    def _more_bytes(self) -> dict[Kind, list[float]]:
+        """By how much more a device holds after a task of each kind; of a kind that is not here nobody has said it."""
+        kept, handed = self.kept_bytes, self.handed_bytes
+        return {
+            Kind.F: list(kept),
+            Kind.B: [-x for x in kept],
+            Kind.I: [h - x for x, h in zip(kept, handed, strict=True)],
+            Kind.W: [-x for x in handed],
+        }
 
     def over_bytes(self, order: Order) -> list[float]:
         """By how much each device holds more than it has room for under an order; less than 0 if it fits."""
@@ -134,11 +140,8 @@ class Loads:
         most, now = [0] * len(self.places), [0] * len(self.places)
         for steps in order:
             for kind, s, _ in steps:
-                if kind is Kind.F:
-                    now[s] += 1
-                    most[s] = max(most[s], now[s])
-                elif kind is not Kind.W:
-                    now[s] -= 1
+                now[s] += KINDS[kind].in_flight
+                most[s] = max(most[s], now[s])
         return most
 
     def bound_s(self) -> float:

@@ -25,6 +25,8 @@ class Planner:
         why: one sentence that says why its cuts are where they are.
         fate_rule: how it treats what layers leave for their backwards.
         asks_seconds: whether it looks at layers' seconds, which then have to be measured.
+        as_paper: whether it is to do as its paper says and no more: it cuts between whole layers,
+            takes devices in the order given, and leaves the order of tasks to the schedule's rule.
     """
 
     name: str
@@ -32,3 +34,4 @@ class Planner:
     why: str
     fate_rule: FateRule = FateRule.KEEPS
     asks_seconds: bool = True
+    as_paper: bool = True

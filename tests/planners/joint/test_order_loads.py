@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, lists_of, order_of
 from jvpipe.planners.model.stage_cost import evaluate
@@ -46,3 +47,9 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
         assert loads.over_bytes(order) == [
             size - limit for size in evaluate(own, decision).device_bytes
         ]
+
+
+def test_a_kind_of_which_nobody_has_said_what_it_holds_is_refused() -> None:
+    loads = loads_of(problem_of(12, 3, 8), find_schedule("1f1b"))
+    with pytest.raises(KeyError):
+        loads.peak_bytes([(Kind.F, 0, 0), (Kind.R, 0, 0), (Kind.B, 0, 0)])
