@@ -8,7 +8,7 @@ from jvpipe.papers.dawnpiper import attempt as dawnpiper
 from jvpipe.papers.gpipe import gpipe
 from jvpipe.papers.pipedream import pipedream
 from jvpipe.papers.vpipe import attempt as vpipe
-from jvpipe.planners.joint.smallest_limit import plan_within_bytes
+from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -57,8 +57,9 @@ def decided(problem: Problem, planner: str, optimised: bool) -> Decision | None:
 
 def _joint(problem: Problem) -> Decision | None:
     """jvpipe's planner finds something wherever the plan of fewest bytes fits, which takes less time."""
-    plan = plan_within_bytes(pricing_of(problem), problem.memory_limit_bytes or 0)
-    return plan and Decision(plan.bounds, plan.choices)
+    plan = min_bytes_plan(pricing_of(problem))
+    fits = plan.peak_bytes <= (problem.memory_limit_bytes or 0)
+    return Decision(plan.bounds, plan.choices) if fits else None
 
 
 def _unless_infeasible(

@@ -1,6 +1,5 @@
 """The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -88,16 +87,6 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     yield from sorted(plans, key=lambda plan: plan.peak_bytes)
 
 
-def plan_within_bytes(pricing: Pricing, enough_bytes: int) -> MinBytesPlan | None:
-    """Finds a plan whose fullest stage takes at most so many bytes, sooner than min_bytes_plan; None if none does."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
-    cuts = all_cuts(pricing.segments)
-    if area(cuts) <= ALL_CUTS_CELLS:
-        return _min_bytes_plan(pricing, cuts, enough_bytes)
-    plan = min_bytes_plan(pricing)
-    return plan if plan.peak_bytes <= enough_bytes else None
-
-
 class Peaks:
     """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those that are settled."""
 
@@ -140,48 +129,25 @@ class Peaks:
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
         return MinBytesPlan(bounds, choices, int(np.argmax(taken)), int(max(taken)))
 
-    def farthest(self, limit: float) -> MinBytesPlan | None:
-        """Finds the plan whose stages take as many layers as a limit allows; None if they do not get to the end."""
-        places = [0]
-        for s in range(len(self.blocks)):
-            a, ends = places[-1], range(len(self.cuts[s + 1]))
 
-            def too_much(b: int, s: int = s, a: int = a) -> bool:
-                there = bool(self.blocks[s].inside[a, b])  # what is empty is no segment yet
-                return there and self.settle(s, a, b, limit + 1) > limit
-
-            end = bisect_left(ends, True, key=too_much) - 1
-            if end < 0 or not self.blocks[s].inside[a, end]:
-                return None
-            places.append(end)
-        return self.plan(places) if places[-1] == len(self.cuts[-1]) - 1 else None
-
-
-def _min_bytes_plan(
-    pricing: Pricing, cuts: list[Cuts], enough_bytes: int | None = None
-) -> MinBytesPlan | None:
-    """Between these cuts: lower bounds at first, and the truth where the best path asks for it.
-
-    The search ends with a plan of `enough_bytes`, if they are given, or with none if there is none.
-    """
-    limit, enough = (np.inf, -np.inf) if enough_bytes is None else (float(enough_bytes),) * 2
-    peaks = Peaks(pricing, cuts)
-    rounds, best = 0, peaks.farthest(limit) if enough_bytes is not None else None
-    while best is None or best.peak_bytes > enough:
+def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
+    """Between these cuts: lower bounds at first, and the truth where the best path asks for it."""
+    peaks, rounds = Peaks(pricing, cuts), 0
+    best: MinBytesPlan | None = None
+    while True:
         most, rounds = least_max(peaks.bytes), rounds + 1
-        if most > limit:
+        if most == np.inf:
             return None
         _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks.bytes])
         assert places is not None, "there are as many cuts as stages need"
-        below = min(float(best.peak_bytes) if best else np.inf, limit + 1)
+        below = float(best.peak_bytes) if best else np.inf
         taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
-        if taken <= limit and (best is None or taken < best.peak_bytes):
+        if taken < below:
             best = peaks.plan(places)
         if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + LIMIT_TOLERANCE):
             return best
         if rounds > (ROUNDS_WITH_PLAN if best else ROUNDS_WITHOUT_PLAN) and not peaks.exact:
             return best
-    return best
 
 
 def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:

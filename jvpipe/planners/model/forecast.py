@@ -43,20 +43,6 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return float(_steps_s(problem, stream, np.add(starts, seconds)[:, None])[0])
 
 
-def simulated_steps_s(problem: Problem, candidates: Sequence[Sequence[StageCost]]) -> list[float]:
-    """`simulated_step_s` of many candidates; all at once if no tasks queue for a link."""
-    every = [[load.parts_s for load in _loads(stages)] for stages in candidates]
-    if not every:
-        return []
-    stream = _work_of(problem, len(every[0]), [parts_s for stages in every for parts_s in stages])
-    if not stream.work.fixed:
-        return [simulated_step_s(problem, stages) for stages in candidates]
-    seconds = np.array(every).reshape(len(every), -1)[:, stream.slots].T
-    return [
-        float(s) for s in _steps_s(problem, stream, stream.work.many_starts_s(seconds) + seconds)
-    ]
-
-
 def unqueued_steps_s(
     problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]
 ) -> Float[np.ndarray, " runs"]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.smallest_limit import plan_within_bytes
+from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -48,14 +48,12 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 @given(problems(most_layers=5))
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
-    enough = plan_within_bytes(pricing_of(problem), smallest)
-    assert enough is not None
+    enough = min_bytes_plan(pricing_of(problem))
     assert (
         evaluate(problem, Decision(enough.bounds, enough.choices)).peak_bytes
         == enough.peak_bytes
         == smallest
     )
-    assert plan_within_bytes(pricing_of(problem), smallest - 1) is None
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
             jvpipe(problem, refine=False)

@@ -13,7 +13,6 @@ from jvpipe.planners.model.forecast import (
     bubble_fraction,
     forecast,
     simulated_step_s,
-    simulated_steps_s,
 )
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
@@ -93,22 +92,6 @@ def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
     stages = evaluate(problem, decision).stages
     least = problem.microbatches * max(stage.compute_s for stage in stages)
     assert simulated_step_s(problem, stages) >= least * (1 - 1e-9)
-
-
-@settings(max_examples=20, deadline=None)
-@given(NUMBERS, st.lists(st.integers(RECOMPUTE, 2), min_size=12, max_size=12))
-def test_many_at_once_equal_each_alone(numbers: Numbers, more: list[int]) -> None:
-    problem, decision = planned(numbers)
-    others = replace(decision, choices=tuple(more[: len(decision.choices)]))
-    keeping = Decision.keeping_all(decision.bounds)
-    candidates = [evaluate(problem, d).stages for d in (decision, others, keeping)]
-    assert simulated_steps_s(problem, candidates) == [
-        simulated_step_s(problem, stages) for stages in candidates
-    ]
-    plain = replace(problem, peer_uses_host=False)
-    kept = [evaluate(plain, keeping).stages] * 3
-    assert simulated_steps_s(plain, kept) == [simulated_step_s(plain, kept[0])] * 3
-    assert simulated_steps_s(problem, []) == []
 
 
 @settings(max_examples=20, deadline=None)
