@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
-from jax.experimental import multihost_utils, transfer
+from jax.experimental import multihost_utils, topologies, transfer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
@@ -393,3 +393,45 @@ def process_of() -> tuple[int, int]:
     """Which process this is, and of how many; asking makes no devices."""
     state = cast(Any, multihost_utils).distributed.global_state
     return (0, 1) if state.client is None else (state.process_id, state.num_processes)
+
+
+def absent_device(platform: str, topology: str, config: str) -> Device:
+    """A device that programs can be compiled for though it is not here; it wakes the plugin of its platform.
+
+    Args:
+        platform: `cuda`, `tpu`, or `cpu` for the one that is here.
+        topology: what devices there are, in the platform's words, such as `v5e:2x2`.
+        config: of a GPU: its description.
+    """
+    if platform == "cpu":
+        return jax.devices("cpu")[0]
+    if platform == "tpu":
+        return topologies.get_topology_desc(topology, "tpu").devices[0]
+    options = {"target_config": config, "topology": topology}
+    return topologies.get_topology_desc("", platform, **options).devices[0]
+
+
+def compiled_sizes(text: str, device: Device) -> tuple[int, ...]:
+    """The bytes that a compiled program takes: arguments, results, both at once, temporaries, code.
+
+    Args:
+        text: of the program, in StableHLO.
+        device: that it is compiled for, which may be an absent one.
+    """
+    client, options = cast(Any, device).client, _jaxlib.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    options.env_option_overrides = list(exact(device.platform).items())
+    here = _jaxlib.DeviceList((device,))
+    with mlir.make_ir_context():
+        module = cast(Any, mlir).ir.Module.parse(text)
+        make = client.compile_and_load if device.platform == "cpu" else client.compile
+        sizes = make(module, here, options).get_compiled_memory_stats()
+    return (
+        sizes.argument_size_in_bytes,
+        sizes.output_size_in_bytes,
+        sizes.alias_size_in_bytes,
+        sizes.temp_size_in_bytes,
+        sizes.generated_code_size_in_bytes,
+    )

@@ -4,7 +4,7 @@ Figures are sustained ones: what the maker states, times what training programs 
 
     products     0.6 of the peak: large matrix products with their launches and tails
     memory       0.8 of the peak: streaming kernels
-    links        0.8 of one direction's raw rate: large copies through PCIe, NVLink or a network
+    links        0.8 of one direction's raw rate: large copies through PCIe, NVLink, a TPU's ICI or a network
 
 `float32` products run as TF32 where a device has it, for that is what XLA does unless told otherwise.
 """
@@ -59,6 +59,26 @@ A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}
 A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5)
 H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
 H200 = _gpu("H200 141 GB", 139, 4800e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
+RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6)
+
+
+def _tpu(
+    name: str,
+    memory_gib: int,
+    memory_bytes_per_s: float,
+    tflops: float,
+    vector_tflops: float,
+) -> Accelerator:
+    """A TPU from its data sheet; products of float32 run as bfloat16 there, unless a program asks for more."""
+    rates = {"float32": tflops, "bfloat16": tflops}
+    return _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
+
+
+TPU_V4 = _tpu("TPU v4", 32, 1228e9, 275.0, 8.6)
+TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2)
+TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
+TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4)
+_ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
 CORE = Accelerator(
     "CPU core", 4 * _GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10
 )
@@ -87,6 +107,12 @@ PRESETS = {
         ),
         Cluster("h100", H100, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
         Cluster("h200", H200, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
+        Cluster("rtx4090", RTX_4090, 8, 1, host=_PCIE4, peer=_PCIE4, network=_ethernet(100.0)),
+        # The TPUs of one host, or of two: stages that follow each other are neighbours.
+        Cluster("v4", TPU_V4, 4, 2, _PCIE3, _ICI_50, _ethernet(200.0), peer_uses_host=False),
+        Cluster("v5e", TPU_V5E, 8, 1, _PCIE3, _ICI_50, _ethernet(200.0), peer_uses_host=False),
+        Cluster("v5p", TPU_V5P, 4, 2, _PCIE3, _ICI_100, _ethernet(200.0), peer_uses_host=False),
+        Cluster("v6e", TPU_V6E, 8, 1, _PCIE4, _ICI_100, _ethernet(200.0), peer_uses_host=False),
         # Devices of one process that share its memory: a transfer is a copy.
         Cluster(
             "cpu", CORE, 8, 1, host=Link(5e9, 1e-4), peer=Link(5e9, 1e-4), network=_ethernet(10.0)
@@ -101,6 +127,11 @@ _KINDS = {
     "A100": A100_40GB,
     "V100": V100,
     "P40": P40,
+    "RTX 4090": RTX_4090,
+    "TPU v4": TPU_V4,
+    "TPU v5 lite": TPU_V5E,
+    "TPU v5p": TPU_V5P,
+    "TPU v6 lite": TPU_V6E,
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.cost.presets import A100_40GB, A100_80GB, CORE, H200, PRESETS, accelerator_like
+from jvpipe.cost.presets import A100_40GB, A100_80GB, CORE, H200, PRESETS, TPU_V5E, accelerator_like
 
 
 def test_every_machine_is_there() -> None:
@@ -18,6 +18,11 @@ def test_every_machine_is_there() -> None:
         "a100-80gb",
         "h100",
         "h200",
+        "rtx4090",
+        "v4",
+        "v5e",
+        "v5p",
+        "v6e",
         "cpu",
     ]
     assert sorted(PRESETS) == sorted(wanted)
@@ -36,7 +41,7 @@ def test_networks_are_those_of_the_papers(name: str, gigabits: float, per_machin
 
 def test_nvlink_leaves_the_links_to_the_host_alone() -> None:
     apart = {name for name, cluster in PRESETS.items() if not cluster.peer_uses_host}
-    assert apart == {"v100-a", "a100-80gb", "h100", "h200"}
+    assert apart == {"v100-a", "a100-80gb", "h100", "h200", "v4", "v5e", "v5p", "v6e"}
     for name in apart:
         assert PRESETS[name].peer.bytes_per_s > PRESETS[name].host.bytes_per_s
 
@@ -58,6 +63,7 @@ def test_figures_are_sustained_and_grow_with_the_generations() -> None:
         ("NVIDIA A100-PCIE-40GB", "gpu", A100_40GB),
         ("NVIDIA A100-SXM4-80GB", "gpu", A100_80GB),
         ("something new", "gpu", A100_40GB),
+        ("TPU v5 lite", "tpu", TPU_V5E),
         ("cpu", "cpu", CORE),
     ],
 )

@@ -1,0 +1,63 @@
+"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target, and tells how many bytes each takes.
+
+It runs as a child: a plugin wakes in it alone. All is text, and no program runs.
+
+    in    {"platform", "topology", "config"}, then for each program {"id", "bytes"} and so many bytes of StableHLO
+    out   {"kind"} once it is ready, then in any order {"id", "sizes"}, or {"id", "refused"} with the compiler's word
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, BinaryIO
+
+from jvpipe._jax import Device, absent_device, compiled_sizes
+
+
+def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    """Serves until there is nothing more to read."""
+    lock = Lock()
+
+    def say(told: dict[str, Any]) -> None:
+        with lock:
+            outgoing.write(json.dumps(told).encode() + b"\n")
+            outgoing.flush()
+
+    asked = json.loads(incoming.readline())
+    try:
+        device = absent_device(asked["platform"], asked["topology"], asked["config"])
+    except Exception as refusal:  # of any kind: it is the plugin's
+        say({"refused": first_line(refusal)})
+        return
+    say({"kind": device.device_kind})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while head := incoming.readline():
+            program = json.loads(head)
+            text = incoming.read(program["bytes"]).decode()
+            pool.submit(_compile, program["id"], text, device, say)
+
+
+def _compile(number: int, text: str, device: Device, say: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        say({"id": number, "sizes": compiled_sizes(text, device)})
+    except Exception as refusal:  # of any kind: it is the compiler's
+        say({"id": number, "refused": first_line(refusal)})
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _own_output() -> BinaryIO:
+    """The standard output, for us alone: what libraries print goes to the other one."""
+    own = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return own
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, _own_output())
