@@ -125,7 +125,8 @@ class Compiler:
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
                 answer = child.answer()
-                text = texts[answer["id"]]
+                place: int = answer["id"]
+                text = texts[place]
                 if "refused" in answer:
                     raise Refusal(self.target, text, answer["refused"])
                 for number, another in islice(waiting, 1):
@@ -149,6 +150,7 @@ def _child(target: Target) -> Iterator[_Child]:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",  # it has no devices but these, and compiles for others
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is touched: several may compile at once
         "XLA_FLAGS": _flags(target.platform),
     }
     command = [sys.executable, "-m", "jvpipe.cost.compiler_process"]

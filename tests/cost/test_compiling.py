@@ -36,6 +36,7 @@ def compiled_here(shape: Any) -> Sizes:
     jitted = jax.jit(gram, donate_argnums=1)
     options = _jax.exact("cpu")
     needs = jitted.lower(shape, shape).compile(compiler_options=options).memory_analysis()
+    assert needs
     return Sizes(
         needs.argument_size_in_bytes,
         needs.output_size_in_bytes,
