@@ -60,7 +60,7 @@ CHECKING = (
     "jvpipe.session.session",
     "jvpipe.session.checkpoints",
     "jvpipe.session.inner_axes",
-    "jvpipe.session.replica_question",
+    "jvpipe.session.question",
     "jvpipe.session.unlike",
     "jvpipe.runtime.checkpoints.checkpoint",
     "jvpipe.ir.plan",

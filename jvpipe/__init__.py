@@ -11,7 +11,6 @@ from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.session.forecasts import Forecast, plan_for
-from jvpipe.session.replica_forecasts import ReplicaForecast
 
 __version__ = "0.1.0"
 
@@ -22,7 +21,6 @@ __all__ = [
     "MemoryLimitExceeded",
     "Pipeline",
     "Plan",
-    "ReplicaForecast",
     "StageError",
     "State",
     "Weighted",

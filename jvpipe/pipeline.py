@@ -164,15 +164,11 @@ class Pipeline:
             checked_schedule(schedule),
             whole_number("microbatches", microbatches),
         )
-        shares = shares_devices(replicas, stages, planner, speeds)
+        shares = shares_devices(replicas, stages, planner)
         stages = checked_stages(stages, schedule, microbatches, shares=shares)
         if not isinstance(stages, Plan):
             check_chooser(schedule, planner)
-        counts = (
-            None
-            if stages is None or shares
-            else checked_replicas(replicas, stages, schedule, speeds)
-        )
+        counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule)
         (given, laid), hosts = inner_axes(devices, sharding, batch_axis, replicas), present_hosts()
         used, places = place(stages, given, schedule, counts, shares=shares)
         planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
@@ -239,7 +235,8 @@ class Pipeline:
             )
             reasons += [search_reasons(planned.ordered)] if planned.ordered else []
         shape = session.compiled_plans.shape
-        if shape and (shape.plan is None or shape.plan.replicas == compiled.plan.replicas):
+        chosen = shape and shape.planned
+        if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             reasons = [*shape.why, *reasons]
         return explain(
             session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons

@@ -235,7 +235,7 @@ def plans_at_home(
         return [again] if problem.schedule.synchronous else [kept(bounds), again]
 
     chosen = (
-        d.plan(problem.costs, problem.schedule.name, "vpipe")
+        d.plan(problem, "vpipe")
         for d in variants.chosen_at_home(problem, whole)
     )
     unlimited = problem.memory_limit_bytes is None

@@ -17,7 +17,7 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.session.planning import ask
+from jvpipe.session.asking import ask
 
 STAGES, MICRO_BATCHES = (1, 2, 4, 8, 16), 32
 

@@ -18,7 +18,6 @@ from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecasts import MICROBATCHES, STAGES, Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness
-from jvpipe.session.replica_forecasts import ReplicaForecast
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def _error(mistake: Exception) -> int:
     return 2
 
 
-def of_model(options: Options, names: Sequence[str]) -> Forecast | ReplicaForecast:
+def of_model(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
     return plan_for(
@@ -86,7 +85,7 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     )
 
 
-def _write(options: Options, forecast: Forecast | ReplicaForecast) -> None:
+def _write(options: Options, forecast: Forecast) -> None:
     """Writes all answers as JSON, and pictures of the first."""
     if options.json is not None:
         with writing("--json", options.json) as path:

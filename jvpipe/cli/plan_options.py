@@ -10,7 +10,7 @@ from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import check_chooser
 from jvpipe.session.forecasts import MICROBATCHES, STAGES, planner_names
-from jvpipe.session.replica_question import check_replica_planner
+from jvpipe.session.question import check_shape_planner
 
 MOST = {
     "--stages": 10**5,
@@ -108,7 +108,7 @@ def check(options: Options) -> list[str]:
     for name in names:
         check_chooser(schedule, name)
     if options.shared:
-        check_replica_planner(names, schedule)
+        check_shape_planner(names, schedule)
     else:
         stages = options.stages or STAGES
         schedule.check(stages, options.microbatches or MICROBATCHES)

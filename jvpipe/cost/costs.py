@@ -79,6 +79,11 @@ class LayerCost:
     split: SplitCost | None = None
     state_bytes: int = 0
 
+    @property
+    def reduced_bytes(self) -> int:
+        """The bytes of its gradients, which replicas add up."""
+        return self.gradient_bytes or self.parameter_bytes
+
     def slower(self, times: float) -> "LayerCost":
         """The same layer on a device that takes so many times longer for it.
 

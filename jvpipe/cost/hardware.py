@@ -1,5 +1,6 @@
 """Devices, links and clusters."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,27 +99,25 @@ class Cluster:
         """The machine of each device."""
         return tuple(device // self.devices_per_machine for device in devices)
 
-    def reduce_s(self, devices: Sequence[int], size: int | float) -> float:
-        """The seconds of an all-reduce of `size` bytes, which each of the devices holds a summand of.
+    def reducing(self, devices: Sequence[int]) -> Link:
+        """An all-reduce over devices, as a link for the bytes of one summand; each of the devices holds one.
 
         Inside machines in a ring (its reduce-scatter before, its all-gather after), between machines in another ring
         of the parts that each device of a machine has then; as many of these pass at once as there are networks.
 
         Args:
             devices: their numbers, machine by machine.
-            size: bytes of one summand.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
-        >>> cluster.reduce_s([0, 1, 2, 3], 8e9), cluster.reduce_s([0, 4], 8e9), cluster.reduce_s([3], 8e9)
-        (1.5, 8.0, 0.0)
+        >>> [cluster.reducing(devices).seconds(8e9) for devices in ([0, 1, 2, 3], [0, 4], [3])]
+        [1.5, 8.0, 0.0]
         """
-        if len(devices) < 2 or not size:
-            return 0.0
         held = Counter(self.machines_of(devices))
-        most, machines = max(held.values()), len(held)
-        inside = _ring_s(self.peer, most, size)
-        return inside + _ring_s(self.network, machines, size / min(*held.values(), self.networks))
+        inside = _ring(self.peer, max(held.values()))
+        between = _ring(self.network, len(held), min(*held.values(), self.networks))
+        byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
+        return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
         """The seconds that no all-reduce of `size` bytes over so many devices or more is below, wherever they are.
@@ -134,37 +133,43 @@ class Cluster:
         """
         at_once = min(self.networks, self.devices_per_machine)
         ways = (
-            _ring_s(self.peer, most, size) + _ring_s(self.network, machines, size / at_once)
+            _ring(self.peer, most).seconds(size)
+            + _ring(self.network, machines, at_once).seconds(size)
             for machines in range(1, min(count, self.machines) + 1)
             if (most := -(-count // machines)) <= self.devices_per_machine
         )
         return min(ways, default=float("inf")) if size else 0.0
 
-    def transfer_s(
-        self, senders: Sequence[int], readers: Sequence[int], size: int | float
-    ) -> float:
-        """The seconds of `size` bytes that some devices hold in equal slices and others read in equal slices.
+    def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
+        """The way of what some devices hold in equal slices and others read in equal slices, as one link for all of it.
 
         Slices pass at once, between machines as many as there are networks.
 
         Args:
             senders: their numbers.
             readers: their numbers.
-            size: bytes of all slices together.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 2, 2, peer=Link(4e9), network=Link(1e9))
-        >>> cluster.transfer_s([0], [1], 8e9), cluster.transfer_s([0, 1], [2, 3], 8e9)
+        >>> cluster.way([0], [1]).seconds(8e9), cluster.way([0, 1], [2, 3]).seconds(8e9)
         (2.0, 8.0)
         """
         at, to = self.machines_of(senders), self.machines_of(readers)
-        ways = min(len(at), len(to))
-        if len({*at, *to}) == 1 or at == to:
-            return self.peer.seconds(size / ways)
-        return self.network.seconds(size / min(ways, self.networks * min(len({*at}), len({*to}))))
+        ways, link = min(len(at), len(to)), self.peer
+        if len({*at, *to}) > 1 and at != to:
+            ways, link = min(ways, self.networks * min(len({*at}), len({*to}))), self.network
+        return Link(link.bytes_per_s * ways, link.latency_s)
 
 
-def _ring_s(link: Link, members: int, size: float) -> float:
-    """An all-reduce in a ring: each member passes on its part to the next one, twice around but one place."""
+def _ring(link: Link, members: int, at_once: int = 1) -> Link:
+    """An all-reduce in a ring, as a link: each member passes on its part to the next, twice around but one place.
+
+    Args:
+        link: from one to the next.
+        members: of the ring.
+        at_once: rings that share the bytes.
+    """
     rounds = 2 * (members - 1)
-    return rounds * (link.latency_s + size / members / link.bytes_per_s)
+    if not rounds:
+        return INFINITE
+    return Link(link.bytes_per_s * members * at_once / rounds, rounds * link.latency_s)

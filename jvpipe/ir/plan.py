@@ -211,16 +211,17 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a device is two replicas of a stage, or of two stages of which one is replicated."""
+        """Raises ValueError if a device is two replicas of a stage, or of stages that do not share all devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
-            for device in stage.devices:
-                if device in holder:
+            for at, device in enumerate(stage.devices):
+                shares = device in holder and self.stages[holder[device]].devices == stage.devices
+                if device in stage.devices[:at] or (device in holder and not shares):
                     raise ValueError(
-                        f"device {device} is named for stage {holder[device]} and for stage {s}, with replicas "
+                        f"device {device} is named for stage {holder.get(device, s)} and for stage {s}, with replicas "
                         f"{self.replicas}: where stages are replicated each replica needs a device of its own"
                     )
-                holder[device] = s
+            holder |= dict.fromkeys(stage.devices, s)
 
     def to_json(self) -> dict[str, Any]:
         """Turns the plan into plain data, as JSON knows it."""

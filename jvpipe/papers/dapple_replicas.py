@@ -17,36 +17,43 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.papers.dapple import Phases, latency_s
-from jvpipe.planners.model.replicas_plan import ReplicaPlan
-from jvpipe.planners.model.replicas_stage import Places, ReplicaStage, Tables
+from jvpipe.planners.joint.shape_search import kept_or_again
+from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums
+from jvpipe.planners.model.shapes import Path, Shape
+from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 
 MOST_COUNTS = 16
 """Of more devices a stage gets a multiple of the least number that leaves so many counts."""
 Free = tuple[int, ...]
+Places = tuple[int, ...]
 
 
-def dapple_replicas(tables: Tables, size: int) -> ReplicaPlan | None:
-    """DAPPLE's plan for all devices of a problem, between the coarse cuts; None if none that it finds fits.
+def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
+    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if none that it finds fits.
 
     Args:
-        tables: of the problem.
+        segments: of the model.
         size: examples of a micro-batch.
 
     Two machines of two devices: gradients are summed inside machines, and activations cross the network.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Accelerator, Cluster, Link
-    >>> from jvpipe.planners.model.replicas_costs import LocalCosts
-    >>> from jvpipe.planners.model.replicas_problem import ReplicaProblem
+    >>> from jvpipe.cost.local_costs import LocalCosts
+    >>> from jvpipe.planners.model.problem import Problem
+    >>> from jvpipe.planners.model.shapes import Shapes
+    >>> from jvpipe.schedules import find_schedule
     >>> layers = (LayerCost("layer", 1.0, 2.0, (Option(8),), 100, 100),) * 4
-    >>> costs = LocalCosts((1,), (Costs(layers, tuple(Edge(i, (i + 1,), 1) for i in range(3))),))
+    >>> costs = Costs(layers, tuple(Edge(i, (i + 1,), 1) for i in range(3)))
     >>> gpu = Accelerator("small", 10**9, 1e9, {})
     >>> cluster = Cluster("lab", gpu, 2, 2, peer=Link(1e4), network=Link(10.0))
-    >>> dapple_replicas(Tables(ReplicaProblem(costs, cluster, 4, 64)), 4)
-    2:2 of 2:2 layers, micro-batches of 4
+    >>> model = Problem(costs, 1, find_schedule("1f1b"), 1)
+    >>> shapes = Shapes(model, LocalCosts((1,), (costs,)), cluster, 4, 64)
+    >>> dapple_replicas(LocalSegments(shapes), 4)
+    (2:2 devices, micro-batches of 4, (0, 2, 4))
     """
-    return _Search(tables, size).plan()
+    return _Search(segments, size).plan()
 
 
 def fresh_first(free: Free, whole: Free, m: int) -> Free:
@@ -136,33 +143,31 @@ class _Plans:
 class _Search:
     """T_PL(j, g) for all j and the g that are met, those of fewest devices first."""
 
-    def __init__(self, tables: Tables, size: int) -> None:
-        problem = tables.problem
-        self.tables, self.size, self.cuts = tables, size, tables.coarse
-        self.microbatches = problem.batch // size
-        each = problem.cluster.devices_per_machine
-        self.starts = range(0, problem.devices, each)
-        self.whole = tuple(min(each, problem.devices - start) for start in self.starts)
-        self.unit = -(-problem.devices // MOST_COUNTS)
+    def __init__(self, segments: LocalSegments, size: int) -> None:
+        shapes = segments.shapes
+        self.segments, self.shapes, self.size, self.cuts = segments, shapes, size, segments.coarse
+        self.microbatches = shapes.batch // size
+        each = shapes.cluster.devices_per_machine
+        self.starts = range(0, shapes.devices, each)
+        self.whole = tuple(min(each, shapes.devices - start) for start in self.starts)
+        self.unit = -(-shapes.devices // MOST_COUNTS)
         self.inside = self.cuts > self.cuts[:, None]
-        self.crossing_bytes = tables.local(size, 1).crossing_bytes
+        self.crossing_bytes = segments.crossing_bytes(size)
         self.known: dict[Free, _Plans] = {}
-        self.best: ReplicaPlan | None = None
+        self.best: Path | None = None
         self.best_s = np.inf
         self.left_s = self._left_s()
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """What all devices together take at least for a micro-batch, from each cut on."""
-        counts = range(self.unit, self.tables.problem.devices + 1, self.unit)
-        every = np.min(
-            [r * self.tables.problem.local.compute_s(-(-self.size // r)) for r in (1, *counts)],
-            axis=0,
-        )
+        counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
+        shares = ((r, self.segments.share(self.size, r)) for r in counts)
+        every = np.min([r * self.segments.compute_s(b) for r, b in shares], axis=0)
         total = sums(every)[self.cuts]
         return total[-1] - total
 
-    def plan(self) -> ReplicaPlan | None:
+    def plan(self) -> Path | None:
         """The plan of the least L, of all that were kept on the way and fit."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
@@ -170,7 +175,7 @@ class _Search:
         for left in range(sum(self.whole), 0, -1):
             for free in [free for free in self.known if sum(free) == left]:
                 for m in range(self.unit, left + 1, self.unit):
-                    if self.tables.problem.pins.feeds(m, self.size):
+                    if self.shapes.pins.feeds(m, self.size):
                         for taken in dict.fromkeys(
                             policy(free, self.whole, m) for policy in POLICIES
                         ):
@@ -209,7 +214,7 @@ class _Search:
         into = self.transfer(before, places, rows)
         way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
         if rest:
-            onward = halved(self.crossing_bytes[:, -1], np.array(self.tables.way(places, rest)))
+            onward = halved(self.crossing_bytes[:, -1], np.array(self.way(places, rest)))
             last_f, last_b, _ = self.work(len(rest))
             way += [onward, Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])]
         every_s = np.where(there[rows], latency_s(way, self.microbatches), np.inf)
@@ -230,17 +235,19 @@ class _Search:
 
     def judge(self, free: Free, j: int) -> None:
         """Counts the plan behind T_PL(j, g), with as many micro-batches in flight as it has: the best, if it is."""
-        last, tables = len(self.cuts) - 1, self.tables
+        last = len(self.cuts) - 1
         stages = self.known[free].stages(j) + (
             [(last, self.places(free, free))] if j < last else []
         )
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
-        plan = ReplicaPlan(bounds, tuple(places for _, places in stages), self.size)
-        if self.known[free].latency_s[j] < self.best_s and tables.problem.pins.allow(plan):
-            counted = tables.stages(plan)
-            least_s = plan_latency_s(counted, self.microbatches)
-            if least_s < self.best_s and tables.fits(counted):
-                self.best, self.best_s = plan, least_s
+        shape = Shape(tuple(places for _, places in stages), self.size)
+        asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
+        if self.known[free].latency_s[j] < self.best_s and asked:
+            problem = self.shapes.problem(shape)
+            evaluation = evaluate(problem, kept_or_again(problem, bounds))
+            least_s = plan_latency_s(evaluation.stages, self.microbatches)
+            if least_s < self.best_s and keeps_limits(problem, evaluation):
+                self.best, self.best_s = (shape, bounds), least_s
 
     def places(self, free: Free, taken: Free) -> Places:
         """The devices that are taken: those of a machine in their order."""
@@ -254,20 +261,28 @@ class _Search:
         others with two. What does not is run again, or is over the limit all the same.
         """
         if replicas not in self._work:
-            local = self.tables.local(self.size, replicas)
-            fitting_s = self.tables.fitting_s(self.size, replicas, 2).copy()
-            fitting_s[:, -1] = self.tables.fitting_s(self.size, replicas, 1)[:, -1]
-            again_s = self.tables.local(self.size, replicas, again=True).seconds
+            b = self.segments.share(self.size, replicas)
+            fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
+            fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
+            again_s = self.segments.again(b).compute_s(0)
+            forwards_s = self.segments.kept(b).segments.forward_s
             fits = np.isfinite(fitting_s) & self.inside
             both_s = np.where(self.inside, np.where(fits, fitting_s, again_s), 0.0)
-            forward_s = np.where(self.inside, between(local.forward_s, self.cuts, self.cuts), 0.0)
+            forward_s = np.where(self.inside, between(forwards_s, self.cuts, self.cuts), 0.0)
             self._work[replicas] = forward_s, both_s - forward_s, fits
         return self._work[replicas]
 
     def reduce_s(self, places: Places) -> Grid:
         """AR of each segment."""
-        local = self.tables.local(self.size, len(places))
-        return self.tables.exposed_s(local, *self.tables.reduce_rate(places))
+        if len(places) == 1:
+            return np.zeros(self.inside.shape)
+        link = self.shapes.cluster.reducing(places)
+        return self.segments.reduce_s(self.segments.share(self.size, len(places)), link)
+
+    def way(self, senders: Places, readers: Places) -> tuple[float, float]:
+        """The seconds of a transfer from stage to stage: of its latency, and of each byte."""
+        link = self.shapes.cluster.way(senders, readers)
+        return link.latency_s, 1 / link.bytes_per_s
 
     def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
         """What comes from the last stage of some of the plans, and goes back there.
@@ -278,7 +293,7 @@ class _Search:
             rows: where in the cuts those plans end.
         """
         senders = (before.places[j] for j in rows)
-        rates = [self.tables.way(there, places) if there else (0.0, 0.0) for there in senders]
+        rates = [self.way(there, places) if there else (0.0, 0.0) for there in senders]
         return halved(self.crossing_bytes[rows], np.array(rates).T[:, :, None])
 
 
@@ -293,17 +308,13 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
     return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
 
 
-def plan_latency_s(stages: Sequence[ReplicaStage], microbatches: int) -> float:
-    """L of a plan, by what its stages take.
-
-    >>> stage = ReplicaStage(1.0, 2.0, 1.0, 0.0, 0)
-    >>> plan_latency_s((stage, stage), 4)
-    16.0
-    """
+def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
+    """Counts L of a plan, by what its stages take."""
     phases = []
     for s, stage in enumerate(stages):
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
-        phases.append(Phases(stage.forward_s, stage.backward_s, stage.reduce_s))
+        backward_s = stage.backward_s + stage.recompute_s
+        phases.append(Phases(stage.forward_s, backward_s, stage.reduce_s))
     return float(latency_s(phases, microbatches))
 
 

@@ -20,7 +20,7 @@ def gpipe(problem: Problem) -> Decision:
     >>> from jvpipe.schedules import find_schedule
     >>> layers = tuple(LayerCost("layer", s, s, (Option(8),)) for s in (1.0, 1.0, 1.0, 3.0))
     >>> gpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4))
-    Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1), replicas=())
+    Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1))
     """
     kept = KeepAll(problem)
     _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)

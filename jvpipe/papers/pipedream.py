@@ -4,19 +4,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.problem import Decision, Problem
 
 
-def pipedream(problem: Problem, replicate: bool = False) -> Decision:
-    """PipeDream's plan; every residual is kept.
+def pipedream(problem: Problem) -> Decision:
+    """Makes PipeDream's plan; every residual is kept.
 
-    Straight, the slowest stage or transfer (`bottleneck_s` of `evaluate`) is the fastest there is under the limit, for
-    the problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in the paper.
-    With `replicate` the problem's `stages` are its devices, and stages come out with their `replicas`: see
-    `replication`. Raises `Infeasible` if nothing fits.
+    The slowest stage or transfer (`bottleneck_s` of `evaluate`) is the fastest there is under the limit, for the
+    problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in the paper.
+    `replication.py` has the paper's plans of replicated stages.
+
+    Raises:
+        Infeasible: nothing fits.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.hardware import Link
@@ -27,13 +28,7 @@ def pipedream(problem: Problem, replicate: bool = False) -> Decision:
     >>> problem = Problem(costs, 4, find_schedule("pipedream"), 4, peer=Link(100.0))
     >>> pipedream(problem).bounds
     (0, 1, 2, 3, 4)
-    >>> pipedream(problem, replicate=True)
-    Decision(bounds=(0, 3, 4), choices=(0, 0, 0, 0), replicas=(3, 1))
     """
-    return replicated(problem) if replicate else _straight(problem)
-
-
-def _straight(problem: Problem) -> Decision:
     kept = KeepAll(problem)
     stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
     _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)

@@ -5,16 +5,16 @@ from dataclasses import replace
 from jvpipe.ir.names import did_you_mean
 from jvpipe.papers.adapipe import adapipe
 from jvpipe.papers.dapple import dapple
+from jvpipe.papers.dapple_replicas import dapple_replicas
 from jvpipe.papers.dawnpiper import dawnpiper
 from jvpipe.papers.gpipe import gpipe
 from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.pipedream_replicas import pipedream_replicas
 from jvpipe.papers.torchgpipe import torchgpipe, torchgpipe_size
 from jvpipe.papers.vpipe import vpipe
-from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.rule_search import under_rule
+from jvpipe.planners.joint.any_schedule import decide
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.planner import FateRule, Planner
-from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.unfolded import on_devices
 
 PAPERS: tuple[Planner, ...] = (
@@ -45,11 +45,13 @@ PAPERS: tuple[Planner, ...] = (
         "pipedream",
         pipedream,
         "the slowest stage is as fast as it can be with everything kept",
+        shape_rule=pipedream_replicas,
     ),
     Planner(
         "dapple",
         dapple,
         "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
+        shape_rule=dapple_replicas,
     ),
     Planner(
         "vpipe",
@@ -72,16 +74,11 @@ PAPERS: tuple[Planner, ...] = (
 )
 
 
-def _joint(problem: Problem) -> Decision:
-    plain = problem.schedule.chunks == 1 and not problem.splits
-    return jvpipe(problem) if plain else under_rule(problem)
-
-
 PLANNERS: tuple[Planner, ...] = (
     *(replace(planner, decide=on_devices(planner.decide)) for planner in PAPERS),
     Planner(
         "jvpipe",
-        _joint,
+        decide,
         "cuts and fates that take the least seconds per step within the limit",
         FateRule.CHOOSES,
         as_paper=False,
@@ -102,3 +99,9 @@ pipedream, dapple, vpipe, dawnpiper, adapipe, jvpipe
         if planner.name == name:
             return planner
     raise ValueError(did_you_mean("planner", name, [planner.name for planner in PLANNERS]))
+
+
+def shape_planners() -> tuple[str, ...]:
+    """Names the planners that decide how many devices each stage has, jvpipe's own first."""
+    every = sorted((planner.as_paper, planner.name) for planner in PLANNERS if planner.shapes)
+    return tuple(name for _, name in every)

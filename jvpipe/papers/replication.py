@@ -21,16 +21,35 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Grid, between, seconds
 from jvpipe.schedules.pipedream import PipeDream
 
 
-def replicated(problem: Problem) -> Decision:
+@dataclass(frozen=True)
+class Replicated:
+    """A plan that keeps everything, and how many devices each of its stages has."""
+
+    bounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
+def replicated(problem: Problem) -> Replicated:
     """Finds the best pipeline over `problem.stages` devices in the machines of `problem.cluster` (None: all in one).
 
-    Its memory is the paper's, whatever the schedule. Raises `Infeasible` if nothing fits, ValueError if the devices
-    do not fill the cluster's machines.
+    Its memory is the paper's, whatever the schedule.
+
+    Raises:
+        Infeasible: nothing fits.
+        ValueError: the devices do not fill the cluster's machines.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> from jvpipe.schedules import find_schedule
+    >>> convolution = LayerCost("convolution", 1.0, 2.0, (Option(8),))
+    >>> dense = LayerCost("dense", 0.5, 0.5, (Option(8),), parameter_bytes=1000)
+    >>> costs = Costs((convolution, convolution, convolution, dense))
+    >>> replicated(Problem(costs, 4, find_schedule("pipedream"), 4, peer=Link(100.0)))
+    Replicated(bounds=(0, 3, 4), replicas=(3, 1))
     """
     kept = KeepAll(replace(problem, schedule=PipeDream()))
     pipeline = _Fastest(kept).pipeline()
@@ -39,9 +58,8 @@ def replicated(problem: Problem) -> Decision:
         assert least is not None, "without a limit there is a pipeline"
         peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
         raise nothing_fits("pipedream", problem.memory_limit_bytes, peaks)
-    return kept.decision(
-        [0, *(stage.b for stage in pipeline)], [stage.replicas for stage in pipeline]
-    )
+    ends = [int(kept.cuts[stage.b]) for stage in pipeline]
+    return Replicated((0, *ends), tuple(stage.replicas for stage in pipeline))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def vpipe(problem: Problem) -> Decision:
     >>> keep, recompute = Option(kept_bytes=4), Option(kept_bytes=0, extra_s=1.0)
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (keep, recompute)),) * 6)
     >>> vpipe(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=12))
-    Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0), replicas=())
+    Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0))
     """
     return plan_or_raise(problem, "vpipe", attempt)
 

@@ -1,22 +1,28 @@
 """What planners answer, in words and as JSON; `tables.py` has the tables."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from jvpipe.ir.plan import Plan
+from jvpipe.planners.joint.shape_search import RoughPlan
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.report.shapes import shape_words
 from jvpipe.schedules.auto import GivenLists
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a planner says; without a decision, why there is none."""
+    """What a planner says; without a decision, why there is none.
+
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too.
+    """
 
     planner: str
     planning_s: float
@@ -25,6 +31,7 @@ class Answer:
     infeasible: Infeasible | None = None
     splits: tuple[int, ...] = ()
     plan: Plan | None = None
+    kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
 
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""
@@ -45,13 +52,16 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     return sorted(answers, key=rank)
 
 
-def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
+def as_json(
+    problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None = None
+) -> dict[str, Any]:
     """Writes an answer in the form of `--json`; no plan that keeps the limit is below `bound_s`.
 
     Args:
         problem: what was asked.
         answer: a planner's.
         bound_s: seconds per step that no plan is below.
+        shapes: those of which the problem is one.
     """
     head = {"planner": answer.planner, "schedule": problem.schedule.name}
     if answer.decision is None or answer.evaluation is None:
@@ -65,14 +75,13 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         }
     costs = problem.costs
     ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.plan or answer.decision.plan(
-        costs, problem.schedule.name, answer.planner, problem.where
-    )
+    plan = answer.plan or answer.decision.plan(problem, answer.planner)
     stages = [
         {
             "layers": list(ids[i:j]),
             "devices": list(stage.devices),
-            **{k: v for k, v in asdict(cost).items() if k not in ("link_s", "host_bytes")},
+            "replicas": len(stage.devices),
+            **{k: v for k, v in asdict(cost).items() if k not in ("link_s", "host_bytes", "held")},
             "fates": dict(stage.fates),
         }
         for (i, j), stage, cost in zip(
@@ -85,12 +94,34 @@ def as_json(problem: Problem, answer: Answer, bound_s: float) -> dict[str, Any]:
         "bottleneck_s": answer.evaluation.bottleneck_s,
         "step_s": simulated_step_s(problem, answer.evaluation.stages),
         "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
-        "bubble_fraction": bubble_fraction(problem, answer.evaluation.stages),
+        "bubble_fraction": bubble_fraction(
+            problem, answer.evaluation.stages, shapes and shapes.devices
+        ),
         "planning_s": answer.planning_s,
         "splits": list(answer.splits),
         "tasks": list(problem.schedule.lists.lines)
         if isinstance(problem.schedule.lists, GivenLists)
         else [],
+        **(_shapes_json(problem, answer, shapes) if shapes else {}),
+    }
+
+
+def _shapes_json(problem: Problem, answer: Answer, shapes: Shapes) -> dict[str, Any]:
+    """Writes how many devices and micro-batches there are, and the best plan of each kind of shape."""
+    kinds = sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
+    return {
+        "devices": shapes.devices,
+        "microbatches": problem.microbatches,
+        "shapes": [
+            {
+                "shape": kind,
+                "replicas": list(plan.shape.replicas),
+                "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
+                "microbatches": plan.problem.microbatches,
+                "step_s": plan.step_s,
+            }
+            for kind, plan in kinds
+        ],
     }
 
 
@@ -124,25 +155,31 @@ def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
     )
 
 
-def summary(problem: Problem, answer: Answer, bound_s: float) -> str:
+def summary(problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None = None) -> str:
     """Says a plan's step, its slowest stage and how idle it is.
 
     Args:
         problem: what was asked.
         answer: one with a plan.
         bound_s: seconds per step that no plan is below.
+        shapes: those of which the problem is one.
     """
     assert answer.evaluation is not None
-    stages = answer.evaluation.stages
+    stages, m = answer.evaluation.stages, problem.microbatches
+    shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
+    size = f" of {shapes.batch // m}" if shapes else ""
+    reduce_s = max(stage.reduce_s for stage in stages)
+    reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
+    idle = bubble_fraction(problem, stages, shapes and shapes.devices)
     bound = (
         f"no plan is under {1e3 * bound_s:.2f}"
         if math.isfinite(bound_s)
         else "no plan keeps the limit"
     )
     return (
-        f"planner {answer.planner}, schedule {problem.schedule.name}, {problem.microbatches} micro-batches: step "
+        f"planner {answer.planner}, schedule {problem.schedule.name}, {shape}{m} micro-batches{size}: step "
         f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated ({bound}), "
         f"slowest stage {1e3 * answer.evaluation.bottleneck_s:.2f} ms, "
-        f"{bubble_fraction(problem, stages):.1%} idle, planned in {answer.planning_s:.2f} s"
+        f"{reduced}{idle:.1%} idle, planned in {answer.planning_s:.2f} s"
         + (f"; {len(answer.splits)} layers are cut in two" if answer.splits else "")
     )

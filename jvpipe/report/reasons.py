@@ -27,10 +27,10 @@ def device_reasons(problem: Problem) -> list[str]:
     ['micro-batches pass device 0: 24.00 GiB; device 1: 11.00 GiB, layers take 2.00 times as long']
     """
     told = []
-    for place, traits in enumerate(problem.traits):
-        limit, times = problem.limit_of(place), traits.mean_slowness
+    for place, group in enumerate(problem.groups):
+        limit, times = problem.limit_of(place), group.mean_slowness
         facts = [] if limit is None else [format_bytes(limit)]
-        facts += [f"layers take {times:.2f} times as long"] if traits.slowness else []
+        facts += [f"layers take {times:.2f} times as long"] if group.slowness else []
         told.append(
             f"{problem.name_of(place)}: {', '.join(facts)}" if facts else problem.name_of(place)
         )

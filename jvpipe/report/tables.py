@@ -9,12 +9,9 @@ from rich.table import Table
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.replicas_answer import Simulated
-from jvpipe.planners.model.replicas_problem import ReplicaProblem
 from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.report.answers import Answer
 from jvpipe.report.console import in_runs
-from jvpipe.report.replica_answers import in_flight
 
 
 def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
@@ -25,71 +22,26 @@ def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) ->
         decision: the plan.
         evaluation: what it takes.
     """
-    table = Table(
-        "stage",
-        "layers",
-        "F ms",
-        "B ms",
-        "again ms",
-        "swap ms",
-        "comm ms",
-        "in flight",
-        "peak",
-        "host",
-    )
+    shared = problem.replicated
+    names = ["stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms"]
+    names += ["reduce ms"] if shared else []
+    table = Table(*names, "in flight", "peak", "host")
     ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
     for s, ((i, j), cost) in enumerate(
         zip(pairwise(decision.bounds), evaluation.stages, strict=True)
     ):
-        seconds = (cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s)
+        seconds = [cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s]
+        seconds += [cost.reduce_s] if shared else []
+        devices = problem.where[s]
+        several = f"{s}, on {len(devices)}: {in_runs(devices)}"
         table.add_row(
-            f"{s}, {problem.name_of(s)}" if problem.traits else str(s),
+            several if shared else f"{s}, {problem.name_of(s)}" if problem.groups else str(s),
             f"{ids[i]} to {ids[j - 1]} ({j - i})",
             *(f"{1e3 * x:.2f}" for x in seconds),
             str(cost.in_flight),
             format_bytes(cost.peak_bytes),
             format_bytes(cost.host_bytes),
         )
-    return table
-
-
-def replica_table(problem: ReplicaProblem, best: Simulated) -> Table:
-    """Makes a row for each stage of a plan whose stages may be replicated.
-
-    Args:
-        problem: that was asked.
-        best: the plan.
-    """
-    table = Table(
-        "stage",
-        "devices",
-        "layers",
-        "F ms",
-        "B ms",
-        "again ms",
-        "comm ms",
-        "reduce ms",
-        "in flight",
-        "peak",
-    )
-    every = zip(
-        pairwise(best.plan.bounds),
-        best.plan.places,
-        best.stages,
-        in_flight(problem, best),
-        strict=True,
-    )
-    for s, ((i, j), places, cost, flying) in enumerate(every):
-        seconds = (
-            cost.forward_s,
-            cost.backward_s - cost.recompute_s,
-            cost.recompute_s,
-            cost.comm_s,
-            cost.reduce_s,
-        )
-        row = (f"{len(places)}: {in_runs(places)}", f"{i} to {j - 1} ({j - i})")
-        told = (*(f"{1e3 * x:.2f}" for x in seconds), str(flying), format_bytes(cost.peak_bytes))
-        table.add_row(str(s), *row, *told)
     return table
 
 

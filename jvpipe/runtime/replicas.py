@@ -232,15 +232,10 @@ def _interface(signature: Signature) -> object:
 
 def check_replicable(schedule: Schedule, *, given: bool = False) -> None:
     """Raises ValueError if replicated stages cannot run under a schedule; `given`: the plan brings its own order."""
-    why = None
     if given or schedule == AUTO or isinstance(schedule.lists, GivenLists):
-        why = "an order that a planner has chosen"
-    elif schedule.chunks > 1:
-        why = f"{schedule.name}, which runs {schedule.chunks} stages per device"
-    if why:
         raise ValueError(
-            f"replicated stages cannot run under {why}, yet: use '1f1b', 'gpipe' or 'zb-h1', or one device for each "
-            "stage"
+            "replicated stages cannot run under an order that a planner has chosen, yet: use '1f1b', 'zb-h1' or "
+            "another rule, or one device for each stage"
         )
 
 

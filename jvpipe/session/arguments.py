@@ -13,8 +13,7 @@ from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.plan import Plan
-from jvpipe.papers.registry import find_planner
-from jvpipe.papers.replicas import REPLICA_PLANNERS
+from jvpipe.papers.registry import find_planner, shape_planners
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
@@ -257,14 +256,13 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
         )
 
 
-def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speeds: Any) -> bool:
+def shares_devices(replicas: Any, stages: int | Plan | None, planner: str) -> bool:
     """Whether how many devices each stage has is to be decided.
 
     Args:
         replicas: as the user gave them.
         stages: their number, if that is given, or a plan.
         planner: by its name.
-        speeds: of unlike devices, which have no replicas yet.
 
     Raises:
         ValueError: it cannot be decided.
@@ -275,18 +273,14 @@ def shares_devices(replicas: Any, stages: int | Plan | None, planner: str, speed
         raise ValueError(
             f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
         )
-    if planner not in REPLICA_PLANNERS:
+    if planner not in shape_planners():
         raise ValueError(
-            f"replicas='auto' is decided by planners {', '.join(REPLICA_PLANNERS)}, not by '{planner}': name one of "
+            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
             "these, or give the devices of each stage, such as replicas=(2, 1)"
         )
     if find_planner(planner).as_paper and stages is not None:
         raise ValueError(
             f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
-        )
-    if speeds is not None:
-        raise ValueError(
-            "speeds cannot be told of replicas yet: each has as many examples; leave out speeds or replicas"
         )
     return True
 
@@ -334,7 +328,9 @@ def place(
     if stages is None or shares:
         return place_shared(stages, devices)
     return (
-        place_replicas(replicas, devices) if replicas else place_stages(stages, devices, schedule)
+        place_replicas(replicas, devices, schedule)
+        if replicas
+        else place_stages(stages, devices, schedule)
     )
 
 
@@ -386,7 +382,7 @@ def place_stages(
 
 
 def checked_replicas(
-    replicas: Any, stages: int | Plan, schedule: Schedule, speeds: Any = None
+    replicas: Any, stages: int | Plan, schedule: Schedule
 ) -> tuple[int, ...] | None:
     """The devices of each stage, by their number; None if every stage has one.
 
@@ -394,7 +390,6 @@ def checked_replicas(
         replicas: as the user gave them.
         stages: their number, or a plan.
         schedule: in which order they run.
-        speeds: of unlike devices, which have no replicas yet.
 
     Raises:
         ValueError: they are no such numbers, or not those of the stages.
@@ -420,21 +415,18 @@ def checked_replicas(
     if counts is None or max(counts) == 1:
         return None
     check_replicable(schedule)
-    if speeds is not None:
-        raise ValueError(
-            "speeds cannot be told of replicas yet: each has as many examples; leave out speeds or replicas"
-        )
     return counts
 
 
 def place_replicas(
-    replicas: Sequence[int], devices: Sequence[Device] | None
+    replicas: Sequence[int], devices: Sequence[Device] | None, schedule: Schedule
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """The devices, and the index of the first one of each stage among them: in their order, stage by stage.
 
     Args:
-        replicas: how many each stage takes.
+        replicas: how many each place of the pipeline takes.
         devices: given for them, all different.
+        schedule: says which stages share a place.
 
     Raises:
         ValueError: there are too few, or one is named twice.
@@ -447,7 +439,9 @@ def place_replicas(
             "stages"
         )
     used = given[: sum(replicas)] if devices is None else given
-    return tuple(used), tuple(first for first, *_ in replicas_at(replicas))
+    firsts, places = [first for first, *_ in replicas_at(replicas)], len(replicas)
+    stages = range(schedule.stages_on(places))
+    return tuple(used), tuple(firsts[schedule.device_of(s, places)] for s in stages)
 
 
 def _check_different(devices: Sequence[Device]) -> None:

@@ -20,13 +20,13 @@ from jvpipe.runtime.host_link import link_between
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name
 from jvpipe.schedules import find_schedule
+from jvpipe.session.asking import Planned
 from jvpipe.session.batches import micro_batch_shapes, shapes_of
 from jvpipe.session.inner_axes import check_shard_maps
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import Planned
-from jvpipe.session.replica_shape import Shape
 from jvpipe.session.settings import Settings
+from jvpipe.session.shapes import ChosenShape
 from jvpipe.session.trees import Trees
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
@@ -74,7 +74,7 @@ class CompiledPlans:
         self._trees: Trees | None = None
         self._archive = Archive.beside_the_cache(anew=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
-        self.shape: Shape | None = None
+        self.shape: ChosenShape | None = None
         self.model_id = object()  # the states of one model have the same
 
     def __bool__(self) -> bool:

@@ -18,9 +18,11 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.device_orders import least_bound
+from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.forecast import forecast, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.report import timeline
@@ -33,13 +35,12 @@ from jvpipe.report.answers import (
     why_not,
 )
 from jvpipe.report.reasons import cut_reasons, device_reasons
+from jvpipe.report.shapes import shape_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
-from jvpipe.session.planning import Planned, ask
-from jvpipe.session.question import Question, check_sums
-from jvpipe.session.replica_forecasts import ReplicaForecast, forecast_replicas
-from jvpipe.session.replica_question import replica_question
+from jvpipe.session.asking import Planned, ask, ask_shapes
+from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
@@ -52,6 +53,8 @@ STAGES, MICROBATCHES = 4, 8
 @dataclass(frozen=True)
 class Forecast:
     """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
+
+    Where the number of devices of each stage was decided too, `shapes` are those that there were.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -68,6 +71,7 @@ class Forecast:
     answers: tuple[Answer, ...]
     title: str = ""
     question: Question | None = None
+    shapes: Shapes | None = None
 
     @property
     def fits(self) -> bool:
@@ -92,6 +96,11 @@ class Forecast:
         assert best.plan is not None
         return replace(best.plan, splits=best.splits)
 
+    @property
+    def microbatches(self) -> int:
+        """How many the best plan splits a batch into."""
+        return self.problem.microbatches
+
     @cached_property
     def held_bytes(self) -> list[int]:
         """The most that each device holds under the best plan: what the ledger of a run tells, to the byte.
@@ -104,7 +113,7 @@ class Forecast:
         """
         if self.question is None:
             raise ValueError("what a run holds is known of a model, and this is a profile of one")
-        return self.question.held_bytes(self.plan)
+        return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
 
     @cached_property
     def simulation(self) -> Timeline:
@@ -120,12 +129,18 @@ class Forecast:
     @property
     def reasons(self) -> list[str]:
         """How devices differ, and why each cut is where it is."""
-        return [*device_reasons(self.problem), *cut_reasons(self.problem, self._decision)]
+        decision, shapes = self._decision, self.shapes
+        unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
+        kinds = self.answers[0].kinds
+        shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
+        return [*unlike, *shape, *cut_reasons(self.problem, decision)]
 
     @cached_property
     def lower_bound_s(self) -> float:
         """Seconds of a step that no plan under the limit is below."""
-        return least_bound(self.problem) if self.answers[0].decision is not None else math.inf
+        if self.answers[0].decision is None:
+            return math.inf
+        return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
     def why_not(self) -> str:
         """Why no plan keeps the limit, and what would."""
@@ -147,7 +162,8 @@ class Forecast:
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it; of several planners a list, the best first."""
-        answers = [as_json(self.problem, each, self.lower_bound_s) for each in self.answers]
+        bound_s, shapes = self.lower_bound_s, self.shapes
+        answers = [as_json(self.problem, each, bound_s, shapes) for each in self.answers]
         return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
@@ -159,7 +175,8 @@ class Forecast:
             console.print(comparison(self.problem, self.answers))
         elif first.decision is not None and first.evaluation is not None:
             console.print(stage_table(self.problem, first.decision, first.evaluation))
-            console.print(summary(self.problem, first, self.lower_bound_s), highlight=False)
+            told = summary(self.problem, first, self.lower_bound_s, self.shapes)
+            console.print(told, highlight=False)
             for reason in self.reasons:
                 console.print(reason, highlight=False)
 
@@ -196,7 +213,7 @@ def plan_for(
     has_state: bool = False,
     stacked: str | None = None,
     title: str = "",
-) -> Forecast | ReplicaForecast:
+) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
 
     With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given is decided.
@@ -212,7 +229,7 @@ def plan_for(
         hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
         microbatches: how many a batch is split into; 8 unless given or decided.
-        schedule: by name, or one with options; replicas are planned for 1f1b.
+        schedule: by name, or one with options; replicas are planned for synchronous ones.
         planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
             "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
@@ -246,7 +263,9 @@ def plan_for(
         )
     whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
     pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
-    return forecast_replicas(replica_question(whole, names, cluster, limit, devices, **pins), title)
+    check_shape_planner(names, whole.schedule)
+    there, given = given_pins(whole, cluster, devices, **pins)
+    return _shaped(whole, whole.shapes(cluster, there, given, limit)[0], names[0], title)
 
 
 def _count(name: str, value: int | None, usual: int) -> int:
@@ -267,6 +286,25 @@ def _usual(optimizer: Optimizer | None) -> Optimizer:
     import optax
 
     return optax.adamw(1e-3)
+
+
+def _shaped(question: Question, shapes: Shapes, planner: str, title: str) -> Forecast:
+    """Asks a planner that decides how many devices each stage has.
+
+    Args:
+        question: has the model.
+        shapes: those that there are.
+        planner: its name.
+        title: of a figure.
+    """
+    start_s = time.perf_counter()
+    try:
+        planned = ask_shapes(planner, shapes)
+    except Infeasible as infeasible:
+        refused = Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
+        return Forecast(shapes.model, (refused,), title, question, shapes)
+    best = _told(planner, planned, time.perf_counter() - start_s)
+    return Forecast(planned.problem, (best,), title, question, shapes)
 
 
 def _straight(
@@ -342,7 +380,13 @@ def _told(
 ) -> Answer:
     evaluation = evaluate(planned.problem, planned.decision)
     return Answer(
-        planner, planning_s, planned.decision, evaluation, splits=splits, plan=planned.plan
+        planner,
+        planning_s,
+        planned.decision,
+        evaluation,
+        splits=splits,
+        plan=planned.plan,
+        kinds=planned.shapes,
     )
 
 

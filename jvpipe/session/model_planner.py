@@ -22,10 +22,12 @@ from jvpipe.runtime.state import Leaf, Name
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO
 from jvpipe.session.arguments import dealt
+from jvpipe.session.asking import Planned
+from jvpipe.session.measuring import Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import Planned, Request, decide, measure
-from jvpipe.session.replica_shape import Shape, ShapeSearch
+from jvpipe.session.planning import decide
 from jvpipe.session.settings import Settings
+from jvpipe.session.shapes import ChosenShape, ShapeSearch
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
@@ -37,7 +39,7 @@ class Chosen(NamedTuple):
 
     compiled: CompiledPlan
     planned: Planned | None = None
-    shape: Shape | None = None
+    shape: ChosenShape | None = None
 
 
 @dataclass(frozen=True)
@@ -113,17 +115,18 @@ class ModelPlanner:
         return Chosen(_to_run(checked), best.planned)
 
     def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Decides how many devices each stage has; where that is one, cuts and fates are planned as ever."""
+        """Decides how many devices each stage has; where that is one, cuts and fates are planned for such stages."""
         settings, optimizer = self.settings, self.cut(traced)
-        known = self.runs, self.room_bytes, self.archive
+        assert not isinstance(settings.stages, Plan)
+        everybody = tuple(range(len(settings.devices)))
         with phase("planning how stages share devices"):
-            search = ShapeSearch(
-                settings, traced, optimizer, self.store, *known, self.between_hosts
-            )
+            request = self._request(settings.schedule.chunks, everybody)
+            search = ShapeSearch(self._measurement(traced, optimizer, request), settings.stages)
             shape = search.find(lambda plan: self._held_bytes(traced, optimizer, plan))
-        if shape.plan is not None:
-            return Chosen(_to_run(self._check(traced, shape.plan, optimizer)), shape=shape)
-        schedule, n, order = settings.schedule, shape.stages, settings.devices
+        if (planned := shape.planned) is not None:
+            checked = self._check(traced, planned.plan, optimizer)
+            return Chosen(_to_run(checked), planned, shape)
+        schedule, n, order = settings.schedule, shape.places, settings.devices
         if n >= len(
             {device.process_index for device in order}
         ):  # else some processes have nothing to do
@@ -180,28 +183,46 @@ class ModelPlanner:
         """The planner's plan for a model cut into these layers."""
         settings, optimizer = self.settings, self.cut(traced)
         assert isinstance(settings.stages, int)
-        request = Request(
-            settings.planner,
-            settings.schedule.stages_on(settings.stages),
-            settings.schedule,
-            settings.microbatches,
-            settings.places,
-            settings.limits,
-            settings.host_limit_bytes,
-            settings.speeds,
-            fixed=settings.hosts is not None,
-        )
-        known = self.runs, self.room_bytes, self.archive, self.between_hosts
+        request = self._request(settings.schedule.stages_on(settings.stages), settings.places)
         with phase("measuring layers and links"):
-            devices = list(
-                map(first_of, settings.devices)
-            )  # of a group one is timed, on whole arrays
-            problem = measure(request, traced, optimizer, self.store, devices, *known)
+            problem = self._measurement(traced, optimizer, request).problem()
         with phase("planning"):
             decided = decide(
                 request, problem, lambda plan: self._held_bytes(traced, optimizer, plan)
             )
             return CutCandidate(traced, optimizer, decided)
+
+    def _request(self, stages: int, places: tuple[int, ...]) -> Request:
+        """What is asked for: so many stages, the first ones on these devices."""
+        settings = self.settings
+        return Request(
+            settings.planner,
+            stages,
+            settings.schedule,
+            settings.microbatches,
+            places,
+            settings.limits,
+            settings.host_limit_bytes,
+            settings.speeds,
+            fixed=settings.hosts is not None,
+            groups=settings.replicas,
+        )
+
+    def _measurement(
+        self, traced: Traced, optimizer: OptimizerCut, request: Request
+    ) -> Measurement:
+        """What measures a model for a request; of a device that is a mesh one is timed, on whole arrays."""
+        return Measurement(
+            request,
+            traced,
+            optimizer,
+            self.store,
+            list(map(first_of, self.settings.devices)),
+            self.runs,
+            self.room_bytes,
+            self.archive,
+            self.between_hosts,
+        )
 
     def _held_bytes(self, traced: Traced, optimizer: OptimizerCut, plan: Plan) -> list[int]:
         """What the fullest device of each stage of a plan holds at most, while arrays are made or in a step."""
@@ -215,7 +236,11 @@ class ModelPlanner:
     def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
         """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
-        plan = plan.on(self.settings.replicas) if self.settings.replicas else plan
+        if groups := self.settings.replicas:
+            places = (
+                self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
+            )
+            plan = plan.on([groups[place] for place in places])
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan, optimizer)

@@ -1,6 +1,7 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,22 +10,29 @@ import jax
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
+from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.ir.given import checked_flags
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import MOST_BYTES, limits_of_each
-from jvpipe.planners.model.problem import Problem
+from jvpipe.papers.registry import shape_planners
+from jvpipe.planners.model.pins import Pins
+from jvpipe.planners.model.problem import Problem, single_groups
+from jvpipe.planners.model.shapes import Shapes
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import check_functions, checked_stacked
+from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
 from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
+from jvpipe.trace.reshaped import OtherLayersError
 
 Tree = Any
 MOST_S = 1e12
@@ -110,13 +118,16 @@ class Question:
         split = may_split(self.schedule, self.stages, self.microbatches)
         return estimate(traced, cluster, optimizer, self.microbatches, split=split)
 
-    def slowness(self, cluster: Cluster, traced: Traced, costs: Costs) -> list[tuple[float, ...]]:
+    def slowness(
+        self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
+    ) -> list[tuple[float, ...]]:
         """How many times longer each device takes for each layer than these costs say; none for those like the first.
 
         Args:
             cluster: has the devices.
             traced: the model.
             costs: on the first of them.
+            devices: so many of them are used.
         """
         first_s = [layer.forward_s + layer.backward_s for layer in costs.layers]
         known: dict[str, tuple[float, ...]] = {str(cluster.device): ()}
@@ -132,7 +143,7 @@ class Question:
                 )
             return known[str(kind)]
 
-        return [of(kind) for kind in cluster.accelerators[: self.stages]]
+        return [of(kind) for kind in cluster.accelerators[:devices]]
 
     def held_bytes(self, plan: Plan) -> list[int]:
         """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
@@ -175,8 +186,58 @@ class Question:
         problem = Problem(
             costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches
         )
-        slowness, names = self.slowness(cluster, traced, costs), [device.name for device in used]
+        slowness = self.slowness(cluster, traced, costs, self.stages)
+        names = [device.name for device in used]
         return on_cluster(problem.told_apart(slowness, limits, names), cluster)
+
+    def shapes(
+        self,
+        cluster: Cluster,
+        devices: int,
+        pins: Pins,
+        memory_limit: int | tuple[int, ...] | None = None,
+    ) -> tuple[Shapes, LayerGraph]:
+        """The shapes that a planner may choose of, and the layers of the model; its batch is a whole one.
+
+        Args:
+            cluster: whose first devices are used.
+            devices: how many.
+            pins: what is given of a shape.
+            memory_limit: for all, or for each; what the devices have unless given.
+        """
+        used = cluster.accelerators[:devices]
+        limits = limits_of_each(memory_limit, devices) or tuple(x.memory_bytes for x in used)
+        batch = jax.tree.leaves(self.batch)[0].shape[0]
+        most = pins.size or batch
+        whole = self.trace(most)
+        optimizer = self.cut(whole, whole.traced)
+        costs = {most: self.costs(cluster, whole.traced, optimizer)}
+        for b in smaller(most, devices):
+            if 1 in costs:
+                break
+            with suppress(OtherLayersError):  # then replicas cannot have so few examples
+                traced = self.trace(b, whole.traced).traced
+                if _operations(traced) == _operations(whole.traced):  # likewise
+                    costs[b] = self.costs(cluster, traced, optimizer)
+        slowness = self.slowness(cluster, whole.traced, costs[most], devices)
+        limit, apart = single_groups(slowness, limits, [x.name for x in used])
+        alike = len({group.kind for group in apart}) == 1 and not apart[0].slowness
+        model = Problem(
+            costs[most],
+            self.schedule.chunks,
+            self.schedule,
+            1,
+            memory_limit_bytes=limit,
+            host=cluster.host,
+            host_limit_bytes=cluster.host_memory_bytes,
+            peer=cluster.peer,
+            peer_uses_host=cluster.peer_uses_host and cluster.machines == 1,
+            cluster=cluster,
+        )
+        local = LocalCosts.of(costs.__getitem__, sorted(costs))
+        pins = replace(pins, least_slice=1 if 1 in costs else 2)
+        shapes = Shapes(model, local, cluster, devices, batch, pins, () if alike else apart)
+        return shapes, whole.traced.graph
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
@@ -207,6 +268,99 @@ def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list
     check_devices(devices, cluster)
     rates = [device.products_per_s("float32") for device in cluster.accelerators[:devices]]
     return [() if rate == rates[0] else (rates[0] / rate,) * layers for rate in rates]
+
+
+def given_pins(
+    question: Question,
+    cluster: Cluster,
+    devices: int | None = None,
+    *,
+    stages: int | None = None,
+    replicas: Sequence[int] | str | None = None,
+    cuts: Sequence[int] | str | None = None,
+    microbatches: int | None = None,
+) -> tuple[int, Pins]:
+    """Checks what is given of a shape.
+
+    Args:
+        question: has the model and a whole batch.
+        cluster: has the devices.
+        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
+        stages: as all that follows, None where it is to be decided.
+        replicas: devices of each stage; "auto" is None.
+        cuts: layers of each stage.
+        microbatches: in a step.
+
+    Returns:
+        How many devices there are, and what is given.
+
+    Raises:
+        ValueError: for what no plan has, with the values and the cure.
+    """
+    counts = None if replicas in (None, "auto") else whole_numbers("replicas", replicas)
+    there = sum(counts) if counts else cluster.devices
+    if devices is not None:
+        there = whole_number("devices", devices)
+    if there > cluster.devices:
+        raise ValueError(
+            f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or a cluster of more machines"
+        )
+    if stages is not None and whole_number("stages", stages) > there:
+        raise ValueError(
+            f"{stages} stages on {there} devices: each stage needs one, use at most {there} stages or at least "
+            f"{stages} devices"
+        )
+    if cuts is not None and question.schedule.chunks > 1:
+        raise ValueError(
+            f"cuts {cuts} with {question.schedule.name}, which runs {question.schedule.chunks} stages per device: "
+            "leave cuts out, or use a schedule of one stage per device"
+        )
+    size = None
+    if microbatches is not None:
+        shapes = micro_batch_shapes(question.batch, whole_number("microbatches", microbatches))
+        size = jax.tree.leaves(shapes)[0].shape[0]
+    layers = None if cuts is None else whole_numbers("cuts", cuts)
+    return there, Pins(stages, counts, layers, size)
+
+
+def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
+    """Raises ValueError for planners that give each stage one device, and schedules that run no replicas."""
+    names = shape_planners()
+    if others := [name for name in planners if name not in names]:
+        raise ValueError(
+            f"planner '{others[0]}' gives each stage one device: replicas are planned by {', '.join(names)}; "
+            "name one of these, or leave out devices and replicas"
+        )
+    if len(planners) > 1:
+        raise ValueError(
+            f"planners {', '.join(planners)}: replicas are planned by one at a time, name one"
+        )
+    check_replicable(schedule)
+    if not schedule.synchronous:
+        raise ValueError(
+            f"replicas are planned for synchronous schedules, not for '{schedule.name}': use '1f1b', 'zb-h1' or "
+            "another of these, or leave out devices and replicas"
+        )
+
+
+def smaller(examples: int, devices: int) -> tuple[int, ...]:
+    """The local batches at which layers are looked at beside the whole micro-batch: a replica's share, the least, and
+    what is the least where that is another program.
+
+    Args:
+        examples: of a micro-batch.
+        devices: that there are.
+
+    >>> smaller(64, 16), smaller(8, 2), smaller(1, 4)
+    ((4, 1, 2), (4, 1, 2), ())
+    """
+    sizes = dict.fromkeys((max(2, examples // devices), 1, 2))
+    return tuple(b for b in sizes if b < examples)
+
+
+def _operations(traced: Traced) -> list[str]:
+    """What must be alike for a loss to be made of the same layers at two sizes."""
+    return [eqn.primitive.name for eqn in traced.loss.eqns]
 
 
 def check_devices(stages: int, cluster: Cluster) -> None:

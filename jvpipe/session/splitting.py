@@ -18,7 +18,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.tensors import MemoryLimitExceeded
-from jvpipe.session.planning import Planned
+from jvpipe.session.asking import Planned
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import layer_signature, split_layers, split_points
 
@@ -158,7 +158,7 @@ def crowded(planned: Planned) -> list[int]:
     >>> costs = Costs(tuple(LayerCost("block", t, 2 * t, (Option(0),)) for t in (1.0, 5.0, 1.0)))
     >>> problem = Problem(costs, 3, find_schedule("1f1b"), microbatches=8)
     >>> decision = Decision.keeping_all([0, 1, 2, 3])
-    >>> crowded(Planned(decision.plan(costs, "1f1b", "given"), problem, decision))
+    >>> crowded(Planned(decision.plan(problem, "given"), problem, decision))
     [1]
     """
     problem, bounds = planned.problem, planned.decision.bounds

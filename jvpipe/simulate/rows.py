@@ -155,7 +155,11 @@ def _curves(
 
 
 def simulate_lists(
-    lists: TaskLists, stages: Sequence[StageLoad], *, shared_link: bool = False
+    lists: TaskLists,
+    stages: Sequence[StageLoad],
+    *,
+    shared_link: bool = False,
+    machines: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
     """Simulates task lists of F, B, I and W at the level of stages (see `stage_work`), as planners count.
 
@@ -163,6 +167,7 @@ def simulate_lists(
         lists: per device, its tasks in order.
         stages: what each stage asks for.
         shared_link: sends take the links to the host, which swapped bytes take too.
+        machines: of the devices at each place, where places share their networks.
 
     Raises:
         ValueError: the lists cannot progress; it says which task waits for what.
@@ -177,7 +182,8 @@ def simulate_lists(
         raise ValueError(f"{named} stages are in the task lists, {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
     swaps = any(stage.swapped_bytes for stage in stages)
-    work = stage_work(lists, Features.of(parts_s, shared=shared_link, swaps=swaps))
+    features = Features.of(parts_s, shared=shared_link, swaps=swaps, machines=machines)
+    work = stage_work(lists, features)
     seconds = work.seconds(parts_s)
     starts_s = np.array(work.work.starts_s(seconds))
     ends_s = starts_s + seconds
@@ -220,7 +226,7 @@ def _stage_curves(
             case Kind.IN:
                 mine.append((start_s, load.swapped_bytes))
                 host.append((end_s, -load.swapped_bytes))
-            case Kind.R | Kind.SEND | Kind.RETURN:
+            case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE:
                 pass  # what they take while they run is static
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")

@@ -4,10 +4,15 @@
     I, W            the halves of a backward that is not whole: what is said of B below is said of I
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
+    REDUCE          of gradients among the replicas of a stage, once, after its last backward
 
 A list is that of a device, and its tasks name their stages. Two micro-batches' swapped bytes at most are on the device:
 an F waits for the OUT of the F before the last one, an IN until the B before its own begins and the F before that B is
 out. What a B needs that follows its own F stays.
+
+The replicas of a stage are in step, so what is said of a device is said of the group of devices at a place. Where it is
+said on which machines these are, transfers between places and reduces take the networks of machines, out and in: those
+of several stages wait for each other there.
 
 A device's link to its host carries OUT and IN, and, where the host is between the devices, its sends too, all one at a
 time; else devices that stages follow each other on have a link for each direction. R waits for the cotangents, as B
@@ -31,7 +36,21 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.engine import Work
 
-PARTS = (Kind.F, Kind.R, Kind.B, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN, Kind.I, Kind.W)
+PARTS = (
+    Kind.F,
+    Kind.R,
+    Kind.B,
+    Kind.OUT,
+    Kind.IN,
+    Kind.SEND,
+    Kind.RETURN,
+    Kind.I,
+    Kind.W,
+    Kind.REDUCE,
+)
+
+WAYS = ("out", "in")
+"""The directions of a machine's network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,7 @@ class StageLoad:
     input_s: float = 0.0
     weight_s: float = 0.0
     handed_bytes: int = 0
+    reduce_s: float = 0.0
 
     @property
     def parts_s(self) -> tuple[float, ...]:
@@ -68,39 +88,53 @@ class StageLoad:
             self.return_s,
             self.input_s,
             self.weight_s,
+            self.reduce_s,
         )
 
 
 @dataclass(frozen=True)
 class Features:
-    """The parts that are simulated beside F and B; whatever takes no seconds can be left out."""
+    """The parts that are simulated beside F and B; whatever takes no seconds can be left out.
+
+    `machines` are those of the devices at each place, where places share their networks.
+    """
 
     recompute: bool = True
     swaps: bool = True
     sends: bool = True
     shared: bool = False
+    reduces: bool = False
+    machines: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
-    def of(parts_s: Sequence[Sequence[float]], *, shared: bool, swaps: bool = False) -> "Features":
+    def of(
+        parts_s: Sequence[Sequence[float]],
+        *,
+        shared: bool,
+        swaps: bool = False,
+        machines: tuple[tuple[int, ...], ...] = (),
+    ) -> "Features":
         """Finds the parts that stages need.
 
         Args:
             parts_s: per stage, seconds in the order of `PARTS`.
             shared: whether sends take the links to the host.
             swaps: whether something is swapped even if that takes no time.
+            machines: of the devices at each place; none: no networks are shared.
         """
-        _, recomputes, _, out, back, sent, returned, _, _ = (
+        _, recomputes, _, out, back, sent, returned, _, _, reduces = (
             any(column) for column in zip(*parts_s, strict=True)
         )
         sends = sent or returned
-        return Features(recomputes, swaps or out or back, sends, shared and sends)
+        shares = machines if sends or reduces else ()
+        return Features(recomputes, swaps or out or back, sends, shared and sends, reduces, shares)
 
 
 @dataclass(frozen=True)
 class StageWork:
     """Task lists as `Work`.
 
-    Task i of the work is named by `codes[i]` = (9 stage + part) M + micro-batch; M is `microbatches`. Seconds stand in
+    Task i of the work is named by `codes[i]` = (10 stage + part) M + micro-batch; M is `microbatches`. Seconds stand in
     one list, stage after stage, `PARTS` of each: those of task i are at `slots[i]`.
     """
 
@@ -135,11 +169,16 @@ class StageWork:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """The names of the resources: devices, their links to the host, to the next stage, to the previous one."""
+        """The names of the resources: devices, their links to the host, to the next stage, to the previous one, and
+        the networks of machines.
+        """
         devices = range(1 + max(self.places))
+        machines = (self.work.resources - 4 * len(devices) + 1) // 2
+        networks = (f"network of machine {k}, {way}" for k in range(machines) for way in WAYS)
         what = "stage" if self.stages == len(devices) else "device"
         links = (f"{what} {d} to {d + step}" for step in (1, -1) for d in devices)
-        return (*(f"{what} {d}" for d in devices), *(f"{what} {d} host" for d in devices), *links)
+        hosts = (f"{what} {d} host" for d in devices)
+        return (*(f"{what} {d}" for d in devices), *hosts, *links, *networks)
 
     def seconds(self, stages: Sequence[Sequence[float]]) -> list[float]:
         """Each task's seconds from the stages', which are in the order of `PARTS`."""
@@ -182,9 +221,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
         ) from None
     codes, D = tuple(waits), len(lists)
     occupied = [
-        _occupied(s, part, places, D, shared=features.shared)
-        for s in range(len(places))
-        for part in PARTS
+        _occupied(s, part, places, D, features) for s in range(len(places)) for part in PARTS
     ]
     in_order = [
         r for r in range(4 * D) if not D <= r < 2 * D
@@ -203,28 +240,57 @@ def _task(code: int, M: int) -> Task:
     return Task(slot // len(PARTS), PARTS[slot % len(PARTS)], m)
 
 
-def _occupied(
-    s: int, part: Kind, places: Sequence[int], D: int, *, shared: bool
-) -> tuple[int, ...]:
-    """The resources of a part of a stage, numbered as `StageWork.resources` names them."""
+def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -> tuple[int, ...]:
+    """The resources of a part of a stage, numbered as `StageWork.resources` names them.
+
+    Args:
+        s: the stage.
+        part: of it.
+        places: those of all stages.
+        D: how many there are.
+        on: says which resources are shared.
+    """
     d = places[s]
     match part:
         case Kind.OUT | Kind.IN:
             return (D + d,)
         case Kind.SEND:
-            return _link(d, places[(s + 1) % len(places)], D, shared=shared)
+            return _link(d, places[(s + 1) % len(places)], D, on)
         case Kind.RETURN:
-            return _link(d, places[s - 1], D, shared=shared)
+            return _link(d, places[s - 1], D, on)
+        case Kind.REDUCE:
+            return _networks(on.machines[d], on.machines[d], D) if on.machines else ()
         case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
             return (d,)
         case _:
             raise AssertionError(f"{part} is no part of a stage's work")
 
 
-def _link(d: int, to: int, D: int, *, shared: bool) -> tuple[int, ...]:
-    """The link between devices: up to the next, down to the previous one; a loop of three or more closes itself."""
+def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
+    """The link between places: up to the next, down to the previous one; a loop of three or more closes itself.
+
+    Between places on other machines it is the networks of these.
+    """
+    apart = on.machines and on.machines[d] != on.machines[to]
+    if apart and (shared := _networks(on.machines[d], on.machines[to], D)):
+        return shared
     down = to == d - 1 or (d == 0 and to == D - 1 > 1)
-    return (D + d, D + to) if shared else ((3 if down else 2) * D + d,)
+    return (D + d, D + to) if on.shared else ((3 if down else 2) * D + d,)
+
+
+def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[int, ...]:
+    """The networks that devices on some machines send by, and others receive by; none inside one machine.
+
+    Args:
+        senders: the machine of each device that sends.
+        readers: of each that receives.
+        D: how many places there are, whose resources come before the networks.
+    """
+    if len({*senders, *readers}) == 1:
+        return ()
+    out = (4 * D + 2 * k for k in sorted(set(senders)))
+    into = (4 * D + 2 * k + 1 for k in sorted(set(readers)))
+    return (*out, *into)
 
 
 class _Around(NamedTuple):
@@ -248,7 +314,7 @@ class _Around(NamedTuple):
             M: micro-batches.
         """
         stage = len(PARTS) * M  # from a task to the same of the next stage
-        F, _, B, _, _, SEND, RETURN, I, _ = parts = tuple(range(s * stage, (s + 1) * stage, M))  # noqa: E741
+        F, _, B, _, _, SEND, RETURN, I, _, _ = parts = tuple(range(s * stage, (s + 1) * stage, M))  # noqa: E741
         first, last = s == 0, s == len(places) - 1
         returns, sends = (
             on.sends and not end and places[s] != places[(s + step) % len(places)]
@@ -275,10 +341,11 @@ def _device(
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
     tasks = [task for task in tasks if task.kind != Kind.U]  # updates take no time at this level
+    ends = {t.stage: t for t in tasks if KINDS[t.kind].accumulates} if on.reduces else {}
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         s, kind, m = task
         parts, source, answer, half_answer, sends, returns = around[s]
-        F, R, _, OUT, IN, SEND, RETURN, I, W = parts  # noqa: E741
+        F, R, _, OUT, IN, SEND, RETURN, I, W, REDUCE = parts  # noqa: E741
         match kind:
             case Kind.F:
                 yield F + m, (*([] if source is None else [source + m]), *outs[-2:-1])
@@ -311,3 +378,5 @@ def _device(
                 yield W + m, (I + m,)
             case _:
                 raise ValueError(f"task {task}: lists at the level of stages hold F, B, I and W")
+        if ends.get(s) == task:  # its last backward: all gradients are there
+            yield REDUCE + m, last

@@ -112,8 +112,8 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
     for stages, schedule in product(range(1, min(4, layers) + 1), ("gpipe", "1f1b")):
         choices = tuple(rng.randrange(len(layer.options)) for layer in found.layers)
         decision = Decision((0, *accumulate(even_plan(layers, stages).cuts)), choices)
-        plan = decision.plan(found, schedule, "random")
         problem = Problem(found, stages, find_schedule(schedule), MICROBATCHES)
+        plan = decision.plan(problem, "random")
         made = layer_programs(shared_store(), model, Fates.of(model.graph, plan))
         lists = problem.schedule.lists(stages, MICROBATCHES)
         layouts = [

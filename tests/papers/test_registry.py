@@ -25,7 +25,7 @@ def test_every_planner_gives_a_plan_that_passes_the_validator(planner: str, sche
         problem = Problem(COSTS, stages, find_schedule(schedule), microbatches=8)
         decision = find_planner(planner).decide(problem)
         check(problem, decision)
-        plan = decision.plan(COSTS, schedule, planner)
+        plan = decision.plan(problem, planner)
         plan.check(len(SECONDS), stages)
         assert (plan.planner, plan.schedule, len(plan.stages)) == (planner, schedule, stages)
 

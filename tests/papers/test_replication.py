@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
-from jvpipe.papers.pipedream import pipedream
+from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import check, received_bytes, stage_cost
@@ -115,8 +115,7 @@ def every(problem: Problem) -> list[tuple[float, Stages, int]]:
 
 
 def stages_of(problem: Problem) -> Stages:
-    decision = pipedream(problem, replicate=True)
-    check(problem, decision)
+    decision = replicated(problem)
     assert sum(decision.replicas) == problem.stages
     return tuple(zip(decision.bounds, decision.bounds[1:], decision.replicas, strict=False))
 
@@ -144,23 +143,21 @@ def test_no_pipeline_that_fits_is_faster(problem: Problem, part: float) -> None:
         )
     else:
         with pytest.raises(Infeasible) as caught:
-            pipedream(problem, replicate=True)
+            replicated(problem)
         assert caught.value.smallest_limit_bytes == min(peak for _, _, peak in possible)
 
 
 def test_convolutions_are_replicated_and_the_dense_layer_is_not() -> None:
     convolutions = [LayerCost("convolution", 1.0, 2.0, (Option(8),))] * 3
     dense = LayerCost("dense", 0.5, 0.5, (Option(8),), parameter_bytes=1000)
-    decision = pipedream(
-        problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)), replicate=True
-    )
+    decision = replicated(problem_of([*convolutions, dense], 4, [1, 1, 1], peer=Link(100.0)))
     assert (decision.bounds, decision.replicas) == ((0, 3, 4), (3, 1))
 
 
 def test_gradients_are_summed_inside_machines_and_activations_cross_the_network() -> None:
     layers = [LayerCost("layer", 1.0, 2.0, (Option(8),), parameter_bytes=100)] * 4
     problem = problem_of(layers, 4, [1, 1, 1], cluster=cluster(2, 2, peer=1000.0, network=10.0))
-    decision = pipedream(problem, replicate=True)
+    decision = replicated(problem)
     assert (decision.bounds, decision.replicas) == ((0, 2, 4), (2, 2))
 
 
@@ -170,7 +167,4 @@ def test_devices_fill_machines() -> None:
         with pytest.raises(
             ValueError, match=f"{devices} devices: cluster cluster has 2 machines of 2"
         ):
-            pipedream(
-                problem_of(layers, devices, [1] * 5, cluster=cluster(2, 2, 10.0, 10.0)),
-                replicate=True,
-            )
+            replicated(problem_of(layers, devices, [1] * 5, cluster=cluster(2, 2, 10.0, 10.0)))

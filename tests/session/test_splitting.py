@@ -23,7 +23,7 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.batches import micro_batch_shapes
-from jvpipe.session.planning import Planned
+from jvpipe.session.asking import Planned
 from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import split_layers, split_points
@@ -86,7 +86,7 @@ def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> CutCandidat
     )
     problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
     decision = jvpipe(problem)
-    planned = Planned(decision.plan(problem.costs, "1f1b", "jvpipe"), problem, decision)
+    planned = Planned(decision.plan(problem, "jvpipe"), problem, decision)
     return CutCandidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
 
 

@@ -6,6 +6,8 @@ Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
+where t has a part of what the replicas of a stage add up once a step: `Objective.with_reduces`.
+
 All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
 on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
 the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
@@ -19,7 +21,7 @@ from itertools import count
 
 import numpy as np
 
-from jvpipe.planners.joint.segment_table import Path, Table, cells
+from jvpipe.planners.joint.segment_table import Cell, Path, Table, cells
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum, sums_through
 from jvpipe.planners.model.problem import Problem
 
@@ -56,8 +58,19 @@ class Objective:
         """How often a step waits for the slowest stage."""
         return self.problem.microbatches - self.problem.schedule.synchronous
 
+    def with_reduces(self, seconds: list[Matrix]) -> list[Matrix]:
+        """Seconds of stages, with the share of a micro-batch in what replicas add up once a step.
+
+        M (t + A / M) is what a stage is busy: its micro-batches, and its all-reduce A.
+        """
+        if not self.problem.replicated:
+            return seconds
+        m, stages = self.problem.microbatches, self.table.stages
+        return [t + stage.block.reduce_s / m for t, stage in zip(seconds, stages, strict=True)]
+
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
         """Seconds of stages and of the links before them."""
+        seconds = self.with_reduces(seconds)
         return [t + stage.block.comm_s for t, stage in zip(seconds, self.table.stages, strict=True)]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
@@ -66,6 +79,7 @@ class Objective:
         if not self.two_phases:
             return [self.slowest(seconds)]
         forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
+        seconds = self.with_reduces(seconds)
         backward = [
             np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)
         ]
@@ -75,20 +89,27 @@ class Objective:
         """How far apart micro-batches are on a stage or on the link before it."""
         return [
             np.maximum(t, stage.block.comm_s)
-            for t, stage in zip(seconds, self.table.stages, strict=True)
+            for t, stage in zip(self.with_reduces(seconds), self.table.stages, strict=True)
         ]
+
+    def parts_s(self, cell: Cell) -> tuple[float, float, float]:
+        """What a cell takes with its share of reduces, its forward, and the link before it."""
+        t, forward_s, comm_s = self.table.parts_s(cell)
+        stage = self.table.stage(cell)
+        reduce_s = float(stage.block.reduce_s[stage.place(*cell[1:])])
+        return t + reduce_s / self.problem.microbatches, forward_s, comm_s
 
     def maxima(self, path: Path) -> Caps:
         """What a path's stages wait for in each phase."""
         waits_s = []
-        for t, forward_s, comm_s in map(self.table.parts_s, cells(path)):
+        for t, forward_s, comm_s in map(self.parts_s, cells(path)):
             phases = (max(forward_s, comm_s / 2), max(t - forward_s, comm_s / 2))
             waits_s.append(phases if self.two_phases else (max(t, comm_s),))
         return tuple(max(phase) for phase in zip(*waits_s, strict=True))
 
     def step_s(self, path: Path) -> float:
         """What a path takes."""
-        total_s = sum(t + comm_s for t, _, comm_s in map(self.table.parts_s, cells(path)))
+        total_s = sum(t + comm_s for t, _, comm_s in map(self.parts_s, cells(path)))
         return total_s * self.problem.schedule.synchronous + self.waits * sum(self.maxima(path))
 
     def bound_s(self, seconds: list[Matrix]) -> float:

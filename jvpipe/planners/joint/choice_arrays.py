@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
+from jvpipe.cost.costs import Costs
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
     on_device_bytes,
     option_bytes,
@@ -42,9 +43,9 @@ class Choices:
     temporary_bytes: PerLayer
 
     @staticmethod
-    def of(problem: Problem, swaps: bool = True) -> "Choices":
-        """The choices of a problem's layers; without `swaps`, those that swap nothing."""
-        layers = problem.costs.layers
+    def of(costs: Costs, swaps: bool = True) -> "Choices":
+        """The choices of layers at these costs; without `swaps`, those that swap nothing."""
+        layers = costs.layers
         n, options = len(layers), max(len(layer.options) for layer in layers)
         # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
         allowed = np.zeros((n, options + 2), dtype=bool, order="F")

@@ -49,12 +49,13 @@ class Reach:
 
     def _best_prices(self, bounds: Sequence[int]) -> list[Prices]:
         pricing, segments = self.pricing, self.pricing.segments
-        tier, stages = pricing.tiers[-1], []
+        stages = []
         for s, (i, j) in enumerate(pairwise(bounds)):
-            static, compute_s = segments.static_bytes(s), segments.compute_of(s)
+            static, compute_s = segments.of(s).static_bytes(s), segments.compute_of(s)
             room = (
                 pricing.limit_bytes - segments.problem.less_bytes(s) - float(static[j] - static[i])
             )
+            tier = pricing.at(s).tiers[-1]
             stages.append(Segment(s, i, j, tier, room, float(compute_s[j] - compute_s[i]), 0.0))
         return DualBounds(pricing, stages).solve()
 
@@ -125,7 +126,7 @@ class Reach:
 
     def _fitting(self, s: int, i: int, j: int, cap_s: float, forwards: bool) -> int:
         """The length of the longest beginning (or end) of layers [i, j) that stage s can take."""
-        fits = np.ones((len(self.pricing.tiers), 2, j - i), dtype=bool)
+        fits = np.ones((len(self.pricing.at(s).tiers), 2, j - i), dtype=bool)
         priced = ((cap_s * (1 + 1e-9), prices) for prices in self.prices[s])
         for most, prices in ((ROUNDING_BYTES, BYTES_ALONE), *priced):
             over, paid = self._paid(s, prices, i, j)
@@ -145,12 +146,13 @@ class Reach:
 
     def _priced(self, s: int, prices: Prices, layers: slice) -> tuple[Grids, Grids]:
         """The same for sums that begin at the first of these layers."""
-        segments, (alpha, mu), rows, over = self.pricing.segments, prices, [], []
+        pricing, (alpha, mu), rows, over = self.pricing.at(s), prices, [], []
+        segments = pricing.segments
         bounds = slice(layers.start, layers.stop + 1)
         limit_bytes = self.pricing.limit_bytes - segments.problem.less_bytes(s)
         fixed = alpha * segments.compute_of(s)[bounds] + mu * segments.static_bytes(s, bounds)
         for view, (work_s, link_s) in self._views(s):
-            cost = mu * self.pricing.held_bytes(s, view, layers)
+            cost = mu * pricing.held_bytes(s, view, layers)
             if alpha:
                 cost += (
                     alpha * work_s[layers] + (1 - alpha) * link_s[layers]
@@ -160,23 +162,24 @@ class Reach:
             least = cost.min(1)
             rows.append(sums(np.where(np.isfinite(least), least, 0.0)) + fixed)
             over.append([mu * (view.low * view.by_low - limit_bytes)])
-        shape = len(self.pricing.tiers), 2, -1
+        shape = len(pricing.tiers), 2, -1
         return np.array(over).reshape(shape), np.array(rows).reshape(shape)
 
     def _views(self, s: int) -> list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]:
         """Every tier by each of two bounds, with the seconds of its choices on stage s."""
-        slowness = self.pricing.segments.problem.slowness(s)
-        if slowness not in self._views_known:
-            pairs = [view for tier in self.pricing.tiers for view in (tier.views * 2)[:2]]
-            self._views_known[slowness] = [
-                (view, self.pricing.seconds(s, view, slice(None))) for view in pairs
+        pricing = self.pricing.at(s)
+        key = id(pricing), pricing.segments.problem.slowness(s)
+        if key not in self._views_known:
+            pairs = [view for tier in pricing.tiers for view in (tier.views * 2)[:2]]
+            self._views_known[key] = [
+                (view, pricing.seconds(s, view, slice(None))) for view in pairs
             ]
-        return self._views_known[slowness]
+        return self._views_known[key]
 
     @cached_property
     def _views_known(
         self,
-    ) -> dict[tuple[float, ...], list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]]:
+    ) -> dict[tuple[int, tuple[float, ...]], list[tuple[Tier, tuple[np.ndarray, np.ndarray]]]]:
         return {}
 
 

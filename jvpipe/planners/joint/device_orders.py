@@ -26,9 +26,10 @@ MOST_ORDERS = 12
 SEARCHED_ORDERS = 2
 """Orders that are worth a whole search."""
 
+Asked = TypeVar("Asked")
 T = TypeVar("T")
 Kind = tuple[tuple[float, ...], int]
-"""What makes a device like others: `Traits.kind`."""
+"""What makes a device like others: `Group.kind`."""
 
 
 def orders(problem: Problem) -> list[Problem]:
@@ -39,15 +40,15 @@ def orders(problem: Problem) -> list[Problem]:
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 6)
     >>> problem = Problem(costs, 3, find_schedule("1f1b"), 4).told_apart([(), (2.0,) * 6, ()], [9, 9, 9])
     >>> [one.where for one in orders(problem)]
-    [(0, 1, 2), (0, 2, 1), (1, 0, 2)]
+    [((0,), (1,), (2,)), ((0,), (2,), (1,)), ((1,), (0,), (2,))]
     """
-    devices, traits = range(len(problem.traits)), problem.traits
-    if not devices:
+    devices, groups = range(len(problem.groups)), problem.groups
+    if not devices or problem.replicated:
         return [problem]
     if _all_orders(problem):
         wanted = _distinct(problem)
     else:
-        keys = [x.mean_slowness for x in traits], [float(x.less_bytes) for x in traits]
+        keys = [x.mean_slowness for x in groups], [float(x.less_bytes) for x in groups]
         wanted = [
             sorted(devices, key=key.__getitem__, reverse=back)
             for key in keys
@@ -55,19 +56,19 @@ def orders(problem: Problem) -> list[Problem]:
         ]
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *wanted]:
-        by_kind.setdefault(tuple(traits[d].kind for d in order), order)
+        by_kind.setdefault(tuple(groups[d].kind for d in order), order)
     return [problem.in_order(order) for order in by_kind.values()]
 
 
 def _all_orders(problem: Problem) -> bool:
     """Whether all orders are looked at."""
-    counts = Counter(each.kind for each in problem.traits).values()
-    return factorial(len(problem.traits)) // prod(map(factorial, counts)) <= MOST_ORDERS
+    counts = Counter(each.kind for each in problem.groups).values()
+    return factorial(len(problem.groups)) // prod(map(factorial, counts)) <= MOST_ORDERS
 
 
 def _distinct(problem: Problem) -> list[list[int]]:
     """The orders that differ in the kinds of their devices."""
-    kinds = [each.kind for each in problem.traits]
+    kinds = [each.kind for each in problem.groups]
     of_kind = {kind: [d for d, other in enumerate(kinds) if other == kind] for kind in kinds}
     rows = _arrangements(Counter(kinds))
     return [[of_kind[kind][row[:at].count(kind)] for at, kind in enumerate(row)] for row in rows]
@@ -105,20 +106,20 @@ def _promise(problem: Problem) -> tuple[float, float]:
 
 def least_bound(problem: Problem) -> float:
     """Simulated seconds per step that no plan is below, whatever the order of the devices: see `lower_bound`."""
-    if not problem.traits:
+    if not problem.groups or problem.replicated:
         return lower_bound(problem)
     if _all_orders(problem):
         return min(map(lower_bound, orders(problem)))
-    every = [each.slowness or (1.0,) * len(problem.costs.layers) for each in problem.traits]
+    every = [each.slowness or (1.0,) * len(problem.costs.layers) for each in problem.groups]
     fastest = tuple(map(min, zip(*every, strict=True)))
-    best = tuple(replace(each, slowness=fastest, less_bytes=0) for each in problem.traits)
-    return lower_bound(replace(problem, traits=best))
+    best = tuple(replace(each, slowness=fastest, less_bytes=0) for each in problem.groups)
+    return lower_bound(replace(problem, groups=best))
 
 
 def least_of(
-    problems: Sequence[Problem], ask: Callable[[Problem], T], step_s: Callable[[T], float]
+    problems: Sequence[Asked], ask: Callable[[Asked], T], step_s: Callable[[T], float]
 ) -> T:
-    """The fastest answer to problems that differ in the order of their devices.
+    """The fastest answer to problems that differ in their devices, or in the order of these.
 
     Args:
         problems: at least one.

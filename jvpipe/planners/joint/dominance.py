@@ -40,7 +40,7 @@ class Growth:
         *,
         by_bytes: bool = False,
     ) -> None:
-        layers = slice(i, j)
+        layers, pricing = slice(i, j), pricing.at(s)
         self.i, self.table, self.in_flight, self.tier = (
             i,
             pricing.choices,

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.joint.working_tiers import Tier
+from jvpipe.planners.joint.working_tiers import RUN_TIERS, Tier, tiers
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
 from jvpipe.planners.model.stage_bytes import on_device_bytes
@@ -41,12 +41,46 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """What prices are put on: all choices of all layers, under a limit."""
+    """What prices are put on: all choices of all layers, under a limit.
+
+    Of stages whose devices work on other shares of micro-batches, `at` has the choices.
+    """
 
     segments: Segments
     choices: Choices
     tiers: tuple[Tier, ...]
     limit_bytes: float
+    swaps: bool = True
+    runs: int = RUN_TIERS
+
+    @staticmethod
+    def of(
+        segments: Segments, limit_bytes: float, swaps: bool = True, runs: int = RUN_TIERS
+    ) -> "Pricing":
+        """Prices the choices of the layers of segments.
+
+        Args:
+            segments: of the layers.
+            limit_bytes: what a device may hold.
+            swaps: whether choices that swap are among them.
+            runs: how many tiers there are for runs of layers computed again, at most.
+        """
+        choices = Choices.of(segments.costs, swaps)
+        every = tiers(choices, limit_bytes, runs)
+        return Pricing(segments, choices, every, limit_bytes, swaps, runs)
+
+    def at(self, s: int) -> "Pricing":
+        """The choices of layers on the devices of a stage."""
+        segments = self.segments.of(s)
+        if segments is self.segments:
+            return self
+        if id(segments) not in self._at:
+            self._at[id(segments)] = Pricing.of(segments, self.limit_bytes, self.swaps, self.runs)
+        return self._at[id(segments)]
+
+    @cached_property
+    def _at(self) -> dict[int, "Pricing"]:
+        return {}
 
     def table(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gives extra and link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
@@ -176,9 +210,9 @@ class DualBounds:
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
     def __init__(self, pricing: Pricing, stages: Sequence[Segment]) -> None:
-        tables = [pricing.table(x.s, x.tier, slice(x.i, x.j)) for x in stages]
+        tables = [pricing.at(x.s).table(x.s, x.tier, slice(x.i, x.j)) for x in stages]
         for (_, _, held), x in zip(tables, stages, strict=True):
-            held[-1] += pricing.last_bytes(x.tier, slice(x.j - 1, x.j))[0]
+            held[-1] += pricing.at(x.s).last_bytes(x.tier, slice(x.j - 1, x.j))[0]
         self.extra_s, self.link_s, self.held = (
             np.concatenate(parts) for parts in zip(*tables, strict=True)
         )

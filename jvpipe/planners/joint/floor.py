@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jvpipe.cost.costs import Costs
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
@@ -110,19 +111,28 @@ class _Search:
 
 def _untimed(problem: Problem) -> Problem:
     """The problem with seconds that no clock has measured, the same on all devices, and without a limit."""
-    layers = tuple(
-        replace(
-            x,
-            forward_s=1.0,
-            backward_s=2.0,
-            options=tuple(replace(o, extra_s=1.0) for o in x.options),
-        )
-        for x in problem.costs.layers
+    known: dict[int, Costs] = {}
+
+    def untimed(costs: Costs) -> Costs:
+        """The same bytes; groups that share costs share these too."""
+        if id(costs) not in known:
+            layers = tuple(
+                replace(
+                    x,
+                    forward_s=1.0,
+                    backward_s=2.0,
+                    options=tuple(replace(o, extra_s=1.0) for o in x.options),
+                )
+                for x in costs.layers
+            )
+            known[id(costs)] = replace(costs, layers=layers)
+        return known[id(costs)]
+
+    groups = tuple(
+        replace(group, slowness=(), costs=group.costs and untimed(group.costs))
+        for group in problem.groups
     )
-    traits = tuple(replace(each, slowness=()) for each in problem.traits)
-    return replace(
-        problem, costs=replace(problem.costs, layers=layers), memory_limit_bytes=None, traits=traits
-    )
+    return replace(problem, costs=untimed(problem.costs), memory_limit_bytes=None, groups=groups)
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:

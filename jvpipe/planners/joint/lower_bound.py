@@ -58,7 +58,7 @@ def lower_bound(problem: Problem) -> float:
         return max(every_s, min(_of_two_phases(problem, stages), work_s + (m - 1) * solution.cap_s))
     # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
     every_s = (
-        m * segments.share_s if problem.traits else work_s / (1 - (1 - 1 / m) ** problem.stages)
+        m * segments.share_s if problem.groups else work_s / (1 - (1 - 1 / m) ** problem.stages)
     )
     return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
 
@@ -73,10 +73,8 @@ def _of_any_order(problem: Problem) -> float:
     work_s = problem.microbatches * sum(
         x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True)
     )
-    if problem.traits:
-        return work_s / sum(
-            1 / min(problem.slowness(d), default=1.0) for d in range(problem.devices)
-        )
+    if problem.groups:  # each place takes its best share of any work
+        return work_s * Segments(problem).share_s / float(Segments(problem).compute_s[-1])
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
     return (work_s + sum(begins_s)) / problem.devices
 
@@ -107,7 +105,8 @@ def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
         there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
         every.append(
             np.maximum(
-                m * t + segments.least_compute_s[x.starts][:, None] + there_s, m * x.traffic_s
+                m * t + x.reduce_s + segments.least_compute_s[x.starts][:, None] + there_s,
+                m * x.traffic_s,
             )
         )
         crossed_s = there_s.min(0)

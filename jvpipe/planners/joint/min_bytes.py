@@ -25,7 +25,7 @@ class MinBytesSearch:
     """Layers [i, j) of stage s, whatever their seconds."""
 
     def __init__(self, pricing: Pricing, s: int, i: int, j: int) -> None:
-        self.pricing, self.cell, self.n = pricing, (s, i, j), j - i
+        self.pricing, self.cell, self.n = pricing.at(s), (s, i, j), j - i
 
     def fewest(self, exact: bool, below: float = np.inf) -> tuple[float, tuple[int, ...]]:
         """The fewest bytes beside those that no choice changes, and choices that take them; none if that is not below

@@ -97,8 +97,8 @@ class _Emptiest:
     def _fullness(self, decision: Decision) -> list[int]:
         """The limits that devices need, the largest first."""
         problem = self.problem
-        held, traits = evaluate(problem, decision).device_bytes, problem.traits
-        less = [each.less_bytes for each in traits] or [0] * len(held)
+        held, groups = evaluate(problem, decision).device_bytes, problem.groups
+        less = [each.less_bytes for each in groups] or [0] * len(held)
         return sorted((size + more for size, more in zip(held, less, strict=True)), reverse=True)
 
     def _of_cuts(self, bounds: Sequence[int]) -> Decision:

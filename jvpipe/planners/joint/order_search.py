@@ -17,7 +17,6 @@ from functools import lru_cache
 from itertools import product
 from operator import sub
 
-from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.lower_bound import lower_bound
@@ -94,13 +93,17 @@ class OrderedPlan:
         """The seconds of a step, less what idle devices lend."""
         return self.step_s * (1 - self.lent * self.idle)
 
-    def plan(self, costs: Costs, planner: str) -> Plan:
-        """The plan with its lists, and each stage on its device; `planner` is who made it."""
-        lists, stages = self.schedule.lists, len(self.decision.bounds) - 1
+    def answered(self, problem: Problem) -> Problem:
+        """The problem with the order that was found, and as many stages as it has."""
+        stages = len(self.decision.bounds) - 1
+        return replace(problem, schedule=self.schedule, stages=stages)
+
+    def plan(self, problem: Problem, planner: str) -> Plan:
+        """The plan with its lists, and each stage on its devices; `planner` is who made it."""
+        lists, costs = self.schedule.lists, problem.costs
         assert isinstance(lists, GivenLists)
-        places = [self.schedule.device_of(s, len(lists.lines)) for s in range(stages)]
         ids = costs.ids or tuple(range(len(costs.layers)))
-        plan = self.decision.plan(costs, self.schedule.name, planner, places)
+        plan = self.decision.plan(self.answered(problem), planner)
         return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 

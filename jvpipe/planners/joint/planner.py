@@ -6,7 +6,7 @@ synchronous schedule is not the step: the best paths, the cuts of other planners
 (`local_search.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,8 +43,13 @@ HOST_LINK_CROWDING = 3.0
 surrogate takes for hidden costs up to half of a step, simulated."""
 
 
-def jvpipe(problem: Problem, refine: bool = True) -> Decision:
-    """The plan of the least simulated step seconds that the search finds; without `refine`, the surrogate's optimum.
+def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()) -> Decision:
+    """The plan of the least simulated step seconds that the search finds.
+
+    Args:
+        problem: what is to be planned.
+        refine: whether plans are simulated; if not, the surrogate's optimum is the answer.
+        begin: plans that keep the limits, of which the search also begins.
 
     Raises:
         Infeasible: nothing fits; with the smallest limit that would do.
@@ -55,16 +60,16 @@ def jvpipe(problem: Problem, refine: bool = True) -> Decision:
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (keep, again)),) * 4)
     >>> problem = Problem(costs, 2, find_schedule("1f1b"), microbatches=8, memory_limit_bytes=350)
     >>> jvpipe(problem)
-    Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0), replicas=())
+    Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0))
     """
-    best = _kept_best(problem, refine) or (
-        _simulated_best(problem) if refine else _surrogate_best(problem)
+    best = _kept_best(problem, refine, begin) or (
+        _simulated_best(problem, begin) if refine else _surrogate_best(problem)
     )
     check(problem, best)
     return best
 
 
-def _kept_best(problem: Problem, refine: bool) -> Decision | None:
+def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
     """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
     limit = problem.memory_limit_bytes
     if limit is None or not _may_keep_all(problem):
@@ -72,7 +77,7 @@ def _kept_best(problem: Problem, refine: bool) -> Decision | None:
     free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
     if evaluate(problem, jvpipe(free, refine=False)).limit_bytes > NEAR_LIMIT * limit:
         return None
-    best = jvpipe(free, refine)
+    best = jvpipe(free, refine, begin)
     return best if evaluate(problem, best).limit_bytes <= limit else None
 
 
@@ -96,7 +101,7 @@ def _surrogate_best(problem: Problem) -> Decision:
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
-    if problem.memory_limit_bytes is None or not Choices.of(problem).swapped_bytes.any():
+    if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
     if len(problem.costs.layers) <= HASTY_LAYERS or not plain.feasible:
         return True
@@ -104,7 +109,7 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     return slowest_s > IMBALANCE_WORTH_SWAPS * plain.table.pricing.segments.share_s
 
 
-def _simulated_best(problem: Problem) -> Decision:
+def _simulated_best(problem: Problem, others: Sequence[Decision]) -> Decision:
     """Of the surrogate's best paths, other planners' plans and cuts, and their neighbours, the fastest simulated one.
 
     Fates are chosen without swaps, and with swaps as if the link to the host were slow.
@@ -117,7 +122,8 @@ def _simulated_best(problem: Problem) -> Decision:
         crowded = replace(problem, host=host)
         pricings.append(pricing_of(crowded))
         solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
-    begin = [
+    begin = list(others)
+    begin += [
         x.decision(path)
         for x in solutions
         if x.feasible

@@ -213,7 +213,7 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
 
     Under a limit fates are chosen again, for what the order has in flight.
     """
-    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, traits=())).cuts
+    cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, groups=())).cuts
     tries = (
         tasks
         // sum(map(len, best.order))

@@ -52,6 +52,8 @@ class StageTable:
         fits = block.inside & (
             keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit)
         )
+        if block.reducing_bytes.any():
+            keeps, fits = (x & (block.reducing_bytes <= limit) for x in (keeps, fits))
         there = [self.least_working_bytes <= tier.high for tier in pricing.tiers]
         self.bounds_s = [np.where(fits & (keeps | x), self.least_s, np.inf) for x in there]
         self.settled = keeps | ~fits
@@ -148,7 +150,7 @@ class Table:
         blocks = [
             pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))
         ]
-        self.stages = [StageTable(pricing, block) for block in blocks]
+        self.stages = [StageTable(pricing.at(block.s), block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
         self.fates: dict[Cell, StageChoices] = {}
         self.prices: dict[tuple[Cell, int], tuple[float, float]] = {}
@@ -161,6 +163,10 @@ class Table:
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
         return self.stages[cell[0] - self.first]
+
+    def _pricing(self, cell: Cell) -> Pricing:
+        """The choices of the layers of a cell."""
+        return self.stage(cell).pricing
 
     def best_prices(self) -> Hints:
         """Gives the last prices found for each stage's tiers."""
@@ -233,7 +239,7 @@ class Table:
 
     def _price(self, keys: Sequence[tuple[Cell, int]]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
-        views = [(key, view) for key in keys for view in self.pricing.tiers[key[1]].views]
+        views = [(key, view) for key in keys for view in self._pricing(key[0]).tiers[key[1]].views]
         bounds = DualBounds(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
         best = dict.fromkeys(keys, (-np.inf, (1.0, 0.0)))
         for (key, _), prices, bound_s in zip(
@@ -250,7 +256,7 @@ class Table:
         query, stage = self.query(cell), self.stage(cell)
         one = np.array([stage.place(*cell[1:])]).T
         block, least = stage.block.at(*one), stage.least_working_bytes[np.ix_(*one)]
-        room = float(self.pricing.room_bytes(block, least, tier)[0, 0])
+        room = float(stage.pricing.room_bytes(block, least, tier)[0, 0])
         return Segment(*cell, tier, room, query.compute_s, query.traffic_s)
 
     def _choose(self, cell: Cell, tier: int, enough_s: float) -> None:
@@ -264,7 +270,8 @@ class Table:
         known_s = known.seconds if known else np.inf
         prices = self.prices.get((cell, tier)) or self.hints[cell[0], tier]
         self.layers += cell[2] - cell[1]
-        search = FateSearch(self.pricing, self.query(cell), self.pricing.tiers[tier], *prices)
+        pricing = stage.pricing
+        search = FateSearch(pricing, self.query(cell), pricing.tiers[tier], *prices)
         fates = search.least_seconds(self.effort.quick, known_s)
         if (
             fates.seconds > enough_s
@@ -310,14 +317,15 @@ class Table:
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
-        query, choices = self.query(cell), self.pricing.choices
-        held, choices_of = MinBytesSearch(self.pricing, *cell).fewest(exact=False)
+        query, pricing = self.query(cell), self._pricing(cell)
+        choices = pricing.choices
+        held, choices_of = MinBytesSearch(pricing, *cell).fewest(exact=False)
         layers = np.arange(query.i, query.j)
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
         if held > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, np.inf, np.inf)
-        link_s = query.traffic_s + 2 * self.pricing.segments.problem.host.seconds(swapped)
-        compute_s = query.compute_s + float(self.pricing.extra_s(cell[0])[layers, choices_of].sum())
+        link_s = query.traffic_s + 2 * pricing.segments.problem.host.seconds(swapped)
+        compute_s = query.compute_s + float(pricing.extra_s(cell[0])[layers, choices_of].sum())
         return StageChoices(choices_of, max(compute_s, link_s), held, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
-from jvpipe.planners.joint.working_tiers import spread_max, tiers
+from jvpipe.planners.joint.working_tiers import spread_max
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
@@ -42,8 +42,10 @@ class MinBytesPlan:
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
     segments = pricing.segments
+    pricing = replace(
+        Pricing.of(segments, np.inf, pricing.swaps, BYTE_TIERS), limit_bytes=pricing.limit_bytes
+    )
     cuts = all_cuts(segments)
     if area(cuts) <= ALL_CUTS_CELLS:
         plan = _min_bytes_plan(pricing, cuts)
@@ -74,7 +76,10 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `MOST_CUTS`, none."""
-    pricing = replace(pricing, tiers=tiers(pricing.choices, np.inf, BYTE_TIERS))
+    pricing = replace(
+        Pricing.of(pricing.segments, np.inf, pricing.swaps, BYTE_TIERS),
+        limit_bytes=pricing.limit_bytes,
+    )
     cuts = all_cuts(pricing.segments)
     places = range(1, len(pricing.segments.cuts) - 1)
     if comb(len(places), len(cuts) - 2) > MOST_CUTS:
@@ -94,12 +99,17 @@ class Peaks:
         segments = pricing.segments
         self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT_LAYERS
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
-        least = [spread_max(pricing.choices.least_working_bytes, block) for block in self.blocks]
+        least = [
+            spread_max(pricing.at(block.s).choices.least_working_bytes, block)
+            for block in self.blocks
+        ]
         bounds = (
-            pricing.least_bytes(block, x) for block, x in zip(self.blocks, least, strict=True)
+            pricing.at(block.s).least_bytes(block, x)
+            for block, x in zip(self.blocks, least, strict=True)
         )
         self.bytes = [
-            np.where(b.inside, x, np.inf) for b, x in zip(self.blocks, bounds, strict=True)
+            np.where(b.inside, np.maximum(x, b.reducing_bytes), np.inf)
+            for b, x in zip(self.blocks, bounds, strict=True)
         ]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
@@ -118,7 +128,8 @@ class Peaks:
             held, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
             longer = self.bytes[s][: a + 1, b:]
             np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)
-            self.bytes[s][a, b] = fixed + held
+            reducing = float(self.blocks[s].reducing_bytes[a, b])
+            self.bytes[s][a, b] = max(fixed + held, reducing)
         return float(self.bytes[s][a, b])
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
@@ -164,7 +175,7 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
         b: the place of its end.
         held: its bytes beside what is fixed.
     """
-    choices, starts, last = pricing.choices, block.starts[: a + 1], block.ends[b] - 1
+    choices, starts, last = pricing.at(block.s).choices, block.starts[: a + 1], block.ends[b] - 1
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1][
         starts - starts[0]
@@ -185,8 +196,8 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
     over, problem = plan.peak_bytes - limit, pricing.segments.problem
     own = limit - problem.less_bytes(plan.stage)
-    where = f" of {problem.name_of(plan.stage)}" if problem.traits else " per device"
-    each = ", or as much more on each device" if problem.traits else ""
+    where = f" of {problem.name_of(plan.stage)}" if problem.groups else " per device"
+    each = ", or as much more on each device" if problem.groups else ""
     return Infeasible(
         f"no plan keeps the limit of {own} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
         f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{each}; raise the limit, "

@@ -10,13 +10,11 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.cap_search import SearchResult, search
-from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.joint.unqueued import Load, least_steps_s
-from jvpipe.planners.joint.working_tiers import tiers
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
@@ -73,8 +71,7 @@ def effort(layers: int) -> Effort:
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Prices a problem's choices, with or without those that swap, under its limit."""
     limit = UNLIMITED if problem.memory_limit_bytes is None else float(problem.memory_limit_bytes)
-    choices = Choices.of(problem, swaps)
-    return Pricing(Segments(problem), choices, tiers(choices, limit), limit)
+    return Pricing.of(Segments(problem), limit, swaps)
 
 
 def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
@@ -145,12 +142,14 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
-    k = solution.table.pricing.segments.in_flight
-    decision = solution.decision()
-    swapped = solution.table.pricing.choices.swapped(decision.choices)
-    wanted = [
-        k[s] * float(swapped[i:j].sum()) for s, (i, j) in enumerate(pairwise(decision.bounds))
-    ]
+    pricing, decision = solution.table.pricing, solution.decision()
+    k = [flying * problem.group(s).replicas for s, flying in enumerate(pricing.segments.in_flight)]
+    wanted = []
+    for s, (i, j) in enumerate(pairwise(decision.bounds)):
+        # Choices of other stages may be columns that this one's layers do not have.
+        inside = (0,) * i + decision.choices[i:j]
+        swapped = pricing.at(s).choices.swapped(inside)
+        wanted.append(k[s] * float(swapped[i:j].sum()))
     if sum(wanted) <= limit:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.

@@ -71,6 +71,7 @@ def least_steps_s(problem: Problem, stages: Sequence[Load]) -> Runs:
             stage.comm_s / 2,
             nothing,
             nothing,
+            nothing,
         )
         loads[:, s] = np.stack(parts, 1)
     impossible = np.isinf(loads.max(axis=(1, 2)))

@@ -60,12 +60,25 @@ def unqueued_steps_s(
     return _steps_s(problem, stream, stream.work.many_starts_s(by_task) + by_task)
 
 
-def bubble_fraction(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """The idle share of the devices in a simulated step."""
+def bubble_fraction(
+    problem: Problem, stages: Sequence[StageCost], devices: int | None = None
+) -> float:
+    """The idle share of the devices in a simulated step.
+
+    Args:
+        problem: whose schedule and micro-batches count.
+        stages: what they take.
+        devices: that there are, those that have no stage among them; those that have one unless given.
+    """
     step_s = simulated_step_s(problem, stages)
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
-    busy_s = sum(_busy_s(stages[task.stage], task.kind) for tasks in lists for task in tasks)
-    return 1.0 - busy_s / (problem.devices * step_s) if step_s else 0.0
+    busy_s = sum(
+        problem.group(task.stage).replicas * _busy_s(stages[task.stage], task.kind)
+        for tasks in lists
+        for task in tasks
+    )
+    there = devices or sum(len(devices) for devices in set(problem.where))
+    return 1.0 - busy_s / (there * step_s) if step_s else 0.0
 
 
 def _busy_s(stage: StageCost, kind: Kind) -> float:
@@ -104,11 +117,19 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
         )
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
     lists = problem.schedule.tasks(problem.devices, count)
-    return simulate_lists(lists, loads, shared_link=problem.peer_uses_host)
+    return simulate_lists(
+        lists, loads, shared_link=problem.peer_uses_host, machines=_machines(problem)
+    )
+
+
+def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """The machines of the devices at each place, if they are said."""
+    machines = tuple(group.machines for group in problem.groups)
+    return machines if all(machines) else ()
 
 
 def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) -> StageWork:
-    features = Features.of(parts_s, shared=problem.peer_uses_host)
+    features = Features.of(parts_s, shared=problem.peer_uses_host, machines=_machines(problem))
     return _stream(problem.schedule, stages, problem.microbatches, features)
 
 
@@ -165,6 +186,7 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
             return_s=c.comm_s / 2,
             input_s=c.input_s,
             weight_s=c.weight_s,
+            reduce_s=c.reduce_s,
         )
         for c, sent_s in zip(stages, send_s, strict=True)
     ]

@@ -26,6 +26,16 @@ class KeepAll:
         self.segments = segments or Segments(problem)
         self.cuts = self.segments.cuts if cuts is None else cuts
         self._compute_s: dict[tuple[float, ...], Grid] = {}
+        self._others: dict[int, KeepAll] = {}
+
+    def of(self, s: int) -> "KeepAll":
+        """The same as the devices of stage s take it, on their shares of micro-batches."""
+        segments = self.segments.of(s)
+        if segments is self.segments:
+            return self
+        if id(segments) not in self._others:
+            self._others[id(segments)] = KeepAll(self.problem, segments, self.cuts)
+        return self._others[id(segments)]
 
     def at(self, cuts: Cuts) -> "KeepAll":
         """The same between some of the cuts."""
@@ -37,6 +47,8 @@ class KeepAll:
 
     def compute_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward and backward."""
+        if self.of(s) is not self:
+            return self.of(s).compute_s(s)
         slowness = self.problem.slowness(s)
         if slowness not in self._compute_s:
             extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
@@ -55,14 +67,18 @@ class KeepAll:
 
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
+        if self.of(s) is not self:
+            return self.of(s).peak_bytes(s)
         in_flight, static = self.segments.in_flight[s], self.static_bytes(s)
-        return self._inside(
-            StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes).peak
-        )
+        held = StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes)
+        if self.problem.group(s).replicas == 1:
+            return self._inside(held.peak)
+        reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
+        return self._inside(np.maximum(held.peak, reducing_bytes))
 
     def static_bytes(self, s: int) -> Grid:
         """Counts what stage s holds whatever is in flight."""
-        fixed = self.segments.fixed_bytes(s, self.cuts, self.cuts)
+        fixed = self.segments.of(s).fixed_bytes(s, self.cuts, self.cuts)
         return fixed - on_device_bytes(self.segments.in_flight[s], self._block.shared_bytes)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
@@ -70,19 +86,19 @@ class KeepAll:
         limit = self.problem.memory_limit_bytes
         return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
 
-    def decision(self, places: Sequence[int], replicas: Sequence[int] = ()) -> Decision:
+    def decision(self, places: Sequence[int]) -> Decision:
         """Decides for the cuts at these places."""
-        return Decision.keeping_all([int(self.cuts[place]) for place in places], replicas)
+        return Decision.keeping_all([int(self.cuts[place]) for place in places])
 
     @cached_property
     def _block(self) -> Block:
-        """All segments: what crosses their bounds depends on no stage."""
+        """All segments: what crosses their bounds depends on no stage, where all links are alike."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property
     def _layers(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each layer keeps of one micro-batch, and works with."""
-        layers = [option_bytes(layer, layer.options[0]) for layer in self.problem.costs.layers]
+        layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         return np.array([float(x.kept) for x in layers]), np.array(
             [float(x.working) for x in layers]
         )

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
-from jvpipe.planners.model.replicas_plan import ReplicaPlan
-
 
 @dataclass(frozen=True)
 class Pins:
@@ -12,7 +10,7 @@ class Pins:
 
     Replicas have `least_slice` examples of a micro-batch at least.
 
-    >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow(ReplicaPlan((0, 3), ((0, 1, 2),), 6))
+    >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow((0, 3), (3,), 6)
     (2, False)
     """
 
@@ -35,14 +33,20 @@ class Pins:
         """Where stages begin and end, if that is given."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
-    def allow(self, plan: ReplicaPlan) -> bool:
-        """Whether a plan has what is given."""
+    def allow(self, bounds: tuple[int, ...], replicas: tuple[int, ...], size: int) -> bool:
+        """Whether a plan has what is given.
+
+        Args:
+            bounds: where its stages begin and end.
+            replicas: the devices of each place.
+            size: examples of a micro-batch.
+        """
         return (
-            self.count in (None, plan.stages)
-            and self.replicas in (None, plan.replicas)
-            and self.bounds in (None, plan.bounds)
-            and self.size in (None, plan.size)
-            and self.feeds(max(plan.replicas), plan.size)
+            self.count in (None, len(replicas))
+            and self.replicas in (None, replicas)
+            and self.bounds in (None, bounds)
+            and self.size in (None, size)
+            and self.feeds(max(replicas), size)
         )
 
     def feeds(self, replicas: int, size: int) -> bool:

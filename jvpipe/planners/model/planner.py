@@ -4,7 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Path
+
+ShapeRule = Callable[[LocalSegments, int], Path | None]
+"""Finds a shape and the bounds of its stages for micro-batches of a size; None if none fits."""
 
 
 class FateRule(Enum):
@@ -27,6 +32,7 @@ class Planner:
         asks_seconds: whether it looks at layers' seconds, which then have to be measured.
         as_paper: whether it is to do as its paper says and no more: it cuts between whole layers,
             takes devices in the order given, and leaves the order of tasks to the schedule's rule.
+        shape_rule: how a paper's planner gives stages several devices, for a size of micro-batches.
     """
 
     name: str
@@ -35,3 +41,9 @@ class Planner:
     fate_rule: FateRule = FateRule.KEEPS
     asks_seconds: bool = True
     as_paper: bool = True
+    shape_rule: ShapeRule | None = None
+
+    @property
+    def shapes(self) -> bool:
+        """Whether it decides how many devices each stage has."""
+        return not self.as_paper or self.shape_rule is not None

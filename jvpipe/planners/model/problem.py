@@ -17,17 +17,34 @@ RECOMPUTE_CHAIN = -2
 
 
 @dataclass(frozen=True)
-class Traits:
-    """How a device differs from the one that the costs and the limit are of.
+class Group:
+    """The devices at one place of the pipeline: its replicas, each of which works on its share of a micro-batch.
 
-    Layer l takes `slowness[l]` times as long on it (none: as long), and it may hold `less_bytes` less than the limit.
-    `device` is its number outside of the problem, `name` what people call it.
+    Attributes:
+        devices: their numbers outside of the problem.
+        slowness: how many times as long as the costs say the slowest of them takes for each layer; none: as long.
+        less_bytes: by how much less than the limit the one with the least memory may hold.
+        name: what people call them.
+        costs: of the largest share of a micro-batch; None: each works on whole ones.
+        receives: the link from the place before, for what all replicas receive together; None: the problem's.
+        reduces: the link on which the replicas add up gradients, for the bytes of one of them.
+        machines: where they are, if places share the networks of machines.
+
     """
 
-    device: int
+    devices: tuple[int, ...]
     slowness: tuple[float, ...] = ()
     less_bytes: int = 0
     name: str = ""
+    costs: Costs | None = None
+    receives: Link | None = None
+    reduces: Link = INFINITE
+    machines: tuple[int, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """How many devices there are."""
+        return len(self.devices)
 
     @property
     def mean_slowness(self) -> float:
@@ -36,7 +53,7 @@ class Traits:
 
     @property
     def kind(self) -> tuple[tuple[float, ...], int]:
-        """What makes it a device like others."""
+        """What makes a device one like others."""
         return self.slowness, self.less_bytes
 
 
@@ -44,13 +61,18 @@ class Traits:
 class Problem:
     """A model to be spread over devices, cut into `stages`: so many per device as the schedule has chunks.
 
-    `host`, `peer` are the links of a device to its host and to the next stage's device; `peer_uses_host` says that
-    they are one. The memory limit is that of the roomiest device, the host's that of all devices together; None is no
-    limit. `traits` tell unlike devices apart, in the order in which a micro-batch passes them; none: all are alike.
-    `lent` is the share of an idle device's time that the others use: with it an order of tasks is judged by less than
-    its idle time.
-    A plan that needs more than its devices may hold is over the limit by the same number on each: a limit that is
-    raised, is raised for all.
+    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host and
+    to the next stage's device; `peer_uses_host` says that they are one. The memory limit is that of the
+    roomiest device, the host's that of all devices together; None is no limit.
+
+    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch passes
+    them; none: each place has one, and all are alike. What is said of a device is said of each device
+    of a group. With `overlaps` replicas add up the gradients of a layer while the last backwards of the
+    layers before it run; without, after all backwards of the stage. `lent` is the share of an idle
+    device's time that the others use: with it an order of tasks is judged by less than its idle time.
+
+    A plan that needs more than its devices may hold is over the limit by the same number on each: a
+    limit that is raised, is raised for all.
     """
 
     costs: Costs
@@ -63,7 +85,8 @@ class Problem:
     peer: Link = INFINITE
     peer_uses_host: bool = True
     cluster: Cluster | None = None
-    traits: tuple[Traits, ...] = ()
+    groups: tuple[Group, ...] = ()
+    overlaps: bool = False
     lent: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,12 +104,19 @@ class Problem:
             )
         if self.microbatches < 1:
             raise ValueError(f"{self.microbatches} micro-batches: there must be at least one")
-        assert len(self.traits) in (0, self.devices), "all devices have traits, or none"
+        assert len(self.groups) in (0, self.devices), (
+            "every place has its devices, or none says which"
+        )
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """How many places the pipeline has, each of which has a device or several that are replicas."""
         return self.stages // self.schedule.chunks
+
+    @property
+    def replicated(self) -> bool:
+        """Whether a stage runs on several devices."""
+        return any(group.replicas > 1 for group in self.groups)
 
     @property
     def phases(self) -> int:
@@ -114,60 +144,89 @@ class Problem:
         return tuple(self.schedule.device_of(s, self.devices) for s in range(self.stages))
 
     @property
-    def where(self) -> tuple[int, ...]:
-        """The device of each stage, by its number outside."""
-        return (
-            tuple(self.traits[place].device for place in self.places)
-            if self.traits
-            else self.places
-        )
+    def where(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each stage, by their numbers outside."""
+        if not self.groups:
+            return tuple((place,) for place in self.places)
+        return tuple(self.groups[place].devices for place in self.places)
+
+    def group(self, s: int) -> Group:
+        """The devices of a stage."""
+        place = self.schedule.device_of(s, self.devices)
+        return self.groups[place] if self.groups else Group((place,))
 
     def name_of(self, s: int) -> str:
-        """Names the device of a stage."""
-        device = self.where[s]
-        name = next((each.name for each in self.traits if each.device == device), "")
-        return f"device {device}" + (f" ({name})" if name else "")
+        """Names the devices of a stage."""
+        group = self.group(s)
+        what = "device" if group.replicas == 1 else "devices"
+        numbers = ", ".join(map(str, group.devices))
+        return f"{what} {numbers}" + (f" ({group.name})" if group.name else "")
+
+    def costs_of(self, s: int) -> Costs:
+        """The costs of the largest share of a micro-batch that a device of a stage works on."""
+        costs = self.group(s).costs if self.groups else None
+        return costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
-        """How many times longer the device of a stage takes for each layer; none if for none."""
-        return self.traits[self.schedule.device_of(s, self.devices)].slowness if self.traits else ()
+        """How many times longer the devices of a stage take for each layer; none if for none."""
+        return self.group(s).slowness if self.groups else ()
 
     def less_bytes(self, s: int) -> int:
-        """By how much less than the limit the device of a stage may hold."""
-        return (
-            self.traits[self.schedule.device_of(s, self.devices)].less_bytes if self.traits else 0
-        )
+        """By how much less than the limit the devices of a stage may hold."""
+        return self.group(s).less_bytes if self.groups else 0
+
+    def link_into(self, s: int) -> Link:
+        """The link over which a stage receives from the stage before it, and sends cotangents back.
+
+        A place knows the link from the place before it; where a schedule goes back along the pipeline, that link is
+        the receiver's neighbour's.
+        """
+        if not self.groups or s == 0:
+            return self.peer
+        sender, receiver = (self.schedule.device_of(x, self.devices) for x in (s - 1, s))
+        goes_back = sender == receiver + 1
+        link = self.groups[sender if goes_back else receiver].receives
+        return self.peer if link is None else link
 
     def limit_of(self, device: int) -> int | None:
         """What the device at a place of the pipeline may hold."""
         limit = self.memory_limit_bytes
-        return limit if limit is None or not self.traits else limit - self.traits[device].less_bytes
+        return limit if limit is None or not self.groups else limit - self.groups[device].less_bytes
 
     @property
     def limits(self) -> tuple[int, ...]:
         """What each device may hold, in the order of their numbers outside; none if there is no limit."""
-        numbers = [each.device for each in self.traits] or range(self.devices)
-        each = {number: self.limit_of(place) for place, number in enumerate(numbers)}
-        return tuple(limit for number in sorted(each) if (limit := each[number]) is not None)
+        limit = self.memory_limit_bytes
+        if limit is None:
+            return ()
+        if not self.groups:
+            return (limit,) * self.devices
+        by_number = {d: limit - group.less_bytes for group in self.groups for d in group.devices}
+        return tuple(by_number[number] for number in sorted(by_number))
 
     def layers_on(self, s: int) -> tuple[LayerCost, ...]:
-        """The layers of the model, as the device of a stage takes them."""
-        return self._layers_on[self.slowness(s)] if self.traits else self.costs.layers
+        """The layers of the model, as the devices of a stage take them."""
+        return self._layers_on[self.schedule.device_of(s, self.devices)]
 
     @cached_property
-    def _layers_on(self) -> dict[tuple[float, ...], tuple[LayerCost, ...]]:
-        """The layers on devices of each slowness."""
-        layers, every = self.costs.layers, {traits.slowness for traits in self.traits}
-        slower = {
-            x: tuple(layer.slower(by) for layer, by in zip(layers, x, strict=True))
-            for x in every
-            if x
-        }
-        return {(): layers, **slower}
+    def _layers_on(self) -> list[tuple[LayerCost, ...]]:
+        """The layers, as the devices of each place take them."""
+        if not self.groups:
+            return [self.costs.layers] * self.devices
+        known: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
+        every = []
+        for group in self.groups:
+            costs = group.costs or self.costs
+            key = id(costs), group.slowness
+            if key not in known:
+                slower = zip(costs.layers, group.slowness, strict=True) if group.slowness else ()
+                known[key] = tuple(layer.slower(by) for layer, by in slower) or costs.layers
+            every.append(known[key])
+        return every
 
     def in_order(self, order: Sequence[int]) -> "Problem":
         """The problem with its devices in another order along the pipeline."""
-        return replace(self, traits=tuple(self.traits[at] for at in order))
+        return replace(self, groups=tuple(self.groups[at] for at in order))
 
     def told_apart(
         self,
@@ -176,10 +235,10 @@ class Problem:
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
     ) -> "Problem":
-        """The problem of devices that may be unlike.
+        """The problem of devices that may be unlike, one for each place.
 
         Args:
-            slowness: of each device, as `Traits` has it.
+            slowness: of each device, as `Group` has it.
             limits: what each may hold; none: there is no limit.
             names: of each, for people.
             numbers: of each outside, if not 0, 1, 2, ...
@@ -191,49 +250,69 @@ class Problem:
         >>> apart.memory_limit_bytes, apart.limit_of(1), apart.layers_on(1)[0].forward_s
         (24, 11, 2.0)
         """
-        limit = max(limits, default=None)
-        less = [limit - x for x in limits] if limit is not None else [0] * len(slowness)
-        called, at = names or [""] * len(slowness), numbers or range(len(slowness))
-        traits = tuple(Traits(*each) for each in zip(at, slowness, less, called, strict=True))
-        alike = len({each.kind for each in traits}) == 1 and not traits[0].slowness
-        return replace(self, memory_limit_bytes=limit, traits=() if alike else traits)
+        limit, groups = single_groups(slowness, limits, names, numbers)
+        alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
+        return replace(self, memory_limit_bytes=limit, groups=() if alike else groups)
+
+
+def single_groups(
+    slowness: Sequence[tuple[float, ...]],
+    limits: Sequence[int],
+    names: Sequence[str] = (),
+    numbers: Sequence[int] = (),
+) -> tuple[int | None, tuple[Group, ...]]:
+    """Makes a group of each device, and the limit of the roomiest; the arguments are those of `Problem.told_apart`.
+
+    Args:
+        slowness: of each device.
+        limits: what each may hold; none: there is no limit.
+        names: of each.
+        numbers: of each outside.
+    """
+    limit = max(limits, default=None)
+    less = [limit - x for x in limits] if limit is not None else [0] * len(slowness)
+    called, at = names or [""] * len(slowness), numbers or range(len(slowness))
+    groups = tuple(
+        Group((number,), slow, less_bytes, name)
+        for number, slow, less_bytes, name in zip(at, slowness, less, called, strict=True)
+    )
+    return limit, groups
 
 
 @dataclass(frozen=True)
 class Decision:
     """Where layers go and how what they leave is treated.
 
-    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options, or
-    `RECOMPUTE` or `RECOMPUTE_CHAIN`. `replicas[s]` devices hold stage s (empty: one each).
+    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options on the
+    devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
     """
 
     bounds: tuple[int, ...]
     choices: tuple[int, ...]
-    replicas: tuple[int, ...] = ()
 
     @staticmethod
-    def keeping_all(bounds: Sequence[int], replicas: Sequence[int] = ()) -> "Decision":
+    def keeping_all(bounds: Sequence[int]) -> "Decision":
         """These cuts, everything kept."""
-        return Decision(tuple(bounds), (0,) * bounds[-1], tuple(replicas))
+        return Decision(tuple(bounds), (0,) * bounds[-1])
 
     def plan(
-        self, costs: Costs, schedule: str, planner: str, devices: Sequence[int] | None = None
+        self, problem: Problem, planner: str, where: Sequence[tuple[int, ...]] | None = None
     ) -> Plan:
-        """The decision as a plan; stage s runs on `devices[s]`.
+        """The decision as a plan.
 
         Args:
-            costs: those that it was made for.
-            schedule: the name of its schedule.
+            problem: that was decided.
             planner: the name of whoever decided.
-            devices: of each stage; None: stage s is on device s.
+            where: the devices of each stage; None: those that the problem says.
         """
-        layer_ids = costs.ids or tuple(range(len(costs.layers)))
+        ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
+        where = problem.where if where is None else where
         stages = []
         for s, (i, j) in enumerate(pairwise(self.bounds)):
-            where = (s,) if devices is None else (devices[s],)
+            costs = problem.costs_of(s)
             fates = {k: v for layer in range(i, j) for k, v in self._fates(costs, layer).items()}
-            stages.append(Stage(layer_ids[i:j], where, fates))
-        return Plan(tuple(stages), schedule, planner)
+            stages.append(Stage(ids[i:j], where[s], fates))
+        return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
         choice, options = self.choices[layer], costs.layers[layer].options

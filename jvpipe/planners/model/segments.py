@@ -1,8 +1,9 @@
 """What segments of layers take whatever is kept, swapped or recomputed: all segments between two sets of cuts at once.
 
-Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. A `Block` holds one number for each i of
-`starts` (rows) and each j of `ends` (columns); where j <= i the numbers mean nothing. `stage_cost.py` defines what is
-counted.
+Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a device
+of the stage takes for its share of a micro-batch; what crosses cuts is that of whole micro-batches.
+A `Block` holds one number for each i of `starts` (rows) and each j of `ends` (columns); where j <= i
+the numbers mean nothing. `stage_cost.py` defines what is counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_bytes import on_device_bytes, parameter_state_bytes
@@ -38,6 +40,8 @@ class Block:
     traffic_s: Grid  # on the stage's own link to the host
     fixed_bytes: Grid
     shared_bytes: Grid  # of these, what each micro-batch in flight holds
+    reduce_s: Grid  # per step, in which replicas add up gradients
+    reducing_bytes: Grid  # the most that is there while they do, if nothing is in flight
 
     def at(self, rows: Cuts, columns: Cuts) -> "Block":
         """Picks the segments of some starts and ends, given by their places."""
@@ -124,28 +128,36 @@ class Hops:
 
 
 class Segments:
-    """A problem's segments, from sums over its layers."""
+    """A problem's segments, from sums over its layers.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    Stages whose devices work on other shares of micro-batches have `Segments` of their own: `of` finds them.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs | None = None) -> None:
+        self.problem, self.costs = problem, costs or problem.costs
+        self._others: dict[int, Segments] = {}
         self.n = len(problem.costs.layers)
         self.in_flight = problem.in_flight
         self.versions = tuple(
             problem.schedule.versions(s, problem.devices) for s in range(problem.stages)
         )
-        layers = problem.costs.layers
+        layers = self.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
         self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        edges, shared = problem.costs.edges, problem.costs.shared
+        edges, shared = self.costs.edges, self.costs.shared
         self._values = Hops.of((e.producer, e.readers, e.bytes) for e in edges)
         self._cotangents = Hops.of(
             (e.producer, e.readers, e.bytes) for e in edges if e.differentiable
         )
-        self._received, self._returned = self._values.spans(), self._cotangents.spans()
+        whole = problem.costs.edges
+        self._received = Hops.of((e.producer, e.readers, e.bytes) for e in whole).spans()
+        self._returned = Hops.of(
+            (e.producer, e.readers, e.bytes) for e in whole if e.differentiable
+        ).spans()
         sent = Hops.of(
-            (e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in edges
+            (e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in whole
         )
         self._sent = Spans(self._mirrored(sent.b), self._mirrored(sent.a), sent.bytes)
         self._tensors = Hops.of(
@@ -159,13 +171,22 @@ class Segments:
         self._early_known: dict[tuple[int, ...], Spans] = {}
         self._late_known: dict[int, Spans] = {}
 
+    def of(self, s: int) -> "Segments":
+        """Gives the segments as the devices of a stage take them, on their shares of micro-batches."""
+        costs = self.problem.costs_of(s)
+        if costs is self.costs:
+            return self
+        if id(costs) not in self._others:
+            self._others[id(costs)] = Segments(self.problem, costs)
+        return self._others[id(costs)]
+
     def forward_of(self, s: int) -> OverJ:
-        """Gives the sums of the layers' forwards on the device of a stage."""
-        return self._seconds(s)[0]
+        """Gives the sums of the layers' forwards on a device of a stage."""
+        return self.of(s)._seconds(s)[0]
 
     def compute_of(self, s: int) -> OverJ:
-        """Gives the sums of the layers' forwards and backwards on the device of a stage."""
-        return self._seconds(s)[1]
+        """Gives the sums of the layers' forwards and backwards on a device of a stage."""
+        return self.of(s)._seconds(s)[1]
 
     def _seconds(self, s: int) -> tuple[OverJ, OverJ]:
         slowness = self.problem.slowness(s)
@@ -177,7 +198,7 @@ class Segments:
     @cached_property
     def least_compute_s(self) -> OverJ:
         """Sums of what layers take on the fastest device for each."""
-        if not self.problem.traits:
+        if not self.problem.groups:
             return self.compute_s
         return sums(
             np.minimum.reduce([np.diff(self.compute_of(s)) for s in range(self.problem.stages)])
@@ -185,9 +206,20 @@ class Segments:
 
     @cached_property
     def share_s(self) -> float:
-        """What the slowest stage takes at least, however the work is divided."""
-        rates = (1 / min(self.problem.slowness(s), default=1.0) for s in range(self.problem.stages))
-        return float(self.compute_s[-1]) / sum(rates)
+        """What the slowest stage takes at least, however the work is divided.
+
+        A stage takes for any layers at least the share of their seconds that it takes for the layer it is best at.
+        """
+        if not self.problem.groups:
+            return float(self.compute_s[-1]) / self.problem.stages
+        each_s = np.diff(self.compute_s)
+        there = each_s > 0
+        ratios = [
+            float((np.diff(self.compute_of(s))[there] / each_s[there]).min(initial=np.inf))
+            for s in range(self.problem.stages)
+        ]
+        rates = sum(1 / max(ratio, 1e-300) for ratio in ratios)
+        return float(self.compute_s[-1]) / rates
 
     def _mirrored(self, layers: Cuts) -> Cuts:
         """What a segment sends is what it would receive if the layers ran the other way."""
@@ -285,7 +317,11 @@ class Segments:
             + shared
             + self.waiting_bytes(s, starts, ends)
         )
-        return fixed + self.problem.less_bytes(s) if self.problem.traits else fixed
+        if not self.problem.groups:
+            return fixed
+        if (replicas := self.problem.group(s).replicas) > 1:
+            fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
+        return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
         """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
@@ -312,9 +348,17 @@ class Segments:
             starts: where segments begin.
             ends: where they end.
         """
+        if self.of(s) is not self:
+            return self.of(s).block(s, starts, ends)
         received, returned = self._received.over(starts, ends), self._returned.over(starts, ends)
         transit = received + returned + self._backwards(self._sent, starts, ends)
-        peer = self.problem.peer
+        peer, fixed_bytes = self.problem.link_into(s), self.fixed_bytes(s, starts, ends)
+        shared_bytes = self._tensors.over(starts, ends)
+        reduce_s = reducing_bytes = np.zeros_like(transit)
+        if (group := self.problem.group(s)).replicas > 1:
+            reduce_s = seconds(group.reduces, between(self._reduced_bytes, starts, ends))
+            static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
+            reducing_bytes = static + 2 * self._most_reduced_bytes(starts, ends)
         return Block(
             s,
             starts,
@@ -326,9 +370,22 @@ class Segments:
             traffic_s=seconds(peer, transit)
             if self.problem.peer_uses_host
             else np.zeros_like(transit),
-            fixed_bytes=self.fixed_bytes(s, starts, ends),
-            shared_bytes=self._tensors.over(starts, ends),
+            fixed_bytes=fixed_bytes,
+            shared_bytes=shared_bytes,
+            reduce_s=reduce_s,
+            reducing_bytes=reducing_bytes,
         )
+
+    @cached_property
+    def _reduced_bytes(self) -> OverJ:
+        """Sums of gradients over layers."""
+        return sums(layer.reduced_bytes for layer in self.costs.layers)
+
+    def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
+        """The gradients of the layer of each segment that has most."""
+        every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+        each = np.diff(self._reduced_bytes)[every - 1]
+        return most_up_to(np.where(every > starts[:, None], each, 0.0), starts, ends)
 
     def row(self, s: int, i: int) -> Block:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
@@ -345,6 +402,30 @@ class Segments:
 
     def _backwards(self, spans: Spans, starts: Cuts, ends: Cuts) -> Grid:
         return spans.over(self.n - ends[::-1], self.n - starts[::-1])[::-1, ::-1].T
+
+
+def surely_spared_bytes(
+    layers: Sequence[LayerCost], starts: Cuts, ends: Cuts, replicas: int
+) -> Grid:
+    """Counts for all segments of layers what is spared at least; never more than there is, and rarely much less.
+
+    The largest is packed first, each to where least is: one of size s that ends up where most is found there no more
+    than all larger ones and its equals, but for itself, divided by the replicas.
+
+    Args:
+        layers: all.
+        starts: where segments begin.
+        ends: where they end.
+        replicas: of a stage.
+    """
+    sizes = [layer.state_bytes for layer in layers]
+    total = between(sums(layer.state_bytes for layer in layers), starts, ends)
+    most = np.zeros_like(total)
+    for size in sorted(set(sizes) - {0}):
+        there = between(sums(x == size for x in sizes), starts, ends)
+        larger = between(sums(x if x >= size else 0 for x in sizes), starts, ends)
+        most = np.where(there > 0, np.maximum(most, (larger - size) // replicas + size), most)
+    return np.maximum(total - most, 0)
 
 
 def sums(values: Iterable[float]) -> OverJ:

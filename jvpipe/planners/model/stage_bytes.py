@@ -5,7 +5,8 @@ Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v vers
     static     v parameters + gradients + optimizer state + values that arrive early and cotangents that wait
     on device  k kept + min(k, 2) swapped            for all micro-batches in flight, one of them at work
     beyond     max over layers l of (what l needs while it runs - what the layers after l keep and swap)
-    peak       static + on device + beyond
+    reducing   a stage of several devices: the gradients of a layer, and the sum of them, while it reduces
+    peak       static + max(on device + beyond, reducing)
 
 On a device of several stages, or whose backwards run in two halves, micro-batches in flight count as the schedule's
 vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between the halves. Such a device's peak is
@@ -16,6 +17,10 @@ l runs, nothing of the layers after it is there. Of swapped bytes two micro-batc
 the one at work, and that of the one that is on its way. An early value is of a micro-batch that the stage which makes
 it has in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this
 one. Which stages these are depends on other cuts: the most that is possible is counted.
+
+Of a stage of several devices all this is said of each of them, which works on its share of a micro-batch, and keeps its
+share of the optimizer's state (`shared_state.py`). While gradients are added up, after its backwards, nothing is in
+flight on it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +31,7 @@ import numpy as np
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
+from jvpipe.planners.model.shared_state import spared_bytes
 
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
 
@@ -138,11 +144,15 @@ class StageBytes(Generic[Bytes]):
     swapped: Bytes
     beyond: Bytes
     handed: Bytes | int = 0  # between the halves of a backward
+    reducing: Bytes | int = 0  # while its replicas add up gradients
 
     @property
     def peak(self) -> Bytes:
         """The most that the device holds at once."""
-        return self.static + on_device_bytes(self.in_flight, self.kept, self.swapped) + self.beyond
+        training = on_device_bytes(self.in_flight, self.kept, self.swapped) + self.beyond
+        if isinstance(training, np.ndarray):
+            return self.static + np.maximum(training, self.reducing)
+        return self.static + max(training, self.reducing)
 
     @property
     def host(self) -> Bytes:
@@ -162,10 +172,11 @@ def stage_bytes(
         j: the layer after its last.
         choices: those of all layers of the model.
     """
-    layers = problem.costs.layers[i:j]
+    costs, replicas = problem.costs_of(s), problem.group(s).replicas
+    layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters, shared = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
-    for held in problem.costs.shared_at(i, j):
+    for held in costs.shared_at(i, j):
         here = [layer for layer in held.layers if i <= layer < j]
         if here and held.per_version:
             parameters += held.bytes
@@ -175,9 +186,11 @@ def stage_bytes(
     for layer, more in zip(reversed(left), reversed(shared), strict=True):
         beyond = max(beyond, layer.working - later)
         later += layer.left + more
-    handed, more = _between_halves(problem.costs, i, left, shared) if problem.splits else (0, 0)
+    handed, more = _between_halves(costs, i, left, shared) if problem.splits else (0, 0)
     beyond = max(beyond, more)
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+    state -= spared_bytes(layers, replicas)
+    most_gradients = max(layer.reduced_bytes for layer in layers)
     versions = problem.schedule.versions(s, problem.devices)
     return StageBytes(
         in_flight=problem.in_flight[s],
@@ -186,6 +199,7 @@ def stage_bytes(
         swapped=sum(x.swapped for x in left),
         beyond=beyond,
         handed=handed,
+        reducing=2 * most_gradients if replicas > 1 else 0,
     )
 
 
@@ -228,7 +242,7 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
         j: the layer after its last.
     """
     k, total = problem.in_flight, 0
-    for edge in problem.costs.edges_at(i, j):
+    for edge in problem.costs_of(s).edges_at(i, j):
         here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
         if here and edge.producer < i:
             total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes

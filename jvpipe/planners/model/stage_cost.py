@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_bytes import StageBytes, layers_bytes, on_device_bytes, stage_bytes
 from jvpipe.schedules.schedule import Holding
@@ -31,6 +32,7 @@ class StageCost:
     in_flight: int
     input_s: float = 0.0  # of the halves of a backward that is not whole
     weight_s: float = 0.0
+    reduce_s: float = 0.0  # per step, in which replicas add up gradients
     held: StageBytes[int] | None = None
 
     @property
@@ -87,26 +89,46 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         choices: those of all layers of the model.
     """
     layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
+    costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
     received, returned = received_bytes(problem, i, j)
     transit = received + returned + sum(sent_bytes(problem, i, j))
-    halves = (
-        [halves_s(problem.costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
-    )
+    halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held.swapped)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
         recompute_s=sum(x.extra_s for x in layers_bytes(layers, choices[i:j])),
         swap_s=swap_s,
-        comm_s=problem.peer.seconds(received) + problem.peer.seconds(returned),
-        link_s=swap_s + (problem.peer.seconds(transit) if problem.peer_uses_host else 0.0),
+        comm_s=peer.seconds(received) + peer.seconds(returned),
+        link_s=swap_s + (peer.seconds(transit) if problem.peer_uses_host else 0.0),
         peak_bytes=int(held.peak),
-        host_bytes=int(held.host),
+        host_bytes=group.replicas * int(held.host),
         in_flight=held.in_flight,
         input_s=sum((input_s for input_s, _ in halves), 0.0),
         weight_s=sum((weight_s for _, weight_s in halves), 0.0),
+        reduce_s=_reduce_s(group.reduces, layers, overlaps=problem.overlaps)
+        if group.replicas > 1
+        else 0.0,
         held=held,
     )
+
+
+def _reduce_s(link: Link, layers: Sequence[LayerCost], *, overlaps: bool) -> float:
+    """Counts the seconds of an all-reduce of layers' gradients that no backward hides.
+
+    Args:
+        link: of the all-reduce.
+        layers: of a stage.
+        overlaps: the gradients of a layer are reduced as soon as its last backward has ended.
+    """
+    size = sum(layer.reduced_bytes for layer in layers)
+    if not overlaps or not size:
+        return link.seconds(size)
+    computed_s = reduced_s = 0.0
+    for layer in reversed(layers):
+        computed_s += layer.backward_s
+        reduced_s = max(reduced_s, computed_s) + layer.reduced_bytes / link.bytes_per_s
+    return link.latency_s + max(0.0, reduced_s - computed_s)
 
 
 def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
@@ -137,9 +159,9 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
 
 def needed_limit_bytes(problem: Problem, held: Sequence[int]) -> int:
     """Counts the least limit, that of the roomiest device, under which devices may hold so many bytes each."""
-    if not problem.traits:
+    if not problem.groups:
         return max(held)
-    return max(size + each.less_bytes for size, each in zip(held, problem.traits, strict=True))
+    return max(size + each.less_bytes for size, each in zip(held, problem.groups, strict=True))
 
 
 def joint_bytes(
@@ -159,7 +181,8 @@ def joint_bytes(
         )
         for vector in vectors
     )
-    return int(sum(x.static for x in held) + share * most + max(x.beyond for x in held))
+    training = share * most + max(x.beyond for x in held)
+    return int(sum(x.static for x in held) + max(training, *(x.reducing for x in held)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +220,16 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """How far apart micro-batches are: on the slowest device, or on the slowest link."""
+    """How far apart micro-batches are: on the slowest device, or on the slowest link.
+
+    What replicas add up once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
+    """
+    m = problem.microbatches
     if problem.schedule.chunks == 1:
-        return max(max(c.seconds, c.comm_s) for c in stages)
+        return max(max(c.seconds + c.reduce_s / m, c.comm_s) for c in stages)
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
-        busy_s[place] += c.seconds
+        busy_s[place] += c.seconds + c.reduce_s / m
     return max(*busy_s, *(c.comm_s for c in stages))
 
 
@@ -213,13 +240,15 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)
+    reduces_s = sum(c.reduce_s for c in stages) / m
     if problem.phases == 2:
         forward = [c.forward_s for c in stages]
-        backward = [c.seconds - c.forward_s for c in stages]
+        backward = [c.seconds + c.reduce_s / m - c.forward_s for c in stages]
         links = [c.comm_s / 2 for c in stages]
         most = max(*forward, *links) + max(*backward, *links)
         return sum(forward) + sum(backward) + transfers + (m - 1) * most
-    return sum(c.seconds for c in stages) / chunks + transfers + (m - 1 / chunks) * slowest
+    stages_s = sum(c.seconds for c in stages) + reduces_s
+    return stages_s / chunks + transfers + (m - 1 / chunks) * slowest
 
 
 def check(problem: Problem, decision: Decision) -> None:
@@ -228,14 +257,16 @@ def check(problem: Problem, decision: Decision) -> None:
     bounds = decision.bounds
     if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(f"bounds {bounds} must rise from 0 to the number of layers, {len(layers)}")
-    if len(bounds) != problem.stages + 1 and not decision.replicas:
+    if len(bounds) != problem.stages + 1:
         raise ValueError(f"{len(bounds) - 1} stages were planned, {problem.stages} were asked for")
     if len(decision.choices) != len(layers):
         raise ValueError(f"{len(decision.choices)} choices for {len(layers)} layers")
+    stage_of = [s for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
     for layer, choice in enumerate(decision.choices):
-        if not RECOMPUTE_CHAIN <= choice < len(layers[layer].options):
+        options = problem.costs_of(stage_of[layer]).layers[layer].options
+        if not RECOMPUTE_CHAIN <= choice < len(options):
             raise ValueError(
-                f"layer {layer} has {len(layers[layer].options)} options, option {choice} was chosen"
+                f"layer {layer} has {len(options)} options, option {choice} was chosen"
             )
         if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
             raise ValueError(

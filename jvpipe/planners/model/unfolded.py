@@ -47,9 +47,9 @@ def unfolded(problem: Problem) -> Problem:
     """
     name = f"{problem.schedule.name}, unfolded"
     costs = replace(problem.costs, together=problem.together)
-    traits = tuple(problem.traits[place] for place in problem.places) if problem.traits else ()
+    groups = tuple(problem.groups[place] for place in problem.places) if problem.groups else ()
     schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
-    return replace(problem, costs=costs, schedule=schedule, traits=traits)
+    return replace(problem, costs=costs, schedule=schedule, groups=groups)
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
@@ -60,10 +60,10 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
         limit: that of the roomiest device.
         budget: the part of it.
     """
-    traits = tuple(
-        replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.traits
+    groups = tuple(
+        replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.groups
     )
-    return replace(apart, memory_limit_bytes=budget, traits=traits)
+    return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
 def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:

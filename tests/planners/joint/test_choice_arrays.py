@@ -16,7 +16,7 @@ from tests.planners.joint.enumeration import tiny
 @pytest.mark.parametrize("seed", range(3))
 def test_columns_hold_what_a_layer_alone_takes(seed: int) -> None:
     problem = tiny(seed, "gpipe")
-    table, n = Choices.of(problem), len(problem.costs.layers)
+    table, n = Choices.of(problem.costs), len(problem.costs.layers)
     working, held, extra_s = table.working_bytes, table.held_bytes(4, slice(0, n)), table.extra_s()
     for at, layer in enumerate(problem.costs.layers):
         for column in (0, 1, 2, 3, RECOMPUTE):
@@ -44,7 +44,7 @@ def test_a_run_takes_the_forwards_of_all_its_layers_but_the_last(slower: tuple[f
     ]
     costs = Costs(tuple(layers))
     problem = Problem(costs, 1, find_schedule("gpipe"), 1).told_apart([slower], [])
-    extra_s, times = Choices.of(problem).extra_s(slower), slower or (1.0,) * 4
+    extra_s, times = Choices.of(problem.costs).extra_s(slower), slower or (1.0,) * 4
     for first, last in combinations(range(4), 2):
         run = [
             RECOMPUTE if at == first else RECOMPUTE_CHAIN if first < at <= last else 0
@@ -58,7 +58,7 @@ def test_a_run_takes_the_forwards_of_all_its_layers_but_the_last(slower: tuple[f
 
 
 def test_columns_beaten_in_all_bytes_are_left_out_whatever_their_seconds() -> None:
-    table = Choices.of(tiny(0))
+    table = Choices.of(tiny(0).costs)
     for layer, columns in enumerate(table.min_bytes_columns(2)):
         rows = np.stack([table.held_bytes(2, slice(0, 4)), table.working_bytes, -table.left_bytes])[
             :, layer
@@ -71,6 +71,6 @@ def test_columns_beaten_in_all_bytes_are_left_out_whatever_their_seconds() -> No
 
 
 def test_without_swaps_no_column_that_swaps_is_allowed() -> None:
-    table = Choices.of(tiny(1), swaps=False)
+    table = Choices.of(tiny(1).costs, swaps=False)
     assert not (table.allowed & (table.swapped_bytes > 0)).any()
     assert table.allowed[:, [0, RECOMPUTE]].all()

@@ -253,21 +253,26 @@ def test_orders_of_many_devices_are_by_speed_and_by_room_both_ways() -> None:
     slowness = [(), (2.0,) * layers, (), (3.0,) * layers, (2.0,) * layers, ()]
     problem = chain(layers, 6, 0).told_apart(slowness, [9, 8, 9, 5, 8, 7])
     every = orders(problem)
-    assert every[0].where == (0, 1, 2, 3, 4, 5)
-    assert {one.where for one in every[1:]} == {
+    assert _numbers(every[0]) == (0, 1, 2, 3, 4, 5)
+    assert {_numbers(one) for one in every[1:]} == {
         (0, 2, 5, 1, 4, 3),
         (3, 1, 4, 0, 2, 5),
         (0, 2, 1, 4, 5, 3),
         (3, 5, 1, 4, 0, 2),
     }
     assert least_bound(problem) <= min(map(lower_bound, every))
-    assert chain(layers, 4, 0).told_apart([()] * 4, [9] * 4).traits == ()
+    assert chain(layers, 4, 0).told_apart([()] * 4, [9] * 4).groups == ()
 
 
 def test_the_least_limit_is_named_where_no_order_fits() -> None:
     def ask(problem: Problem) -> int:
-        raise Infeasible("no", 0, 1, 10 - problem.where[0])
+        raise Infeasible("no", 0, 1, 10 - problem.where[0][0])
 
     with pytest.raises(Infeasible) as refused:
         least_of(orders(two(12, 0, 1.0)), ask, float)
     assert refused.value.smallest_limit_bytes == 9
+
+
+def _numbers(problem: Problem) -> tuple[int, ...]:
+    """The device of each stage."""
+    return tuple(device for (device,) in problem.where)

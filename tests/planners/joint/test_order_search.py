@@ -80,7 +80,7 @@ def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, par
 def test_a_plan_brings_its_lists() -> None:
     problem = problem_of(13, 3, 6)
     found = find_order(problem)
-    plan = found.plan(problem.costs, "jvpipe")
+    plan = found.plan(problem, "jvpipe")
     plan.check(13, 3)
     assert lists_of(plan, find_schedule("auto"), 6) == found.schedule.tasks(3, 6)
     assert Plan.from_json(plan.to_json()) == plan
@@ -132,7 +132,7 @@ def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
     kinds = [
         {
             task.kind
-            for tasks in lists_of(one.plan(problem.costs, "x"), find_schedule("auto"), 4)
+            for tasks in lists_of(one.plan(problem, "x"), find_schedule("auto"), 4)
             for task in tasks
         }
         for one in (alone, lending)

@@ -31,7 +31,7 @@ def test_the_largest_of_each_segment() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_tiers_lie_side_by_side_and_hold_all_that_choices_work_with(seed: int) -> None:
     problem = tiny(seed)
-    layers, every = problem.costs.layers, tiers(Choices.of(problem), np.inf, 10)
+    layers, every = problem.costs.layers, tiers(Choices.of(problem.costs), np.inf, 10)
     assert all(a.high < b.low <= b.high for a, b in itertools.pairwise(every))
     for some in choices(problem, 0, 4):
         most = max(x.working for x in layers_bytes(layers, some))
@@ -42,7 +42,7 @@ def test_tiers_lie_side_by_side_and_hold_all_that_choices_work_with(seed: int) -
 def test_a_run_is_charged_no_more_than_the_input_that_it_keeps(seed: int) -> None:
     problem = tiny(seed)
     layers = problem.costs.layers
-    for tier in tiers(Choices.of(problem), np.inf, 10):
+    for tier in tiers(Choices.of(problem.costs), np.inf, 10):
         for i in range(4):
             for j in range(i + 2, 5):
                 run = [-1, *[RECOMPUTE_CHAIN] * (j - i - 1)]

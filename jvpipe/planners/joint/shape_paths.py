@@ -1,4 +1,4 @@
-"""Cuts, replicas and places for one micro-batch size and one order of devices: least seconds under caps.
+"""Shapes with their cuts, for one micro-batch size and one order of devices: least seconds under caps.
 
 Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m devices of an order:
 counted from the end, so that a stage's micro-batches in flight are known. m tells where a stage lies, hence its links.
@@ -7,8 +7,8 @@ counted from the end, so that a stage's micro-batches in flight are known. m tel
 
 A stage's all-reduce A counts as far as the backwards before it do not hide it: the part that shows of a suffix is
 max(A of its first stage, what showed before - B of its first stage). One way is kept for each (e, i, m), by the sum of
-seconds and of what shows beyond the least backward of the layers before i; so it is not exact, and every way is counted
-again (`replicas_stage.py`) and simulated.
+seconds and of what shows beyond the least backward of the layers before i; so it is not exact, and what segments take
+is counted roughly (`local_segments.py`): every way is counted again (`stage_cost.py`) and simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.planners.model.replicas_plan import ReplicaPlan, placed
-from jvpipe.planners.model.replicas_stage import Tables
+from jvpipe.planners.model.local_segments import LocalSegments, least_through_s
 from jvpipe.planners.model.segments import Grid, between, sums
+from jvpipe.planners.model.shapes import Path, Shape
 
 OverM = Float[np.ndarray, "n m"]
 
@@ -30,25 +30,28 @@ OverM = Float[np.ndarray, "n m"]
 class Ground:
     """What is searched: micro-batches of a size, an order of devices, replica counts, and places to cut."""
 
-    tables: Tables
+    segments: LocalSegments
     size: int
     order: tuple[int, ...]
     counts: tuple[int, ...]
-    at: Int[np.ndarray, "n"]  # positions in the tables' coarse cuts
+    at: Int[np.ndarray, "n"]  # positions in the coarse cuts
     unit: int = 1  # stages begin at its multiples in the order
+    replicas: tuple[int, ...] | None = None  # of each stage, if they are given
 
     @property
     def cuts(self) -> Int[np.ndarray, "n"]:
         """The cuts themselves."""
-        return self.tables.coarse[self.at]
+        return self.segments.coarse[self.at]
+
+    def share(self, index: int) -> int:
+        """The examples of a replica's share, by the index of the replica count."""
+        return self.segments.share(self.size, self.counts[index])
 
     @cached_property
     def backward_s(self) -> list[Grid]:
         """Backward of a micro-batch, for each replica count."""
-        return [
-            between(self.tables.local(self.size, r).backward_s, self.cuts, self.cuts)
-            for r in self.counts
-        ]
+        every = (self.segments.backward_s(self.share(k)) for k in range(len(self.counts)))
+        return [between(backward_s, self.cuts, self.cuts) for backward_s in every]
 
     def _here(self, grid: Grid) -> Grid:
         """What is between the places to cut, of a grid of all coarse cuts."""
@@ -57,7 +60,7 @@ class Ground:
     @cached_property
     def crossing_bytes(self) -> Grid:
         """What each segment receives and returns of a micro-batch."""
-        return self._here(self.tables.local(self.size, 1).crossing_bytes)
+        return self._here(self.segments.crossing_bytes(self.size))
 
     def fitting_s(self, index: int, behind: int) -> Grid:
         """Seconds, infinite where the memory limit is not kept.
@@ -66,21 +69,19 @@ class Ground:
             index: of the replica count.
             behind: stages from this one on.
         """
-        return self._here(self.tables.fitting_s(self.size, self.counts[index], behind))
+        return self._here(self.segments.fitting_s(self.size, self.counts[index], behind))
 
     @cached_property
     def least_s(self) -> Float[np.ndarray, "n"]:
         """What a micro-batch takes at least before each cut."""
-        every = [self.tables.problem.local.compute_s(-(-self.size // r)) for r in self.counts]
-        return sums(np.min(every, axis=0))[self.cuts]
+        return sums(least_through_s(self.segments, self.size, self.counts))[self.cuts]
 
     @cached_property
     def hides_s(self) -> Float[np.ndarray, "n 1"]:
         """What backwards before each cut take at least: so much of an all-reduce behind it they hide."""
-        every = np.min(
-            [self.tables.local(self.size, r).backward_s[self.cuts] for r in self.counts], axis=0
-        )
-        return every[:, None]
+        shares = (self.share(k) for k in range(len(self.counts)))
+        every = [self.segments.backward_s(b)[self.cuts] for b in shares]
+        return np.min(every, axis=0)[:, None]
 
     @cached_property
     def where(self) -> "_Where":
@@ -92,13 +93,13 @@ class Ground:
         """A for each replica count: grids of the kinds of places, and the kind of each place that has so many."""
         every = []
         for k, r in enumerate(self.counts):
-            local, units = self.tables.local(self.size, r), r // self.unit
+            units, cluster = r // self.unit, self.segments.shapes.cluster
             _, firsts, kinds = np.unique(
                 self.where.held[units:, k], axis=0, return_index=True, return_inverse=True
             )
             starts = (len(self.order) - (units + m) * self.unit for m in firsts.tolist())
-            rates = (self.tables.reduce_rate(self.order[start:][:r]) for start in starts)
-            grids = [self._here(self.tables.exposed_s(local, *rate)) for rate in rates]
+            links = (cluster.reducing(self.order[start:][:r]) for start in starts)
+            grids = [self._here(self.segments.reduce_s(self.share(k), link)) for link in links]
             every.append((np.stack(grids, axis=1), kinds.ravel()))
         return every
 
@@ -113,7 +114,7 @@ class _Where:
 
     @staticmethod
     def of(ground: Ground) -> "_Where":
-        machine = np.array(ground.tables.problem.cluster.machines_of(ground.order))
+        machine = np.array(ground.segments.shapes.cluster.machines_of(ground.order))
         G, counts = len(ground.order), np.array(ground.counts)
         upto = np.zeros((G + 1, machine.max() + 1), dtype=np.int64)
         upto[1:] = np.cumsum(machine[:, None] == np.arange(machine.max() + 1), axis=0)
@@ -136,7 +137,7 @@ class _Where:
     def transfer_s(
         self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]
     ) -> OverM:
-        """`Cluster.transfer_s` both ways.
+        """What `Cluster.way` takes both ways.
 
         Args:
             ground: what is searched.
@@ -145,7 +146,7 @@ class _Where:
             after: ways whose first stages read.
             there: which of them.
         """
-        cluster, readers = ground.tables.problem.cluster, after.readers
+        cluster, readers = ground.segments.shapes.cluster, after.readers
         sizes, single = after.bytes[there], readers.single[there]
         ways = np.minimum(ground.counts[k], readers.replicas[there])
         inside = self.pattern[m, k] == readers.pattern[there]
@@ -250,9 +251,7 @@ class _Ways:
         )
 
 
-def paths(
-    ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf
-) -> Iterator[ReplicaPlan]:
+def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf) -> Iterator[Path]:
     """Yields the best way found for each number of stages.
 
     Args:
@@ -261,14 +260,15 @@ def paths(
         most_stages: that there may be.
         most_s: of t, c and what shows, together; ways of more than two stages that take more are left out.
     """
-    pins = ground.tables.problem.pins
+    pins = ground.segments.pins
+    replicas = ground.replicas or pins.replicas
     places = len(ground.order) // ground.unit + 1
     worth_s = most_s - ground.least_s
     levels: list[_Ways] = []
     for e in range(1, most_stages + 1):
         level = _Ways(ground)
         for k, r in enumerate(ground.counts):
-            if pins.replicas is not None and r != pins.replicas[-e]:
+            if replicas is not None and r != replicas[-e]:
                 continue
             if r % ground.unit == 0 and r // ground.unit < places:
                 t = ground.fitting_s(k, e)
@@ -280,8 +280,8 @@ def paths(
         level.settle(worth_s if e > 2 else np.full(len(ground.at), np.inf))
         levels.append(level)
         if level.there[0, -1]:
-            if pins.count in (None, e):
-                yield _plan(ground, levels)
+            if (len(replicas) if replicas else pins.count) in (None, e):
+                yield _path(ground, levels)
         elif not level.there.any():
             return
 
@@ -324,8 +324,8 @@ def _span(there: Bool[np.ndarray, "_ _"], over: int) -> slice:
     return slice(int(every[0]), int(every[-1]) + 1) if len(every) else slice(0, 0)
 
 
-def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:
-    """The plan behind the last level's whole model on all devices."""
+def _path(ground: Ground, levels: Sequence[_Ways]) -> Path:
+    """The shape and cuts behind the last level's whole model on all devices."""
     i, m, G = 0, len(ground.order) // ground.unit, len(ground.order)
     bounds, starts, replicas = [0], [], []
     for level in reversed(levels):
@@ -334,4 +334,4 @@ def _plan(ground: Ground, levels: Sequence[_Ways]) -> ReplicaPlan:
         starts.append(G - begin * ground.unit)
         bounds.append(int(ground.cuts[j]))
         i, m = j, begin - ground.counts[k] // ground.unit
-    return ReplicaPlan(tuple(bounds), placed(ground.order, starts, replicas), ground.size)
+    return Shape.along(ground.order, starts, replicas, ground.size), tuple(bounds)

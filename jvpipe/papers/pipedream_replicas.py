@@ -1,0 +1,71 @@
+"""PipeDream's planner of replicated stages, for one size of micro-batches, on the devices of a cluster.
+
+Which size is best the paper does not say: whoever asks tries all, and simulates.
+"""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from jvpipe.papers.replication import Replicated, replicated
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.local_segments import LocalSegments
+from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.segments import Cuts
+from jvpipe.planners.model.shapes import Path, Shape, Shapes
+
+
+def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
+    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts; None if none fits.
+
+    Args:
+        segments: of the model.
+        size: examples of a micro-batch.
+
+    Raises:
+        ValueError: the devices do not fill the machines, or there are more of them than pieces of the model.
+    """
+    shapes, pieces = segments.shapes, len(segments.coarse) - 1
+    if shapes.devices > pieces:
+        raise ValueError(
+            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the model has "
+            f"{pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
+        )
+    try:
+        found = replicated(one_each(shapes, size, shapes.devices, segments.coarse))
+    except Infeasible:
+        return None
+    return along_machines(shapes, found, size)
+
+
+def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
+    """Makes the problem of stages of one device each.
+
+    Args:
+        shapes: of the model.
+        size: examples of a micro-batch.
+        stages: how many.
+        cuts: where they may begin and end.
+    """
+    apart = tuple(tuple(range(a, b)) for a, b in pairwise(map(int, cuts)) if b - a > 1)
+    cluster = shapes.cluster
+    return replace(
+        shapes.model,
+        costs=replace(shapes.local.at(size), together=apart),
+        stages=stages,
+        microbatches=shapes.batch // size,
+        peer=cluster.peer if stages <= cluster.devices_per_machine else cluster.network,
+        peer_uses_host=False,
+        cluster=cluster,
+    )
+
+
+def along_machines(shapes: Shapes, found: Replicated, size: int) -> Path:
+    """Places replicated stages on devices, machine by machine.
+
+    Args:
+        shapes: of the model.
+        found: bounds, and devices of each stage.
+        size: examples of a micro-batch.
+    """
+    starts = [0, *accumulate(found.replicas)][:-1]
+    return Shape.along(shapes.orders[0], starts, found.replicas, size), found.bounds

@@ -1,0 +1,187 @@
+"""The shapes of pipelines: which devices hold each place, how many examples a micro-batch has, and what is open of it.
+
+Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch of mu examples;
+M = batch / mu micro-batches a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.planners.model.pins import UNPINNED, Pins
+from jvpipe.planners.model.problem import Group, Problem
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which devices hold each place of a pipeline, and the examples of a micro-batch.
+
+    >>> Shape(((0, 1, 2), (3,)), 6)
+    3:1 devices, micro-batches of 6
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    size: int
+
+    @staticmethod
+    def along(
+        order: Sequence[int], starts: Sequence[int], replicas: Sequence[int], size: int
+    ) -> "Shape":
+        """The shape of places that begin somewhere in an order of devices.
+
+        Args:
+            order: of the devices.
+            starts: where each place begins.
+            replicas: how many devices each has.
+            size: examples of a micro-batch.
+        """
+        every = zip(starts, replicas, strict=True)
+        return Shape(tuple(tuple(sorted(order[a : a + r])) for a, r in every), size)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many devices each place has."""
+        return tuple(map(len, self.places))
+
+    @property
+    def kind(self) -> str:
+        """What kind of shape it is."""
+        if len(self.places) == 1:
+            return "data parallel"
+        if max(self.replicas) == 1:
+            return "straight"
+        return "two stages" if len(self.places) == 2 else "hybrid"
+
+    def __repr__(self) -> str:
+        return f"{':'.join(map(str, self.replicas))} devices, micro-batches of {self.size}"
+
+
+Path = tuple[Shape, tuple[int, ...]]
+"""A shape, and the bounds of its stages."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a model on the first `devices` of a cluster, `batch` examples a step, and the problem of each.
+
+    Attributes:
+        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the links to the host.
+        local: what the model takes at each local batch.
+        cluster: whose devices there are.
+        devices: how many of them.
+        batch: examples of a step.
+        pins: what is given of a shape.
+        apart: how each device differs from the others; none: they are alike.
+
+    """
+
+    model: Problem
+    local: LocalCosts
+    cluster: Cluster
+    devices: int
+    batch: int
+    pins: Pins = UNPINNED
+    apart: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.devices <= self.cluster.devices:
+            raise ValueError(
+                f"{self.devices} devices: {self.cluster.name} has {self.cluster.devices}, "
+                "use fewer devices or a cluster of more machines"
+            )
+        if self.batch < 1:
+            raise ValueError(f"a batch of {self.batch} examples: there must be at least one")
+        self.pins.check(self.devices, self.batch, self.layers)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.model.costs.layers)
+
+    def under(self, limit_bytes: int) -> "Shapes":
+        """The same under another limit, of the roomiest device."""
+        return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that there can be: the divisors of the batch, falling."""
+        if self.pins.size is not None:
+            return (self.pins.size,)
+        most = max(self.pins.replicas or (1,))
+        return tuple(
+            mu
+            for mu in range(self.batch, 0, -1)
+            if self.batch % mu == 0 and self.pins.feeds(most, mu)
+        )
+
+    @cached_property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Orders of the devices, along which stages are placed: DAPPLE's placements.
+
+        Machine by machine (append first, and fresh first where devices are left out), and one device of each machine
+        in turn (scatter first), over all machines or over groups of them:
+
+            two machines of two devices     0 1 | 2 3       append first   0 1 2 3
+                                                            scatter first  0 2 1 3
+        """
+        devices, each = np.arange(self.devices), self.cluster.devices_per_machine
+        machines = self.devices // each
+        orders = [tuple(range(self.devices))]
+        if each > 1 and machines > 1 and self.devices % each == 0:
+            groups = [q for q in range(2, machines + 1) if machines % q == 0]
+            for q in groups[-2:]:
+                turned = devices.reshape(machines // q, q, each).transpose(0, 2, 1)
+                orders.append(tuple(int(d) for d in turned.ravel()))
+        return tuple(orders)
+
+    def problem(self, shape: Shape) -> Problem:
+        """The problem of a shape: its devices in groups, with the links between them."""
+        groups = []
+        for p, devices in enumerate(shape.places):
+            share = -(-shape.size // len(devices))
+            alone = share == shape.size
+            groups.append(
+                replace(
+                    self._joined(devices),
+                    costs=None if alone else self.local.at(share),
+                    receives=self.cluster.way(shape.places[p - 1], devices),
+                    reduces=self.cluster.reducing(devices),
+                    machines=self._machines(devices),
+                )
+            )
+        costs = self.local.at(shape.size)
+        if (
+            self.pins.bounds
+        ):  # what is given needs no other rule than that these layers share a stage
+            together = tuple(tuple(range(i, j)) for i, j in pairwise(self.pins.bounds))
+            costs = replace(costs, together=together)
+        return replace(
+            self.model,
+            costs=costs,
+            stages=len(groups) * self.model.schedule.chunks,
+            microbatches=self.batch // shape.size,
+            groups=tuple(groups),
+        )
+
+    def _joined(self, devices: tuple[int, ...]) -> Group:
+        """Devices as one group: as slow as the slowest for each layer, with as little room as the fullest."""
+        if not self.apart:
+            return Group(devices)
+        kinds = [self.apart[d] for d in devices]
+        slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
+        slowest = tuple(map(max, zip(*slowness, strict=True)))
+        return Group(
+            devices,
+            slowest if any(kind.slowness for kind in kinds) else (),
+            max(kind.less_bytes for kind in kinds),
+            ", ".join(dict.fromkeys(kind.name for kind in kinds if kind.name)),
+        )
+
+    def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The machines of devices, if there are several, whose networks their devices share."""
+        return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()

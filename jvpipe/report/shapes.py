@@ -1,0 +1,86 @@
+"""Why stages have as many devices as they have, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jvpipe.planners.joint.shape_search import RoughPlan, kept_or_again
+from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shape, Shapes
+from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
+
+
+def shape_words(problem: Problem) -> str:
+    """Says how many devices the places of a pipeline have."""
+    shape = shape_of(problem)
+    counts = ":".join(map(str, shape.replicas))
+    match shape.kind:
+        case "straight":
+            return f"straight, {len(shape.places)} stages of one device"
+        case "data parallel":
+            return f"data parallel, {counts} devices for all layers"
+        case kind:
+            return f"{kind}, {counts} devices"
+
+
+def shape_of(problem: Problem, size: int = 1) -> Shape:
+    """The shape of a problem, for micro-batches of a size."""
+    places = dict(zip(problem.places, problem.where, strict=True))
+    return Shape(tuple(places[place] for place in range(problem.devices)), size)
+
+
+def shape_reasons(
+    shapes: Shapes,
+    problem: Problem,
+    decision: Decision,
+    kinds: Mapping[str, RoughPlan],
+) -> list[str]:
+    """Says, a line each, why places have as many devices as they have, and what the best of other shapes take.
+
+    Args:
+        shapes: that there are.
+        problem: of the shape that was chosen.
+        decision: the plan.
+        kinds: the best plan of each kind of shape that was looked at.
+    """
+    best_s = simulated_step_s(problem, evaluate(problem, decision).stages)
+    own = shape_of(problem).kind
+    others = sorted(
+        (plan for kind, plan in kinds.items() if kind != own), key=lambda plan: plan.step_s
+    )
+    lines = []
+    for plan in others:
+        stages = evaluate(plan.problem, plan.decision).stages
+        lines.append(
+            f"{shape_words(plan.problem)}, micro-batches of {plan.shape.size}: {1e3 * plan.step_s:.2f} ms, "
+            f"{plan.step_s / best_s:.2f} times as long: {_not_work(shapes, plan.problem, stages)}"
+        )
+    return [*_replica_reasons(shapes, problem, decision), *lines]
+
+
+def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> list[str]:
+    """Says of each place of several devices what one device less would do."""
+    reasons = []
+    shape = shape_of(problem, shapes.batch // problem.microbatches)
+    for p, devices in enumerate(shape.places):
+        if len(devices) > 1:
+            fewer = (*shape.places[:p], devices[:-1], *shape.places[p + 1 :])
+            without = shapes.problem(replace(shape, places=fewer))
+            evaluation = evaluate(without, kept_or_again(without, decision.bounds))
+            step_s = simulated_step_s(without, evaluation.stages)
+            why = (
+                f"a step would take {1e3 * step_s:.2f} ms"
+                if keeps_limits(without, evaluation)
+                else "it would not keep the limit"
+            )
+            reasons.append(
+                f"stage {p} has {len(devices)} devices because with {len(devices) - 1} {why}"
+            )
+    return reasons
+
+
+def _not_work(shapes: Shapes, problem: Problem, stages: Sequence[StageCost]) -> str:
+    """Says what of a step is not work."""
+    longest_s = max(stage.reduce_s for stage in stages)
+    reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""
+    return f"{reduced}{bubble_fraction(problem, stages, shapes.devices):.1%} idle"

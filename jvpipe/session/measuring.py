@@ -1,0 +1,296 @@
+"""A plan is asked for: what planners want to know of a traced model and of the devices is measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from jvpipe._jax import Device, is_own
+from jvpipe.cost.archive import Archive
+from jvpipe.cost.costs import Costs
+from jvpipe.cost.hardware import INFINITE, Cluster, Link
+from jvpipe.cost.lending import measured_lending
+from jvpipe.cost.links import Links, links_between
+from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.cost.measure import Runs, measured_costs
+from jvpipe.cost.model import Work, costs_of
+from jvpipe.cost.presets import accelerator_of
+from jvpipe.ir.examples import Examples
+from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.planners.model.pins import Pins
+from jvpipe.planners.model.problem import Problem, single_groups
+from jvpipe.planners.model.shapes import Shape, Shapes
+from jvpipe.programs.model import forward_program, layer_programs
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import ProgramStore
+from jvpipe.schedules.auto import AUTO, may_split
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.unlike import given_slowness, measured_slowness
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.slices import sliced, taken_apart
+from jvpipe.trace.spread import CoupledError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a plan; `places[s]` is the device of stage s, `groups[p]` all devices of place p if some have more.
+
+    `limits` are what each device may hold (none: there is no limit), `speeds` how fast each is beside the others (none:
+    what is measured tells). Unlike devices get stages in another order if that is better, unless they are `fixed`.
+    """
+
+    planner: str
+    stages: int
+    schedule: Schedule
+    microbatches: int
+    places: tuple[int, ...]
+    limits: tuple[int, ...] = ()
+    host_limit_bytes: int | None = None
+    speeds: tuple[float, ...] = ()
+    fixed: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def chooses(self) -> bool:
+        """True if fates are to be chosen: by a planner that does, under a limit."""
+        return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
+
+    @property
+    def splits(self) -> bool:
+        """True if the schedule runs backwards in two halves, or may come to."""
+        return may_split(self.schedule, self.stages // self.schedule.chunks, self.microbatches)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured for a request: bytes always; seconds and links between devices if the planner asks for them.
+
+    Fates and links to the host are, if it chooses fates.
+
+    Args:
+        request: what is wanted of a plan.
+        traced: the model.
+        optimizer: in pieces.
+        store: where programs are compiled.
+        devices: there are; layers are measured on that of the first stage.
+        runs: what was measured of programs before and is not measured again; the others are added.
+        room_bytes: that the device has for a program; what needs more is not run.
+        archive: where seconds are found that earlier processes have measured, and others are kept.
+        between_hosts: the link from the devices of one process to those of another, if there are several.
+    """
+
+    request: Request
+    traced: Traced
+    optimizer: OptimizerCut
+    store: ProgramStore
+    devices: Sequence[Device]
+    runs: Runs | None = None
+    room_bytes: int | None = None
+    archive: Archive | None = None
+    between_hosts: Link | None = None
+
+    @property
+    def asks_seconds(self) -> bool:
+        """Whether the planner looks at seconds."""
+        return find_planner(self.request.planner).asks_seconds
+
+    @cached_property
+    def used(self) -> list[int]:
+        """The numbers of the devices that are planned for, that of the first stage first."""
+        if self.request.groups:
+            return list(range(len(self.devices)))
+        return list(dict.fromkeys(self.request.places))
+
+    @property
+    def first(self) -> Device:
+        """The device on which layers are measured."""
+        return self.devices[self.used[0]]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of a whole micro-batch."""
+        return self.costs_of(self.traced)
+
+    def costs_of(self, traced: Traced) -> Costs:
+        """The costs of the model, or of slices of it."""
+        request = self.request
+        if not self.asks_seconds:
+            signatures = [programs.signature for programs in layer_programs(self.store, traced)]
+            works = [Work(0.0, 0.0)] * len(signatures)
+            counted = signatures, works, None, self.optimizer, request.microbatches
+            return costs_of(traced.graph, *counted)
+        return measured_costs(
+            traced,
+            self.first,
+            self.store,
+            self.optimizer,
+            request.microbatches,
+            fates=request.chooses,
+            split=request.splits,
+            known=self.runs,
+            **self._timed,
+        )
+
+    @property
+    def _timed(self) -> dict[str, Any]:
+        return {"room_bytes": self.room_bytes, "archive": self.archive}
+
+    @cached_property
+    def links(self) -> Links | None:
+        """The links of the first device to another one, and to its host; None if nobody asks for them."""
+        others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
+        wanted = self.asks_seconds and (others or self.request.chooses)
+        return (
+            links_between(self.first, others[0] if others else None, self.archive)
+            if wanted
+            else None
+        )
+
+    @cached_property
+    def slowness(self) -> list[tuple[float, ...]]:
+        """How many times longer each device takes for each layer than the first one, in the order of `used`."""
+        request, layers = self.request, len(self.costs.layers)
+        if request.speeds or not self.asks_seconds:
+            first = self.used[0]
+            return [given_slowness(request.speeds, first, d, layers) for d in self.used]
+        costs_of = partial(
+            measured_costs, self.traced, store=self.store, fates=False, **self._timed
+        )
+        return measured_slowness([self.devices[d] for d in self.used], costs_of, self.costs)
+
+    def problem(self) -> Problem:
+        """The problem that a planner is asked.
+
+        Raises:
+            CoupledError: stages have several devices, and the loss cannot be computed on slices.
+        """
+        request = self.request
+        if request.groups and request.schedule.synchronous and self.asks_seconds:
+            examples = self.traced.graph.examples
+            shares = {-(-examples // len(group)) for group in request.groups} - {examples}
+            return self.shapes(self._on_slices(shares)).problem(Shape(request.groups, examples))
+        plain = self._plain(request.stages)
+        numbers = request.places[: plain.devices]
+        of = dict(zip(self.used, self.slowness, strict=True))
+        limits = [request.limits[d] for d in numbers if request.limits]
+        names = [str(self.devices[d]) for d in numbers]
+        return plain.told_apart([of.get(d, ()) for d in numbers], limits, names, numbers)
+
+    def _plain(self, stages: int) -> Problem:
+        """The problem of devices that are alike."""
+        request, links = self.request, self.links
+        chooses = links is not None and request.chooses
+        return Problem(
+            self.costs,
+            stages,
+            request.schedule,
+            request.microbatches,
+            host_limit_bytes=request.host_limit_bytes,
+            host=links.host if links and chooses else INFINITE,
+            peer=self.between_hosts or (links.send if links else INFINITE),
+            peer_uses_host=bool(links and chooses and links.send_uses_host),
+            lent=self._lent(),
+        )
+
+    def _lent(self) -> float:
+        """Measures by the longest forward what idle devices lend, where an order of tasks is to be found."""
+        devices, layers = [self.devices[d] for d in self.used], self.costs.layers
+        if self.request.schedule != AUTO or not all(map(is_own, devices)):
+            return 0.0
+        longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
+        programs = layer_programs(self.store, self.traced)[longest]
+        program = forward_program(programs, recompute=True)
+        return measured_lending(self.store, program, devices, self.archive)
+
+    def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
+        """The shapes of the model on all devices.
+
+        Args:
+            local: what it takes on slices.
+            pins: what is given of them.
+        """
+        request, examples = self.request, self.traced.graph.examples
+        limit, apart = single_groups(self.slowness, request.limits, list(map(str, self.devices)))
+        alike = len({group.kind for group in apart}) == 1 and not apart[0].slowness
+        model = replace(self._plain(request.schedule.chunks), memory_limit_bytes=limit)
+        return Shapes(
+            model,
+            local,
+            self.cluster(),
+            len(self.devices),
+            request.microbatches * examples,
+            pins or Pins(size=examples),
+            () if alike else apart,
+        )
+
+    def cluster(self) -> Cluster:
+        """The devices of each process as a machine, with what is measured of the links in this one and between them."""
+        first, links = next(filter(is_own, self.devices)), self.links
+        device, peer = accelerator_of(first), links.send if links else INFINITE
+        if self.between_hosts is None:
+            return Cluster("here", device, len(self.devices), peer=peer)
+        each = per_machine([device.process_index for device in self.devices])
+        machines = -(-len(self.devices) // each)
+        return Cluster("here", device, each, machines, peer=peer, network=self.between_hosts)
+
+    def slices(self) -> tuple[LocalCosts, int]:
+        """The costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
+
+        Raises:
+            CoupledError: the loss cannot be computed on slices.
+        """
+        examples = self.traced.graph.examples
+        least = self._least_slice(examples)
+        return self._on_slices(slice_sizes(examples, len(self.devices), least)), least
+
+    def _on_slices(self, sizes: Sequence[int] | set[int]) -> LocalCosts:
+        """The costs on a whole micro-batch, and on slices of so many examples."""
+        costs = {self.traced.graph.examples: self.costs}
+        for b in sizes:
+            apart = taken_apart(self.traced, [b])
+            costs[b] = self.costs_of(sliced(self.traced, Examples(0, b), apart))
+        return LocalCosts.of(costs.__getitem__, sorted(costs))
+
+    def _least_slice(self, examples: int) -> int:
+        """The fewest examples that a slice has; CoupledError if there are none."""
+        if examples < 2:
+            raise CoupledError("a micro-batch has one example, use fewer micro-batches")
+        try:
+            sliced(self.traced, Examples(0, 1), taken_apart(self.traced, [1]))
+        except CoupledError:
+            if examples < 4:
+                raise
+            sliced(self.traced, Examples(0, 2), taken_apart(self.traced, [2]))
+            return 2
+        return 1
+
+
+def per_machine(processes: Sequence[int]) -> int:
+    """The devices that each process but the last has, if they stand together; else 1, as if each were by itself.
+
+    Args:
+        processes: that of each device.
+
+    >>> per_machine([0, 0, 1, 1]), per_machine([0, 0, 1]), per_machine([0, 1, 0]), per_machine([0, 1, 1])
+    (2, 2, 1, 1)
+    """
+    known = list(dict.fromkeys(processes))
+    each = processes.count(known[0])
+    together = [known.index(p) for p in processes] == [i // each for i in range(len(processes))]
+    return each if together else 1
+
+
+def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
+    """The sizes of slices that layers are measured on: the smallest there can be, and a half if that is far from it.
+
+    Args:
+        examples: of a micro-batch.
+        devices: that there are.
+        least: the fewest examples that a slice can have.
+
+    >>> slice_sizes(16, 2, 1), slice_sizes(16, 8, 1), slice_sizes(4, 8, 2)
+    ((8,), (8, 2), (2,))
+    """
+    smallest = max(least, examples // devices)
+    half = examples // 2
+    return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
