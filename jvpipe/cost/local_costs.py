@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 
-Mix = Callable[[float, float], float]
+Mix = Callable[[float | int, float | int], float | int]
 """What is on the line of two sizes, by what is at these."""
 
 
@@ -135,5 +135,5 @@ def _split(split: SplitCost, seconds_share: float, bytes_share: float) -> SplitC
     )
 
 
-def _ratio(value: float, of: float) -> float:
+def _ratio(value: float | int, of: float | int) -> float:
     return value / of if of else 0.0

@@ -103,5 +103,5 @@ pipedream, dapple, vpipe, dawnpiper, adapipe, jvpipe
 
 def shape_planners() -> tuple[str, ...]:
     """Names the planners that decide how many devices each stage has, jvpipe's own first."""
-    every = sorted((planner.as_paper, planner.name) for planner in PLANNERS if planner.shapes)
-    return tuple(name for _, name in every)
+    every = sorted(PLANNERS, key=lambda planner: planner.as_paper)
+    return tuple(planner.name for planner in every if planner.shapes)

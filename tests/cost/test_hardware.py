@@ -50,14 +50,14 @@ def test_devices_of_a_machine_are_peers_and_others_are_behind_the_network() -> N
 )
 def test_an_all_reduce_by_hand(devices: Sequence[int], networks: int, seconds: float) -> None:
     cluster = Cluster("c", DEVICE, 8, 3, peer=Link(28e9), network=Link(2e9), networks=networks)
-    assert cluster.reduce_s(devices, 16e9) == pytest.approx(seconds)
-    assert cluster.reduce_s(devices, 0) == 0
+    assert cluster.reducing(devices).seconds(16e9) == pytest.approx(seconds)
+    assert cluster.reducing(devices).seconds(0) == 0
 
 
 def test_each_round_of_a_ring_takes_the_latency() -> None:
-    assert Cluster("c", DEVICE, 4, peer=Link(4e9, 1e-3)).reduce_s(range(4), 4e9) == pytest.approx(
-        6 * (0.25 + 1e-3)
-    )
+    assert Cluster("c", DEVICE, 4, peer=Link(4e9, 1e-3)).reducing(range(4)).seconds(
+        4e9
+    ) == pytest.approx(6 * (0.25 + 1e-3))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_slices_by_hand(
     senders: Sequence[int], readers: Sequence[int], networks: int, seconds: float
 ) -> None:
     cluster = Cluster("c", DEVICE, 4, 4, peer=Link(4e9), network=Link(1e9), networks=networks)
-    assert cluster.transfer_s(senders, readers, 12e9) == pytest.approx(seconds)
+    assert cluster.way(senders, readers).seconds(12e9) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("networks", [1, 2])
@@ -89,11 +89,13 @@ def test_no_placement_reduces_faster_than_the_least(
         "lab", DEVICE, 3, 2, peer=Link(peer, 0.01), network=Link(network, 0.02), networks=networks
     )
     for count in range(1, 7):
-        least_s = min(cluster.reduce_s(devices, 60.0) for devices in combinations(range(6), count))
+        least_s = min(
+            cluster.reducing(devices).seconds(60.0) for devices in combinations(range(6), count)
+        )
         if networks == 1:
             assert cluster.least_reduce_s(count, 60.0) == pytest.approx(least_s)
         more_s = (
-            cluster.reduce_s(each, 60.0)
+            cluster.reducing(each).seconds(60.0)
             for n in range(count, 7)
             for each in combinations(range(6), n)
         )

@@ -196,7 +196,7 @@ def test_equals_one_device_where_how_many_there_are_is_decided() -> None:
     found, told, pipe = trained("plain", None, replicas="auto", devices=jax.devices()[:2])
     check_equal(found, params)
     check_equal(told, metrics)
-    assert "planner jvpipe, schedule 1f1b" in pipe.explain()
+    assert "on 2 devices" in pipe.explain()
 
 
 def test_split_backwards_and_fates_change_no_bit() -> None:
@@ -214,6 +214,54 @@ def test_split_backwards_and_fates_change_no_bit() -> None:
     assert_same((found, told), kept)
     assert pipe.ledger.host_peak_bytes > 0
     assert_same(trained("tied", plan, checkpoint="except_last")[:2], kept)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "speeds"),
+    [("1f1b", None), ("zb-h1", None), ("interleaved", None), ("zb-v", None), ("1f1b", [1, 2, 1])],
+)
+def test_limits_that_need_swaps_change_no_bit(schedule: str, speeds: list[int] | None) -> None:
+    """The smallest limit that any plan keeps: what is not on the device is swapped, the rest computed again."""
+    case, devices = square(), jax.devices()[:3]
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICRO + 1, "devices": devices}
+
+    def trained_within(stages: Any, limit: int | None, **more: Any) -> Any:
+        pipe = jvpipe.Pipeline(
+            case.loss_fn, OPTIMIZER, stages, memory_limit=limit, **options, **more
+        )
+        state, losses = pipe.init(case.params, case.batch, case.rng), []
+        for _ in range(STEPS):
+            state, metrics = pipe.step(state, case.batch)
+            losses.append(metrics["loss"])
+        return (pipe.params(state), losses), pipe
+
+    given: dict[str, Any] = {"replicas": (2, 1), "speeds": speeds}
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as refused:
+        trained_within(2, 1, **given)
+    limit = refused.value.smallest_limit_bytes
+    found, pipe = trained_within(2, limit, **given)
+    fates = [fate for stage in pipe.plan.stages for fate in stage.fates.values()]
+    assert "swap" in fates
+    assert set(pipe.plan.replicas) == {1, 2}
+    assert max(pipe.ledger.peak_bytes.values()) <= limit
+    kept = replace(pipe.plan, stages=tuple(replace(stage, fates={}) for stage in pipe.plan.stages))
+    wanted, whole = trained_within(kept, None)
+    assert max(whole.ledger.peak_bytes.values()) > limit
+    assert_same(found, wanted)
+
+
+def square() -> Case:
+    """Products alone, so that what is kept for backwards is most of what there is."""
+    draw = draws(3)
+    params = [draw(D, D) for _ in range(8)]
+
+    def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return Case(loss_fn, params, draw((MICRO + 1) * 16 * EXAMPLES, D), jax.random.key(1))
 
 
 def assert_same(found: Any, wanted: Any) -> None:

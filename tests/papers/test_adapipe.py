@@ -1,5 +1,6 @@
 """AdaPipe's phases, and its decisions against the best without swaps."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -61,7 +62,7 @@ def test_two_stages_equal_brute_force_over_recomputation_sets(problem: Problem) 
         return
     decision = adapipe(problem)
     n = len(problem.costs.layers)
-    alone = Problem(**{**vars(problem), "memory_limit_bytes": None})
+    alone = replace(problem, memory_limit_bytes=None)
     early, late = (
         stage_cost(alone, s, i, j, decision.choices)
         for s, (i, j) in enumerate(pairwise(decision.bounds))

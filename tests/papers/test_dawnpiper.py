@@ -1,5 +1,6 @@
 """Theorem 4.1's range, the binary recursion, and DawnPiper's decisions against the best there are."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.dawnpiper import MOST_BOUNDS, BinaryPartition, dawnpiper
-from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate
 from tests.planners.small import chain, limited
@@ -109,7 +109,7 @@ def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
     problem = chain([*[light] * 300, *[block(0)] * 300], 2)
     costs = problem.costs
     wide = [e if e.producer % 5 == 0 else type(e)(e.producer, e.readers, 9) for e in costs.edges]
-    problem = Problem(**{**vars(problem), "costs": type(costs)(costs.layers, tuple(wide))})
+    problem = replace(problem, costs=type(costs)(costs.layers, tuple(wide)))
     search = BinaryPartition(Segments(problem))
     tried = search.between(0, 600, 0, 1, 2)
     assert len(tried) <= MOST_BOUNDS

@@ -16,7 +16,7 @@ from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import check, received_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import received_bytes, stage_cost
 from jvpipe.schedules import find_schedule
 
 DEVICE = Accelerator("device", 1, 1.0, {})

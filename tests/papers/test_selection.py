@@ -1,5 +1,7 @@
 """A stage while its fates are chosen costs what `stage_cost` says, after every change."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,21 +55,14 @@ def test_crossing_bytes_are_those_of_the_edges(problem: Problem) -> None:
 def test_no_bound_is_inside_a_group() -> None:
     layer = LayerCost("a", 1.0, 1.0, (Option(1),))
     problem = chain([layer] * 6, 2)
-    problem = Problem(
-        **{
-            **vars(problem),
-            "costs": type(problem.costs)(problem.costs.layers, together=((1, 3), (3, 4))),
-        }
-    )
+    problem = replace(problem, costs=replace(problem.costs, together=((1, 3), (3, 4))))
     assert Segments(problem).cuts.tolist() == [0, 1, 5, 6]
 
 
 def test_too_few_groups_are_an_error() -> None:
     layer = LayerCost("a", 1.0, 1.0, (Option(1),))
     problem = chain([layer] * 3, 3)
-    problem = Problem(
-        **{**vars(problem), "costs": type(problem.costs)(problem.costs.layers, together=((0, 1),))}
-    )
+    problem = replace(problem, costs=replace(problem.costs, together=((0, 1),)))
     with pytest.raises(ValueError, match=r"3 stages: .* leave 2 pieces, use at most 2 stages"):
         _ = Segments(problem).cuts
 

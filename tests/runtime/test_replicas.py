@@ -288,7 +288,7 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
         "device 1 is named for stage 0 and for stage 1",
         stages=jvpipe.Plan.from_cuts([2, 1], devices=[(0, 1), 1]),
     )
-    for schedule in ("pipemare", "interleaved", "auto", "zb-v"):
+    for schedule in ("pipemare", "auto"):
         refused("cannot run under", replicas=(2, 1), schedule=schedule, planner="jvpipe")
     refused(
         "an update every 1 micro-batches needs one of each replica",

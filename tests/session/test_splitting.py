@@ -22,8 +22,8 @@ from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
-from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.asking import Planned
+from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import split_layers, split_points

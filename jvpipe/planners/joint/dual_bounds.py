@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.joint.working_tiers import RUN_TIERS, Tier, tiers
+from jvpipe.planners.joint.working_tiers import Tier, tiers
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
 from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
 from jvpipe.planners.model.stage_bytes import on_device_bytes
@@ -51,11 +51,11 @@ class Pricing:
     tiers: tuple[Tier, ...]
     limit_bytes: float
     swaps: bool = True
-    runs: int = RUN_TIERS
+    runs: int | None = None
 
     @staticmethod
     def of(
-        segments: Segments, limit_bytes: float, swaps: bool = True, runs: int = RUN_TIERS
+        segments: Segments, limit_bytes: float, swaps: bool = True, runs: int | None = None
     ) -> "Pricing":
         """Prices the choices of the layers of segments.
 
@@ -63,10 +63,11 @@ class Pricing:
             segments: of the layers.
             limit_bytes: what a device may hold.
             swaps: whether choices that swap are among them.
-            runs: how many tiers there are for runs of layers computed again, at most.
+            runs: how many tiers there are for runs of layers computed again, whatever the limit; as many as seconds
+                ask for under the limit unless given.
         """
         choices = Choices.of(segments.costs, swaps)
-        every = tiers(choices, limit_bytes, runs)
+        every = tiers(choices, limit_bytes) if runs is None else tiers(choices, np.inf, runs)
         return Pricing(segments, choices, every, limit_bytes, swaps, runs)
 
     def at(self, s: int) -> "Pricing":

@@ -43,9 +43,7 @@ class MinBytesPlan:
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
     segments = pricing.segments
-    pricing = replace(
-        Pricing.of(segments, np.inf, pricing.swaps, BYTE_TIERS), limit_bytes=pricing.limit_bytes
-    )
+    pricing = Pricing.of(segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
     cuts = all_cuts(segments)
     if area(cuts) <= ALL_CUTS_CELLS:
         plan = _min_bytes_plan(pricing, cuts)
@@ -76,10 +74,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `MOST_CUTS`, none."""
-    pricing = replace(
-        Pricing.of(pricing.segments, np.inf, pricing.swaps, BYTE_TIERS),
-        limit_bytes=pricing.limit_bytes,
-    )
+    pricing = Pricing.of(pricing.segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
     cuts = all_cuts(pricing.segments)
     places = range(1, len(pricing.segments.cuts) - 1)
     if comb(len(places), len(cuts) - 2) > MOST_CUTS:
@@ -196,8 +191,9 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
     over, problem = plan.peak_bytes - limit, pricing.segments.problem
     own = limit - problem.less_bytes(plan.stage)
-    where = f" of {problem.name_of(plan.stage)}" if problem.groups else " per device"
-    each = ", or as much more on each device" if problem.groups else ""
+    unlike = any(group.less_bytes for group in problem.groups)
+    where = f" of {problem.name_of(plan.stage)}" if unlike else " per device"
+    each = ", or as much more on each device" if unlike else ""
     return Infeasible(
         f"no plan keeps the limit of {own} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
         f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{each}; raise the limit, "

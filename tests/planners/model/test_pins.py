@@ -3,9 +3,8 @@
 import pytest
 
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.replicas_plan import ReplicaPlan
 
-PLAN = ReplicaPlan((0, 2, 6), ((0, 1), (2,)), 4)
+PLAN = (0, 2, 6), (2, 1), 4
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ PLAN = ReplicaPlan((0, 2, 6), ((0, 1), (2,)), 4)
     ],
 )
 def test_plans_have_what_is_given(pins: Pins, allowed: bool) -> None:
-    assert pins.allow(PLAN) == allowed
+    assert pins.allow(*PLAN) == allowed
 
 
 @pytest.mark.parametrize(

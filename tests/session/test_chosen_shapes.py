@@ -13,7 +13,7 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.links import Links
-from jvpipe.session import replica_shape
+from jvpipe.session import measuring
 
 D, MICRO = 4, 2
 PARAMS = [0.4 * np.eye(D, dtype=np.float32) + 0.1 for _ in range(4)]
@@ -37,9 +37,9 @@ def _paced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     def costs(traced: Any, *_: Any, fates: bool, **__: Any) -> Costs:
         return estimate(traced, Cluster("one", device, 1), fates=fates)
 
-    monkeypatch.setattr(replica_shape, "measured_costs", costs)
+    monkeypatch.setattr(measuring, "measured_costs", costs)
     links = Links(INFINITE, INFINITE, peer, send_uses_host=False)
-    monkeypatch.setattr(replica_shape, "links_between", lambda *_: links)
+    monkeypatch.setattr(measuring, "links_between", lambda *_: links)
 
 
 def begun(loss: Any = loss_fn, **options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
@@ -52,7 +52,7 @@ def test_alike_layers_on_fast_links_are_data_parallel_and_train_as_one_device() 
     pipe, state = begun()
     assert pipe.plan.replicas == (4,)
     told = pipe.explain()
-    assert "on 4 devices data parallel, 4 devices for all layers, 2 micro-batches of 8" in told
+    assert "on 4 devices data parallel, 4 devices for all layers" in told
     assert "stage 0 has 4 devices because with 3 a step would take" in told
     assert "straight, 4 stages of one device, micro-batches of 8" in told
     plain, alone = begun(replicas=None, stages=1)
@@ -97,7 +97,7 @@ def coupled(params: Any, batch: Any, rng: Any) -> jax.Array:
             "under pipedream they are not planned yet",
             2,
         ),
-        ({"schedule": "interleaved", "devices": DEVICES[:1]}, "which runs 2 stages per device", 2),
+        ({"schedule": "auto", "devices": DEVICES[:1]}, "an order that a planner has chosen", 1),
         ({"devices": DEVICES[:1]}, "there are no more", 1),
         ({"loss": coupled, "stages": 2}, "each stage has one device: ", 2),
         (
@@ -148,7 +148,6 @@ def test_a_changed_model_has_the_stages_of_the_one_before() -> None:
             {"stages": jvpipe.Plan.from_cuts([4])},
             r"given with a plan, whose stages have \(1,\) devices: leave it out",
         ),
-        ({"speeds": [1.0] * 4}, "speeds cannot be told of replicas yet"),
         ({"stages": 5}, "5 stages need 5 devices, there are 4: use at most 4"),
         ({"devices": [*DEVICES, DEVICES[0]]}, "is named twice"),
         ({"replicas": "many"}, r"such as \(2, 1\), or 'auto', not 'many'"),
