@@ -96,7 +96,9 @@ class DeviceFates:
         if problem.host_limit_bytes is not None:
             most = problem.host_limit_bytes / sum(problem.in_flight)
         search = FateSearch(
-            self.pricing, FateQuery(lot, compute_s, traffic_s, room, most), prices=self.prices.get(d)
+            self.pricing,
+            FateQuery(lot, compute_s, traffic_s, room, most),
+            prices=self.prices.get(d),
         )
         self.prices[d] = search.prices
         if fates := search.least_seconds(STATES).choices:

@@ -37,7 +37,9 @@ class MinBytesSearch:
             below: what is not below that is not found.
         """
         best, unsure = MinBytes(below), list[tuple[float, Growth]]()
-        single = len(self.lot.cells) == 1  # working bytes of several stages do not follow each other
+        single = (
+            len(self.lot.cells) == 1
+        )  # working bytes of several stages do not follow each other
         for tier in self.pricing.tiers if single else (None,):
             growth = Growth(self.pricing, self.lot, tier, by_bytes=True)
             fewest = self._fewest(growth, FEW_STATES, best.bytes)

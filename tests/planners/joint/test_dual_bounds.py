@@ -31,7 +31,9 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             at = (i, j - 1)
             costs = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
-            held, _ = MinBytesSearch(pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))).fewest(exact=True)
+            held, _ = MinBytesSearch(pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))).fewest(
+                exact=True
+            )
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             bounds = []

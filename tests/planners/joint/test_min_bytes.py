@@ -16,7 +16,9 @@ def test_no_choices_take_fewer_bytes(seed: int) -> None:
     pricing = pricing_of(problem)
     for s, i, j in ((0, 0, 4), (1, 1, 4), (0, 0, 2)):
         fixed = float(pricing.segments.fixed_bytes(s, np.array([i]), np.array([j]))[0, 0])
-        held, chosen = MinBytesSearch(pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))).fewest(exact=True)
+        held, chosen = MinBytesSearch(
+            pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))
+        ).fewest(exact=True)
         least = min(cost.peak_bytes for cost in every_cost(problem, s, i, j))
         assert fixed + held == least
         assert stage_cost(problem, s, i, j, [*[0] * i, *chosen, *[0] * (4 - j)]).peak_bytes == least
