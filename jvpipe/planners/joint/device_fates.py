@@ -15,7 +15,7 @@ from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_bytes import stage_bytes
+from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
 from jvpipe.planners.model.stage_cost import joint_bytes, stage_cost
 from jvpipe.schedules.schedule import Holding
 
@@ -33,12 +33,14 @@ class DeviceFates:
         pricing: the choices of all layers.
         swaps: whether there are some that swap.
         known: what was found.
+        kept: what stages hold that keep everything.
         prices: those that bounded the last fates of each device well: they do for similar ones.
     """
 
     pricing: Pricing
     swaps: bool
     known: dict[object, Fates | None] = field(default_factory=dict)
+    kept: dict[object, StageBytes[int]] = field(default_factory=dict)
     prices: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @staticmethod
@@ -74,8 +76,7 @@ class DeviceFates:
     ) -> Fates | None:
         """Chooses for the stages of one device: all is kept if that fits."""
         moments = _part(_moments(problem)[d], share)
-        keeping = [0] * len(problem.costs.layers)
-        held = [stage_bytes(problem, *cell, keeping) for cell in cells]
+        held = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(held, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
@@ -84,6 +85,13 @@ class DeviceFates:
         if (lot, room) not in self.known:
             self.known[lot, room] = self._sought(problem, d, lot, room)
         return self.known[lot, room]
+
+    def _keeping(self, problem: Problem, cell: Cell) -> StageBytes[int]:
+        """Counts the bytes of a stage that keeps everything."""
+        key = problem.in_flight, problem.splits, cell
+        if key not in self.kept:
+            self.kept[key] = stage_bytes(problem, *cell, [0] * len(problem.costs.layers))
+        return self.kept[key]
 
     def _sought(self, problem: Problem, d: int, lot: Lot, room: float) -> Fates | None:
         """Searches for fates that leave so much room; those of the fewest bytes if others are not found."""

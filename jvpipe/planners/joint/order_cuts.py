@@ -92,3 +92,32 @@ def moved_bounds(
             if all(a < b for a, b in pairwise(moved)):
                 neighbours.append(tuple(int(cuts[place]) for place in moved))
     return neighbours
+
+
+def shifted_bounds(
+    problem: Problem, bounds: Sequence[int], cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
+) -> list[tuple[int, ...]]:
+    """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
+
+    Those whose busiest device works least come first.
+
+    Args:
+        problem: whose stages and devices count.
+        bounds: of the stages, the first and the last of which stay.
+        cuts: where a stage may begin or end.
+        layer_s: seconds of each layer's forward and backward.
+    """
+    others = sorted(set(cuts.tolist()) - set(bounds))
+    every = [
+        tuple(sorted({*bounds} - {bounds[gone]} | {new}))
+        for gone in range(1, len(bounds) - 1)
+        for new in others
+        if not bounds[gone - 1] < new < bounds[gone + 1]
+    ]
+    total, places = np.concatenate([[0.0], np.cumsum(layer_s)]), np.array(problem.places)
+    slow = np.array([float(np.mean(problem.slowness(s) or 1.0)) for s in range(problem.stages)])
+
+    def busiest_s(one: tuple[int, ...]) -> float:
+        return float(np.bincount(places, np.diff(total[list(one)]) * slow).max())
+
+    return sorted(every, key=busiest_s)

@@ -5,9 +5,9 @@ then        bounds of the best of them move, as long as the clock is faster; the
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Float
@@ -16,11 +16,10 @@ from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import balanced, moved_bounds
+from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, shifted_bounds
 from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
@@ -38,9 +37,8 @@ CLIMBED, MOST_PLACES, SIMULATED_TASKS = 3, 3, 300_000
 each."""
 FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
-REFINED_LAYERS, REFINED_ROWS = 256, 600
-"""Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
-surrogate's: under a limit it is asked for several budgets."""
+REFINED_LAYERS = 256
+"""Of models of more layers the plan of one stage per device is the surrogate's."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def without_limits(problem: Problem) -> Problem:
 def with_simulated_moves(
     problem: Problem, decision: Decision, tasks: int, ways: Sequence[DeviceFates]
 ) -> Decision:
-    """Moves bounds, one or two beside each other, as long as the simulated step takes less.
+    """Moves bounds as long as the simulated step takes less: near ones first, then those that shift stages.
 
     Under a limit the fates of the stages that change are chosen again.
 
@@ -118,18 +116,26 @@ def with_simulated_moves(
         tasks: how many are simulated at most.
         ways: to choose fates.
     """
-    cuts = Segments(problem).cuts
     tries = tasks // sum(map(len, problem.schedule.tasks(problem.devices, problem.microbatches)))
     best, best_s, before = decision, _step_s(problem, decision), None
     while before is not best:
         before = best
-        for run in (1, 2):
-            for bounds in moved_bounds(before.bounds, cuts, run, MOST_PLACES):
-                for moved in _refitted(problem, before, bounds, ways) if tries > 0 else ():
-                    tries -= 1
-                    if (step_s := _step_s(problem, moved)) < best_s:
-                        best, best_s = moved, step_s
+        for some in _neighbours(problem, before.bounds):
+            every = (x for bounds in some for x in _refitted(problem, before, bounds, ways))
+            for moved in islice(every, max(tries, 0)):
+                tries -= 1
+                if (step_s := _step_s(problem, moved)) < best_s:
+                    best, best_s = moved, step_s
+            if best is not before or tries <= 0:
+                break
     return best
+
+
+def _neighbours(problem: Problem, bounds: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """Yields bounds with one or two moved by a few places; then those that are shifted, one at a time."""
+    cuts = Segments(problem).cuts
+    yield [one for run in (1, 2) for one in moved_bounds(bounds, cuts, run, MOST_PLACES)]
+    yield from ([one] for one in shifted_bounds(problem, bounds, cuts, layer_s(problem)))
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -161,10 +167,9 @@ def _emptier(
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
-    """Yields the surrogate's plan, as if every stage had a device of its own."""
-    layers, is_free = len(problem.costs.layers), problem.memory_limit_bytes is None
-    refine = layers <= REFINED_LAYERS and (is_free or layers * problem.stages <= REFINED_ROWS)
-    with suppress(Infeasible):
+    """Yields the plan of a device for every stage, where everything may be kept."""
+    if problem.memory_limit_bytes is None:
+        refine = len(problem.costs.layers) <= REFINED_LAYERS
         yield on_devices(partial(jvpipe, refine=refine))(problem)
 
 
