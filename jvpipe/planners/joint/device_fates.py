@@ -157,8 +157,11 @@ def _moments(problem: Problem) -> tuple[tuple[Holding, ...], ...]:
 
 
 def _part(moments: Sequence[Holding], share: float) -> Sequence[Holding]:
-    """Gives a share of what is in flight, rounded up."""
+    """Gives a share of what is in flight, rounded up, but one micro-batch at least."""
     if share == 1.0:
         return moments
-    parts = (tuple((ceil(share * k), ceil(share * w)) for k, w in moment) for moment in moments)
+    parts = (
+        tuple((max(min(k, 1), ceil(share * k)), ceil(share * w)) for k, w in moment)
+        for moment in moments
+    )
     return tuple(dict.fromkeys(parts))

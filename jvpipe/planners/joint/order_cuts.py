@@ -1,6 +1,7 @@
 """Cuts for orders of tasks: devices that work as long as each other, and the neighbours of cuts."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -114,10 +115,21 @@ def shifted_bounds(
         for new in others
         if not bounds[gone - 1] < new < bounds[gone + 1]
     ]
-    total, places = np.concatenate([[0.0], np.cumsum(layer_s)]), np.array(problem.places)
-    slow = np.array([float(np.mean(problem.slowness(s) or 1.0)) for s in range(problem.stages)])
+    return sorted(every, key=partial(busiest_s, problem, layer_s))
 
-    def busiest_s(one: tuple[int, ...]) -> float:
-        return float(np.bincount(places, np.diff(total[list(one)]) * slow).max())
 
-    return sorted(every, key=busiest_s)
+def busiest_s(
+    problem: Problem, layer_s: Float[np.ndarray, " layers"], bounds: Sequence[int]
+) -> float:
+    """Counts what the device works that works longest.
+
+    Args:
+        problem: whose stages and devices count.
+        layer_s: seconds of each layer's forward and backward, on a device as the costs say.
+        bounds: of the stages.
+    """
+    works_s = [0.0] * problem.devices
+    for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
+        slower = problem.slowness(s)
+        works_s[place] += float((layer_s[i:j] * slower[i:j]).sum() if slower else layer_s[i:j].sum())
+    return max(works_s)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from math import comb
 from operator import sub
 
 from jvpipe.cost.costs import Costs
@@ -32,6 +32,7 @@ from jvpipe.planners.joint.rule_search import (
     FEW_LAYERS,
     REFINED_LAYERS,
     Candidate,
+    all_cuts,
     first_cuts,
     fitting,
     ruled,
@@ -47,8 +48,11 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
-SHARES = (0.7, 0.45)
-"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit."""
+SHARES = (0.7, 0.45, 0.0)
+"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit; at last
+for one micro-batch."""
+ALL_CUTS = 100
+"""Cuts of a placement up to which all are begun with."""
 CAPS = (1.5, 2.0, 3.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling: those that leave room under a
 limit, and what room there is.
@@ -130,7 +134,7 @@ def find_order(
     placements = [
         (rules, DeviceFates.of(_under(problem, rules[0]))) for rules in _placements(problem)
     ]
-    begin, own = list(_candidates(problem, placements)), list(_own_rivals(problem))
+    begin, own = _candidates(problem, placements), list(_own_rivals(problem))
     own += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
     floors = [] if begin or own else list(_floors(problem))
     rivals = [*rivals, *own, *((one.schedule, one.decision) for one in floors)]
@@ -188,23 +192,38 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
 
 
-def _candidates(problem: Problem, placements: Sequence[Placement]) -> Iterator[Candidate]:
-    """Yields a plan with an order for all placements, rules and ways to make room."""
-    cuts = Segments(problem).cuts
+def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
+    """Makes a plan with an order for all placements, cuts, rules and ways to make room.
+
+    Of few cuts all are begun with that may be faster than what was found before.
+    """
+    cuts, every = Segments(problem).cuts, list[Candidate]()
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
-        tried: dict[Decision, None] = {}
-        even, *others = first_cuts(placed[0], cuts)
-        for bounds, one in product(dict.fromkeys((even, *others)), placed):
-            decision = fates.fastest(one, bounds)
-            if decision is not None:
-                tried[decision] = None
-                yield from ruled(one, decision, fates)
-        shares = SHARES if problem.memory_limit_bytes is not None else ()
-        roomy = (fates.fastest(placed[0], even, share) for share in shares)
-        tried |= dict.fromkeys(one for one in roomy if one)
-        for decision in tried:
-            yield from _listed(placed[0], decision, fates)
+        most = comb(len(cuts) - 2, placed[0].stages - 1)
+        first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
+        for bounds in first:
+            keeping = Decision.keeping_all(bounds)
+            best_s = min((one.step_s for one in every), default=float("inf"))
+            if most > ALL_CUTS or Loads.of(placed[0], keeping).bound_s() < best_s:
+                every += _of_cuts(placed, bounds, fates)
+    return every
+
+
+def _of_cuts(
+    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates
+) -> Iterator[Candidate]:
+    """Yields the orders of all rules and lists for fates that fit, be it that fewer are in flight than rules have."""
+    tried: dict[Decision, None] = {}
+    for one in placed:
+        decision = fates.fastest(one, bounds)
+        if decision is not None:
+            tried[decision] = None
+            yield from ruled(one, decision, fates)
+    shares = SHARES if placed[0].memory_limit_bytes is not None else ()
+    roomy = (fates.fastest(placed[0], bounds, share) for share in shares)
+    for decision in tried | dict.fromkeys(one for one in roomy if one):
+        yield from _listed(placed[0], decision, fates)
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:

@@ -7,7 +7,7 @@ then        bounds of the best of them move, as long as the clock is faster; the
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import combinations, islice
 
 import numpy as np
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import balanced, moved_bounds, shifted_bounds
+from jvpipe.planners.joint.order_cuts import balanced, busiest_s, moved_bounds, shifted_bounds
 from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
@@ -149,6 +149,18 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     if problem.peer != INFINITE:
         begin.append(on_devices(partial(jvpipe, refine=False))(without_limits(problem)).bounds)
     return list(dict.fromkeys(begin))
+
+
+def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Lists all cuts, those whose busiest device works least first.
+
+    Args:
+        problem: whose stages and devices count.
+        cuts: where a stage may begin or end.
+    """
+    first, *inner, last = cuts.tolist()
+    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
+    return sorted(every, key=partial(busiest_s, problem, layer_s(problem)))
 
 
 def _emptier(
