@@ -20,8 +20,9 @@ import tyro
 
 from experiments.schedules.cases import SHARES, Case, bytes_of_1f1b, drawn_cases, real_cases
 from jvpipe.papers.registry import find_planner
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.order_cuts import balanced, with_fates
+from jvpipe.planners.joint.order_cuts import balanced
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.joint.rule_search import layer_s
 from jvpipe.planners.model.forecast import simulated_step_s
@@ -113,10 +114,8 @@ def by_rule(problem: Problem, schedule: Schedule) -> Planned | None:
     try:
         asked = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
         plain = schedule.chunks == 1 and not asked.splits
-        if (
-            not plain
-            and with_fates(asked, balanced(asked, Segments(asked).cuts, layer_s(asked))) is None
-        ):
+        cuts = balanced(asked, Segments(asked).cuts, layer_s(asked))
+        if not plain and DeviceFates.of(asked).fastest(asked, cuts) is None:
             return None
         decision = find_planner("jvpipe").decide(asked)
     except (Infeasible, ValueError):

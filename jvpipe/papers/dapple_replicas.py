@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.papers.dapple import Phases, latency_s
-from jvpipe.planners.joint.shape_search import kept_or_again
+from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Path, Shape

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.shape_search import RoughPlan
+from jvpipe.planners.joint.rough_plan import RoughPlan
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jvpipe.planners.joint.shape_search import RoughPlan, kept_or_again
+from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes

@@ -11,11 +11,10 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.any_schedule import decide
 from jvpipe.planners.joint.device_orders import least_of, worth_searching
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
+from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
 from jvpipe.planners.joint.shape_search import (
-    RoughPlan,
     ShapeEffort,
     least_bytes_plans,
-    of_each_kind,
     rough_plans,
     simulated_plans,
 )

@@ -253,7 +253,7 @@ def test_limits_that_need_swaps_change_no_bit(schedule: str, speeds: list[int] |
 def square() -> Case:
     """Products alone, so that what is kept for backwards is most of what there is."""
     draw = draws(3)
-    params = [draw(D, D) for _ in range(8)]
+    params = [draw(D, D) for _ in range(6)]
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
         x = batch

@@ -3,7 +3,8 @@
 Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its backward `own_s` longer,
 and needs `working_bytes` while it runs. In a run of layers computed again (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
 the working bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last
-layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
+layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run. Between the
+halves of a backward there are `handed_bytes`, whatever is left, but of layers that run in the second half alone.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from jaxtyping import Bool, Float, Int
 from jvpipe.cost.costs import Costs
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
+    LayerBytes,
+    handed_bytes,
     on_device_bytes,
     option_bytes,
     recompute_peak_bytes,
@@ -25,6 +28,8 @@ from jvpipe.planners.model.stage_bytes import (
 PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
+Flight = tuple[int, int]
+"""Micro-batches of a stage that are in flight, and those of them between the halves of their backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,7 @@ class Choices:
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
     swapped_bytes: PerChoice
+    handed_bytes: PerChoice
     own_s: PerChoice
     forward_s: PerLayer
     working_bytes: PerChoice  # of RECOMPUTE and RECOMPUTE_CHAIN: at least, of this layer alone
@@ -49,12 +55,17 @@ class Choices:
         n, options = len(layers), max(len(layer.options) for layer in layers)
         # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
         allowed = np.zeros((n, options + 2), dtype=bool, order="F")
-        kept, swapped, extra, working = (np.zeros((n, options + 2), order="F") for _ in range(4))
+        kept, swapped, working, extra, handed = (
+            np.zeros((n, options + 2), order="F") for _ in range(5)
+        )
         for row, layer in enumerate(layers):
             for c, option in enumerate(layer.options):
                 taken = option_bytes(layer, option)
                 kept[row, c], swapped[row, c], working[row, c], extra[row, c] = taken
                 allowed[row, c] = swaps or taken.swapped == 0
+                handed[row, c] = handed_bytes(costs, row, taken)
+            for c, left in ((RECOMPUTE, layer.input_bytes), (RECOMPUTE_CHAIN, 0)):
+                handed[row, c] = handed_bytes(costs, row, LayerBytes(left, 0, 0, 0.0))
         given = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
         kept[:, RECOMPUTE] = given
@@ -65,7 +76,17 @@ class Choices:
         temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
         return Choices(
-            allowed, kept, swapped, extra, forward, working, residual, again, given, temporary
+            allowed,
+            kept,
+            swapped,
+            handed,
+            extra,
+            forward,
+            working,
+            residual,
+            again,
+            given,
+            temporary,
         )
 
     @property
@@ -94,27 +115,22 @@ class Choices:
         """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
-    @lru_cache(maxsize=64)  # noqa: B019 - as many as there are problems at hand
-    def min_bytes_columns(self, k: int) -> tuple[Columns, ...]:
-        """Of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
+    @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
+    def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
+        """Lists of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
-        numbers = np.stack([self.held_bytes(k, every), self.working_bytes, -self.left_bytes])[
-            ..., :RECOMPUTE_CHAIN
-        ]
+        held = [self.held_bytes(flight, every) for flight in flights]
+        numbers = np.stack([*held, self.working_bytes, -self.left_bytes])[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             own = numbers[:, row, columns]
-            no_worse = (own[:, None, :] <= own[:, :, None]).all(
-                0
-            )  # [a, b]: column b is never worse than a
+            # [a, b]: column b is never worse than a
+            no_worse = (own[:, None, :] <= own[:, :, None]).all(0)
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
-            per_layer.append(
-                np.append(
-                    columns[~beaten], [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
-                )
-            )
+            runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
+            per_layer.append(np.append(columns[~beaten], runs))
         return tuple(per_layer)
 
     @cached_property
@@ -122,9 +138,11 @@ class Choices:
         """The least that a layer needs while it runs."""
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
-    def held_bytes(self, k: int, layers: slice) -> PerChoice:
-        """What choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
-        return on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
+    def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
+        """Counts what choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
+        k, between = flight
+        held = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
+        return held + between * self.handed_bytes[layers] if between else held
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
         """The bytes per micro-batch that layers' choices swap."""

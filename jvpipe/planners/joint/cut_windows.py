@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing, Segment
+from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing, Relaxation, Segment
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.segments import Cuts, Segments, sums
 
@@ -49,15 +49,16 @@ class Reach:
 
     def _best_prices(self, bounds: Sequence[int]) -> list[Prices]:
         pricing, segments = self.pricing, self.pricing.segments
-        stages = []
+        stages = list[Relaxation]()
         for s, (i, j) in enumerate(pairwise(bounds)):
             static, compute_s = segments.of(s).static_bytes(s), segments.compute_of(s)
             room = (
                 pricing.limit_bytes - segments.problem.less_bytes(s) - float(static[j] - static[i])
             )
             tier = pricing.at(s).tiers[-1]
-            stages.append(Segment(s, i, j, tier, room, float(compute_s[j] - compute_s[i]), 0.0))
-        return DualBounds(pricing, stages).solve()
+            segment = Segment(s, i, j, tier, room, float(compute_s[j] - compute_s[i]), 0.0)
+            stages.append(segment.relaxed(pricing))
+        return DualBounds(stages).solve()
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
         """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""

@@ -1,128 +1,238 @@
-"""Choices of a segment's first layers, side by side: how they grow by a layer, and which of them can be forgotten.
+"""Choices of a device's first layers, side by side: how they grow by a layer, and which of them can be forgotten.
 
-Legend: a state is known by six numbers: extra seconds, swapped bytes, bytes held for all micro-batches in flight, the
-run of layers computed again that it ends in (its residuals and the inputs between; infinite outside a run), and what is
-needed beyond what is held (`working_tiers.py`): the most working bytes less what later layers leave of one
-micro-batch, if the run ends here and if it goes on (infinite outside a run). Of two states, one that is nowhere larger
-dominates, whatever comes after.
+Legend: a device has the layers of one stage or of several, one after the other; at each moment of its order some
+micro-batches of each are in flight (`Lot`). A state is a column of numbers:
+
+    EXTRA, SWAPPED    extra seconds, swapped bytes
+    RUN               the run of layers computed again that it ends in: its residuals and the inputs between
+    BEYOND, OPEN      what the stage needs beyond what it holds (`working_tiers.py`): the most working bytes less what
+                      later layers leave of one micro-batch, if the run ends here and if it goes on
+    MOST              the most that an earlier stage of the device needs beyond
+    HALVES, ENDS      the same as BEYOND while the first halves of backwards are on their way through the stage, beyond
+                      what is held before them, and beyond what is held after them; each with its OPEN
+    LEFT              by how much more layers leave than they hand over to second halves
+    the last rows     bytes held for all micro-batches in flight, one row for each moment
+
+Outside a run RUN and what is OPEN are infinite. Of two states, one that is nowhere larger dominates, whatever comes
+after.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.planners.joint.choice_arrays import Flight
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
-from jvpipe.planners.model.segments import sums
-from jvpipe.planners.model.stage_bytes import on_device_bytes
 
-States = Float[np.ndarray, "6 _"]
-EXTRA, SWAPPED, HELD, RUN, BEYOND, OPEN = range(6)
+Cell = tuple[int, int, int]
+States = Float[np.ndarray, "rows _"]
+PerMoment = Float[np.ndarray, "V M"]
+EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
+HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
 CHUNK_STATES = 128
+"""States that are compared with each other at once: it bounds memory, and changes nothing that is found."""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
 """For each state the one that it grew from, and its last layer's choice."""
 
 
+@dataclass(frozen=True)
+class Lot:
+    """The layers of one device, and what of them is there at once.
+
+    Attributes:
+        cells: its stages (s, i, j) of layers [i, j), in the order of the forward.
+        moments: for each stage the micro-batches in flight, and those of them between the halves of their backwards.
+        base_bytes: what is held at each moment whatever is chosen.
+        halves: whether backwards run in two.
+    """
+
+    cells: tuple[Cell, ...]
+    moments: tuple[tuple[Flight, ...], ...]
+    base_bytes: tuple[float, ...] = (0.0,)
+    halves: bool = False
+
+    @staticmethod
+    def of_stage(in_flight: int, cell: Cell) -> "Lot":
+        """Makes that of a device with one stage, whose backwards are whole."""
+        return Lot((cell,), (((in_flight, 0),),))
+
+    @property
+    def layers(self) -> list[slice]:
+        """The layers of each stage."""
+        return [slice(i, j) for _, i, j in self.cells]
+
+
 class Growth:
-    """Layers [i, j) on stage s; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
+    """The layers of a lot; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
 
     def __init__(
-        self,
-        pricing: Pricing,
-        s: int,
-        i: int,
-        j: int,
-        tier: Tier | None = None,
-        *,
-        by_bytes: bool = False,
+        self, pricing: Pricing, lot: Lot, tier: Tier | None = None, *, by_bytes: bool = False
     ) -> None:
-        layers, pricing = slice(i, j), pricing.at(s)
-        self.i, self.table, self.in_flight, self.tier = (
-            i,
-            pricing.choices,
-            pricing.segments.in_flight[s],
-            tier,
-        )
-        self.extra_s = pricing.extra_s(s)
+        pricing = pricing.at(lot.cells[0][0])  # all stages of a device work on the same shares
+        self.table, self.lot, self.tier = pricing.choices, lot, tier
         self.high = tier.high if tier else np.inf
-        self.held = self.table.held_bytes(self.in_flight, layers)
-        self.given = pricing.segments.given(i)[layers]
-        every = [np.flatnonzero(allowed) for allowed in self.table.allowed[layers]]
-        self.columns = self.table.min_bytes_columns(self.in_flight)[layers] if by_bytes else every
-        working = self.table.working_bytes[layers]
-        there = self.table.allowed[layers] & (working <= self.high)
-        charged = tier.in_run_bytes[layers] if tier else np.zeros(j - i)
-        held, left = self.held.copy(), self.table.left_bytes[layers].copy()
-        held[:, RECOMPUTE_CHAIN], left[:, RECOMPUTE_CHAIN] = (
-            on_device_bytes(self.in_flight, charged),
-            charged,
+        self.extra_s = pricing.extra_s(lot.cells[0][0])
+        sizes = [j - i for _, i, j in lot.cells]
+        ends = np.cumsum(sizes)
+        self.n, self.lasts = int(ends[-1]), set((ends - 1).tolist())
+        self.ends = np.append(np.repeat(ends, sizes), self.n)  # of the stage of each layer
+        self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
+        self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
+        self.given = np.concatenate(
+            [pricing.segments.given(layers.start)[layers] for layers in lot.layers]
         )
+        moments = [list(zip(moment, lot.layers, strict=True)) for moment in lot.moments]
+        self.held = np.stack(
+            [np.concatenate([self.table.held_bytes(*x) for x in moment]) for moment in moments]
+        )
+        in_flight = [[k for k, _ in moment] for moment in lot.moments]
+        self.in_flight = np.repeat(np.array(in_flight), sizes, axis=1)
+        self.columns = self._columns(by_bytes)
+        self._look_ahead()
+
+    def _columns(self, by_bytes: bool) -> list[np.ndarray]:
+        """Lists the choices of each layer that are looked at."""
+        table = self.table
+        if not by_bytes:
+            return [np.flatnonzero(allowed) for allowed in table.allowed[self.at]]
+        flights = (tuple(x) for x in zip(*self.lot.moments, strict=True))
+        every = zip(flights, self.lot.layers, strict=True)
+        return [x for each, layers in every for x in table.min_bytes_columns(each)[layers]]
+
+    def _look_ahead(self) -> None:
+        """Bounds what the layers to come hold and need, from each one on, at each moment."""
+        table, tier = self.table, self.tier
+        working = table.working_bytes[self.at]
+        there = table.allowed[self.at] & (working <= self.high)
+        charged = tier.in_run_bytes[self.at] if tier else np.zeros(self.n)
+        # What a layer of a run holds is what it is charged of the input of the run's first one.
+        self.priced_bytes, self.left = self.held.copy(), table.left_bytes[self.at].copy()
+        self.priced_bytes[..., RECOMPUTE_CHAIN] = self.in_flight * charged
+        self.left[:, RECOMPUTE_CHAIN] = charged
         least, spare, top = (
-            np.where(there, x, np.inf).min(1) for x in (held, held - left, held + working)
+            np.where(there, x, np.inf).min(2)
+            for x in (self.priced_bytes, self.priced_bytes - self.left, self.priced_bytes + working)
         )
-        self.charged_to_come = to_come(on_device_bytes(self.in_flight, charged))
-        self.spare_to_come = to_come(spare - self.given)
-        self.most_to_come = np.full(j - i + 1, -np.inf)
-        for at in reversed(range(j - i)):
-            most = max(top[at] + self.spare_to_come[at + 1], least[at] + self.most_to_come[at + 1])
-            self.most_to_come[at] = most
+        self.charged_to_come = to_come(self.in_flight * charged)
+        self.least_to_come = to_come(least)
+        self.spare_to_come = self.until_end(spare - self.given, least)
+        behind = self.until_end(spare - self.given, least, 1)
+        if self.lot.halves:
+            fall = np.where(there, table.handed_bytes[self.at] - self.left, np.inf).min(1)
+            self.fall_to_come = self.until_end(fall - self.given, np.zeros(self.n))
+        with np.errstate(invalid="ignore"):  # where a layer has no choice nothing fits anyhow
+            most = top + behind[:, :-1] - self.least_to_come[:, :-1]
+            most = np.maximum.accumulate(most[:, ::-1], axis=1)[:, ::-1]
+            most = most + self.least_to_come[:, :-1]
+        self.most_to_come = np.append(most, np.full((len(most), 1), -np.inf), axis=1)
+
+    def until_end(self, inside: np.ndarray, after: np.ndarray, skipped: int = 0) -> np.ndarray:
+        """Sums from each layer on: over its stage one number per layer, over later stages another.
+
+        Args:
+            inside: what counts in the stage of the layer that is begun with.
+            after: what counts in later stages.
+            skipped: layers of the stage that are left out, from the first on.
+        """
+        begin = np.minimum(np.arange(self.n + 1) + skipped, self.n)
+        inner, outer = to_come(inside), to_come(after)
+        return inner[..., begin] - inner[..., self.ends] + outer[..., self.ends]
 
     def begin(self) -> States:
-        """The choices of no layers."""
-        return np.array([[0.0], [0.0], [0.0], [np.inf], [0.0], [np.inf]])
+        """Gives the choices of no layers."""
+        fixed = [0.0, 0.0, np.inf, 0.0, np.inf, 0.0, -np.inf, np.inf, -np.inf, np.inf, 0.0]
+        return np.array([*fixed[: self.fixed_rows], *self.lot.base_bytes])[:, None]
 
     def grown(self, states: States, at: int) -> States:
-        """Every state with every choice of the next layer, the `at`-th; choices that the tier lacks hold too much."""
-        table, layer, columns = self.table, self.i + at, self.columns[at]
-        grown = np.empty((6, states.shape[1], len(columns)))
+        """Grows every state by every choice of the `at`-th layer; choices that the tier lacks hold too much.
+
+        What is needed beyond falls by what the new layer leaves, or is what that one works with.
+        """
+        table, layer, columns = self.table, self.at[at], self.columns[at]
+        grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
         run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
         run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]
-        grown[RUN] = (
-            run + table.residual_bytes[layer] if at < len(self.columns) - 1 else np.inf
-        )  # the last run ends
+        # The last run of a stage ends.
+        grown[RUN] = np.inf if at in self.lasts else run + table.residual_bytes[layer]
         working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
         own = table.temporary_bytes[layer]
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
         working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + own
         left = table.left_bytes[layer, columns] + self.given[at]
-        beyond = np.repeat(states[BEYOND][:, None], len(columns), axis=1)
-        beyond[:, RECOMPUTE_CHAIN] = states[OPEN]
-        for number, needed in ((BEYOND, working), (OPEN, grown[RUN] + own)):
-            grown[number] = np.where(needed <= self.high, np.maximum(beyond - left, needed), np.inf)
-        fits = np.isfinite(beyond_held(grown))
-        grown[HELD] = np.where(fits, states[HELD][:, None] + self.held[at, columns], np.inf)
-        return grown.reshape(6, -1)
+        ways = [(BEYOND, OPEN, left, 0.0)]
+        if self.lot.halves:
+            more = left - table.handed_bytes[layer, columns]
+            grown[LEFT] = states[LEFT][:, None] + more
+            ways += [(HALVES, HALVES_OPEN, more, 0.0), (ENDS, ENDS_OPEN, 0.0, grown[LEFT])]
+        for closed, opened, less, beside in ways:
+            beyond = np.repeat(states[closed][:, None], len(columns), axis=1)
+            beyond[:, RECOMPUTE_CHAIN] = states[opened]
+            beyond -= less
+            for number, needed in ((closed, working), (opened, grown[RUN] + own)):
+                most = np.maximum(beyond, needed + beside)
+                grown[number] = np.where(needed <= self.high, most, np.inf)
+        fits, held = np.isfinite(beyond_held(grown)), states[self.fixed_rows :]
+        more_held = held[:, :, None] + self.held[:, None, at, columns]
+        grown[self.fixed_rows :] = np.where(fits, more_held, np.inf)
+        if self.fixed_rows > MOST:
+            grown[MOST] = states[MOST][:, None]
+            if at in self.lasts:
+                self._end_stage(grown)
+        return grown.reshape(len(states), -1)
 
-    def held_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """What states hold, but for what is charged to layers to come: of the input of a run a part each."""
+    def _end_stage(self, states: np.ndarray) -> None:
+        """Notes what the stage needs beyond that ends with these states, and begins the next one."""
+        needed = states[BEYOND]
+        if self.lot.halves:
+            needed = np.maximum(needed, np.minimum(states[HALVES], states[ENDS]))
+            states[[HALVES, ENDS]], states[[HALVES_OPEN, ENDS_OPEN]] = -np.inf, np.inf
+            states[LEFT] = 0.0
+        states[MOST] = np.maximum(states[MOST], needed)
+        states[BEYOND], states[OPEN] = 0.0, np.inf
+
+    def held_bytes(self, states: States, done: int) -> PerMoment:
+        """Counts what states hold, but for what is charged to layers to come: of the input of a run a part each."""
+        held = states[self.fixed_rows :]
         if self.tier is None:
-            return states[HELD]
-        most = float(self.tier.most_input_bytes[self.i + done - 1])
-        share = np.maximum(self.high - states[RUN], 0.0) / max(
-            self.high + most, 1.0
-        )  # none outside a run
-        return states[HELD] - np.minimum(
-            on_device_bytes(self.in_flight, most) * share, self.charged_to_come[done]
-        )
+            return held
+        most = float(self.tier.most_input_bytes[self.at[done - 1]])
+        room = np.maximum(self.high - states[RUN], 0.0)  # none outside a run
+        share = room / max(self.high + most, 1.0)
+        charged = self.in_flight[:, done - 1, None] * most * share
+        return held - np.minimum(charged, self.charged_to_come[:, done, None])
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """What states will take at least, held and beyond, whatever the layers to come choose."""
-        beyond = np.maximum(beyond_held(states) + self.spare_to_come[done], self.most_to_come[done])
-        return self.held_bytes(states, done) + beyond
+        """Bounds what states take, held and beyond, whatever the layers to come choose; of all layers, counts it."""
+        beyond = beyond_held(states) + self.spare_to_come[:, done, None]
+        beyond = np.maximum(beyond, self.most_to_come[:, done, None])
+        if self.fixed_rows > MOST:
+            most = states[MOST]
+            if self.lot.halves:
+                most = np.maximum(most, self._beyond_halves(states, done))
+            beyond = np.maximum(beyond, most + self.least_to_come[:, done, None])
+        return np.asarray((self.held_bytes(states, done) + beyond).max(0))
+
+    def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
+        """Bounds what first halves need beyond on their way through the stage."""
+        fall = self.fall_to_come[done]
+        closed = np.minimum(states[HALVES] + fall, states[ENDS])
+        return np.minimum(closed, np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN]))
 
     def step(self, kept: Int[np.ndarray, "M"], at: int) -> Step:
-        """What the states kept of those that have grown by a layer came from."""
+        """Says what the states kept of those that have grown by a layer came from."""
         columns = self.columns[at]
         return kept // len(columns), columns[kept % len(columns)]
 
     def path(self, steps: Sequence[Step], at: int) -> tuple[int, ...]:
-        """The choices of a state."""
+        """Gives the choices of a state."""
         choices = []
         for parents, columns in reversed(steps):
             choices.append(self.table.choice(int(columns[at])))
@@ -136,8 +246,10 @@ def beyond_held(states: np.ndarray) -> np.ndarray:
 
 
 def to_come(per_layer: np.ndarray) -> np.ndarray:
-    """Sums over the last layers, from each on."""
-    return sums(per_layer[::-1])[::-1]
+    """Sums over the last layers, from each on; the layers are the last axis."""
+    total = np.zeros((*per_layer.shape[:-1], per_layer.shape[-1] + 1))
+    total[..., :-1] = np.cumsum(per_layer[..., ::-1], axis=-1)[..., ::-1]
+    return total
 
 
 def front(states: States) -> Int[np.ndarray, "_"]:

@@ -13,6 +13,7 @@ its neighbours well.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,24 @@ class Segment:
     j: int
     tier: Tier
     room_bytes: float  # for what is priced
+    compute_s: float
+    traffic_s: float
+
+    def relaxed(self, pricing: "Pricing") -> "Relaxation":
+        """Makes the question that prices answer."""
+        pricing = pricing.at(self.s)
+        extra_s, link_s, held = pricing.table(self.s, self.tier, slice(self.i, self.j))
+        held[-1] += pricing.last_bytes(self.tier, slice(self.j - 1, self.j))[0]
+        return Relaxation(extra_s, link_s, held, self.room_bytes, self.compute_s, self.traffic_s)
+
+
+class Relaxation(NamedTuple):
+    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what they are added to."""
+
+    extra_s: PerChoice
+    link_s: PerChoice
+    held: PerChoice
+    room_bytes: float
     compute_s: float
     traffic_s: float
 
@@ -128,7 +147,7 @@ class Pricing:
             layers: which of the model's.
         """
         choices, k = self.choices, self.segments.in_flight[s]
-        held = choices.held_bytes(k, layers)
+        held = choices.held_bytes((k, 0), layers)
         if tier.by_low:
             held = held - choices.left_bytes[layers]
         held[:, RECOMPUTE_CHAIN] = on_device_bytes(k - tier.by_low, tier.in_run_bytes[layers])
@@ -206,29 +225,23 @@ class Pricing:
 
 
 class DualBounds:
-    """Segments side by side: their layers' choices in one table, each segment with prices of its own."""
+    """Questions side by side: all layers' choices in one table, each question with prices of its own."""
 
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
-    def __init__(self, pricing: Pricing, stages: Sequence[Segment]) -> None:
-        tables = [pricing.at(x.s).table(x.s, x.tier, slice(x.i, x.j)) for x in stages]
-        for (_, _, held), x in zip(tables, stages, strict=True):
-            held[-1] += pricing.at(x.s).last_bytes(x.tier, slice(x.j - 1, x.j))[0]
-        self.extra_s, self.link_s, self.held = (
-            np.concatenate(parts) for parts in zip(*tables, strict=True)
-        )
+    def __init__(self, asked: Sequence[Relaxation]) -> None:
+        extra_s, link_s, held, room, compute_s, traffic_s = zip(*asked, strict=True)
+        self.extra_s, self.link_s, self.held = map(np.concatenate, (extra_s, link_s, held))
         self.there = np.isfinite(self.extra_s)
         self.extra_s = np.where(self.there, self.extra_s, 0.0)
-        sizes = [x.j - x.i for x in stages]
-        self.of = np.repeat(np.arange(len(stages)), sizes)
+        sizes = [len(each) for each in extra_s]
+        self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self.room = np.array([x.room_bytes for x in stages])
-        self.compute_s = np.array([x.compute_s for x in stages])
-        self.traffic_s = np.array([x.traffic_s for x in stages])
+        self.room, self.compute_s, self.traffic_s = map(np.array, (room, compute_s, traffic_s))
         most = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
         self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(most, 1.0)
-        self.best = np.full(len(stages), -np.inf)
-        self.prices = np.zeros((len(stages), 2))
+        self.best = np.full(len(asked), -np.inf)
+        self.prices = np.zeros((len(asked), 2))
 
     def solve(self) -> list[tuple[float, float]]:
         """Finds the best prices."""

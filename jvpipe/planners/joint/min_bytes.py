@@ -1,11 +1,11 @@
-"""The fewest bytes that a segment's layers can hold and work with: dominance over what they take (`dominance.py`)."""
+"""The fewest bytes that a device's layers can hold and work with: dominance over what they take (`dominance.py`)."""
 
 from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
-from jvpipe.planners.joint.dominance import BEYOND, EXTRA, HELD, SWAPPED, Growth, Step, front
+from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, Lot, Step, front
 from jvpipe.planners.joint.dual_bounds import Pricing
 
 FEW_STATES, MANY_STATES = 16, 2000
@@ -22,20 +22,26 @@ class MinBytes:
 
 
 class MinBytesSearch:
-    """Layers [i, j) of stage s, whatever their seconds."""
+    """The layers of a lot, whatever their seconds."""
 
-    def __init__(self, pricing: Pricing, s: int, i: int, j: int) -> None:
-        self.pricing, self.cell, self.n = pricing.at(s), (s, i, j), j - i
+    def __init__(self, pricing: Pricing, lot: Lot) -> None:
+        self.pricing, self.lot = pricing.at(lot.cells[0][0]), lot
 
     def fewest(self, exact: bool, below: float = np.inf) -> tuple[float, tuple[int, ...]]:
-        """The fewest bytes beside those that no choice changes, and choices that take them; none if that is not below
-        a number.
+        """Finds the fewest bytes beside those that no choice changes, and choices that take them.
 
         In every tier few states are looked at; where that left out what may be better, and it is to be exact, many.
+
+        Args:
+            exact: whether many are to be looked at.
+            below: what is not below that is not found.
         """
         best, unsure = MinBytes(below), list[tuple[float, Growth]]()
-        for tier in self.pricing.tiers:
-            growth = Growth(self.pricing, *self.cell, tier, by_bytes=True)
+        single = (
+            len(self.lot.cells) == 1
+        )  # working bytes of several stages do not follow each other
+        for tier in self.pricing.tiers if single else (None,):
+            growth = Growth(self.pricing, self.lot, tier, by_bytes=True)
             fewest = self._fewest(growth, FEW_STATES, best.bytes)
             unsure.append((fewest.dropped, growth))
             best = min(best, fewest, key=attrgetter("bytes"))
@@ -51,7 +57,7 @@ class MinBytesSearch:
         states, steps, dropped = growth.begin(), list[Step](), np.inf
         if growth.least_bytes(states, 0)[0] >= below:
             return MinBytes(np.inf)
-        for at in range(self.n):
+        for at in range(growth.n):
             states = growth.grown(states, at)
             states[[EXTRA, SWAPPED]] = 0.0
             bound = growth.least_bytes(states, at + 1)
@@ -65,6 +71,6 @@ class MinBytesSearch:
                 return MinBytes(np.inf, (), dropped)
             states = states[:, alive]
             steps.append(growth.step(alive, at))
-        taken = states[HELD] + states[BEYOND]
+        taken = growth.least_bytes(states, growth.n)
         best = int(taken.argmin())
         return MinBytes(float(taken[best]), growth.path(steps, best), dropped)

@@ -1,78 +1,17 @@
-"""Cuts and fates for orders, quickly: devices that work as long as each other, and one price per byte on each device.
-
-Fates that swap are not looked at here: an order with what it leaves to I and W rarely waits long enough.
-"""
+"""Cuts for orders of tasks: devices that work as long as each other, and the neighbours of cuts."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_bytes import (
-    StageBytes,
-    option_bytes,
-    recomputed_bytes,
-    stage_bytes,
-)
-from jvpipe.schedules.schedule import Holding
 
 _EQUAL_S = 1e-12
 """By which part seconds may differ that are as long."""
-PRICES = 14
-"""How often the price of a byte is halved or doubled."""
-
-
-PerWay = Float[np.ndarray, "N C"]
-Counts = Int[np.ndarray, "V K"]
-"""Vectors of a schedule: for each stage of a device micro-batches in flight, and those between halves, in turn."""
-
-
-class Ways(NamedTuple):
-    """The choices of all layers that do not swap, `RECOMPUTE` the last, and what each takes; infinite where none is."""
-
-    choices: Int[np.ndarray, "N C"]
-    left_bytes: PerWay
-    working_bytes: PerWay
-    extra_s: PerWay
-
-    @staticmethod
-    def of(problem: Problem) -> "Ways":
-        """Counts them for the layers of a problem."""
-        layers = problem.costs.layers
-        rows, columns = len(layers), 1 + max(len(layer.options) for layer in layers)
-        choices = np.full((rows, columns), RECOMPUTE)
-        left, working, extra = (np.full((rows, columns), np.inf) for _ in range(3))
-        for row, layer in enumerate(layers):
-            every = [(c, option_bytes(layer, option)) for c, option in enumerate(layer.options)]
-            every.append((RECOMPUTE, recomputed_bytes(layer)))
-            for at, (c, way) in enumerate((c, way) for c, way in every if not way.swapped):
-                choices[row, at], left[row, at], working[row, at], extra[row, at] = (
-                    c,
-                    way.left,
-                    way.working,
-                    way.extra_s,
-                )
-        return Ways(choices, left, working, extra)
-
-    def cheapest(self, layers: slice, in_flight: int, price: float) -> list[int]:
-        """Lists the choices of some layers that take the least, seconds and bytes at a price; at no price the first.
-
-        Args:
-            layers: which.
-            in_flight: micro-batches for which a choice leaves bytes.
-            price: seconds per byte; if it is infinite, bytes alone count.
-        """
-        held, extra_s = in_flight * self.left_bytes[layers], self.extra_s[layers]
-        if price == np.inf:
-            held = held + self.working_bytes[layers]
-            cost = np.where(held == held.min(1, keepdims=True), extra_s, np.inf)
-        else:
-            cost = extra_s + (price * held if price else 0.0)
-        return self.choices[layers][np.arange(len(cost)), cost.argmin(1)].tolist()
 
 
 def balanced(
@@ -132,110 +71,6 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     return filled(high)
 
 
-def with_fates(
-    problem: Problem,
-    bounds: tuple[int, ...],
-    share: float = 1.0,
-    begin: Decision | None = None,
-    ways: Ways | None = None,
-) -> Decision | None:
-    """These cuts with fates that keep the limit, of few seconds; None if there are none.
-
-    Args:
-        problem: whose schedule and limit count.
-        bounds: of the stages.
-        share: of what the schedule has in flight that has to fit.
-        begin: whose fates are kept on devices whose layers are the same.
-        ways: those of the problem, if they are known.
-    """
-    ways, choices = (
-        ways or Ways.of(problem),
-        [0] * bounds[-1] if begin is None else list(begin.choices),
-    )
-    before = None if begin is None else list(pairwise(begin.bounds))
-    vectors = problem.schedule.held(problem.devices, problem.microbatches)
-    for d, mine in enumerate(vectors):
-        stages = [s for s, place in enumerate(problem.places) if place == d]
-        same = before is not None and all(before[s] == bounds[s : s + 2] for s in stages)
-        if not same and not _choose(problem, stages, bounds, mine, share, ways, choices):
-            return None
-    return Decision(bounds, tuple(choices))
-
-
-def _choose(
-    problem: Problem,
-    stages: Sequence[int],
-    bounds: Sequence[int],
-    vectors: Sequence[Holding],
-    share: float,
-    ways: Ways,
-    choices: list[int],
-) -> bool:
-    """Writes the choices of a device's layers at the least price of a byte that makes them fit; False if none does."""
-    limit = problem.limit_of(problem.places[stages[0]])
-    counts = np.array(vectors).reshape(len(vectors), -1)
-    known: dict[tuple[int, tuple[int, ...]], StageBytes[int]] = {}  # many prices choose the same
-
-    def fits(price: float) -> bool:
-        held = []
-        for s in stages:
-            i, j = bounds[s : s + 2]
-            choices[i:j] = chosen = ways.cheapest(slice(i, j), problem.in_flight[s], price)
-            if (key := (s, tuple(chosen))) not in known:
-                known[key] = stage_bytes(problem, s, i, j, choices)
-            held.append(known[key])
-        return limit is None or _joint_bytes(held, counts, share) <= limit
-
-    if fits(0.0):
-        return True
-    if not fits(float("inf")):
-        return False
-    layers = [layer for s in stages for layer in problem.costs.layers[bounds[s] : bounds[s + 1]]]
-    low, high = 1e-6, 1e6  # around seconds of forwards per byte that they leave
-    per_byte = sum(x.forward_s for x in layers) / max(
-        1, sum(x.options[0].kept_bytes for x in layers)
-    )
-    for _ in range(PRICES):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if fits(middle * per_byte) else (middle, high)
-    fits(low * per_byte)
-    wanted = list(choices)
-    if not fits(high * per_byte):
-        fits(float("inf"))
-    _relax(problem, stages, bounds, counts, share, wanted, choices)
-    return True
-
-
-def _relax(
-    problem: Problem,
-    stages: Sequence[int],
-    bounds: Sequence[int],
-    counts: Counts,
-    share: float,
-    wanted: Sequence[int],
-    choices: list[int],
-) -> None:
-    """Makes the choices of a device's layers those that are wanted, one by one, where there is room."""
-    limit = problem.limit_of(problem.places[stages[0]])
-    assert limit is not None
-    held = [stage_bytes(problem, s, bounds[s], bounds[s + 1], choices) for s in stages]
-    for k, s in enumerate(stages):
-        for at in range(bounds[s], bounds[s + 1]):
-            before, choices[at] = choices[at], wanted[at]
-            if before == wanted[at]:
-                continue
-            was, held[k] = held[k], stage_bytes(problem, s, bounds[s], bounds[s + 1], choices)
-            if _joint_bytes(held, counts, share) > limit:
-                choices[at], held[k] = before, was
-
-
-def _joint_bytes(held: Sequence[StageBytes[int]], counts: Counts, share: float) -> int:
-    """What `joint_bytes` counts, of stages that swap nothing."""
-    each = [size for x in held for size in (x.kept, x.handed)]
-    most = share * int((counts @ each).max())
-    return int(sum(x.static for x in held) + most + max(x.beyond for x in held))
-
-
 def moved_bounds(
     bounds: Sequence[int], cuts: Cuts, run: int = 1, most: int = 1
 ) -> list[tuple[int, ...]]:
@@ -258,3 +93,45 @@ def moved_bounds(
             if all(a < b for a, b in pairwise(moved)):
                 neighbours.append(tuple(int(cuts[place]) for place in moved))
     return neighbours
+
+
+def shifted_bounds(
+    problem: Problem, bounds: Sequence[int], cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
+) -> list[tuple[int, ...]]:
+    """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
+
+    Those whose busiest device works least come first.
+
+    Args:
+        problem: whose stages and devices count.
+        bounds: of the stages, the first and the last of which stay.
+        cuts: where a stage may begin or end.
+        layer_s: seconds of each layer's forward and backward.
+    """
+    others = sorted(set(cuts.tolist()) - set(bounds))
+    every = [
+        tuple(sorted({*bounds} - {bounds[gone]} | {new}))
+        for gone in range(1, len(bounds) - 1)
+        for new in others
+        if not bounds[gone - 1] < new < bounds[gone + 1]
+    ]
+    return sorted(every, key=partial(busiest_s, problem, layer_s))
+
+
+def busiest_s(
+    problem: Problem, layer_s: Float[np.ndarray, " layers"], bounds: Sequence[int]
+) -> float:
+    """Counts what the device works that works longest.
+
+    Args:
+        problem: whose stages and devices count.
+        layer_s: seconds of each layer's forward and backward, on a device as the costs say.
+        bounds: of the stages.
+    """
+    works_s = [0.0] * problem.devices
+    for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
+        slower = problem.slowness(s)
+        works_s[place] += float(
+            (layer_s[i:j] * slower[i:j]).sum() if slower else layer_s[i:j].sum()
+        )
+    return max(works_s)

@@ -9,25 +9,12 @@ time.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations
 from math import comb
 
-import numpy as np
-
-from jvpipe.planners.joint.dominance import (
-    BEYOND,
-    EXTRA,
-    HELD,
-    SWAPPED,
-    Growth,
-    Step,
-    beyond_held,
-    front,
-)
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_cuts import moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
-from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.one_by_one import one_by_one
@@ -35,10 +22,6 @@ from jvpipe.schedules.schedule import Schedule
 
 MOST_CUTS, MOVED_CUTS = 1_000, 100
 """Up to so many, all cuts of several stages per device are looked at; of more, so many."""
-STATES = 200
-"""How many choices of a stage's first layers stay beside each other."""
-Way = tuple[float, float, tuple[int, ...]]
-"""What a stage holds, what it needs beyond that, and its layers' choices."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +53,14 @@ class _Emptiest:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
-        self.ways = cache(self._ways)
+        self.fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
 
     def decision(self) -> Decision:
         """The plan that was found to hold the least."""
-        least = min_bytes_plan(self.pricing)
+        least = min_bytes_plan(self.fates.pricing)
         if self.problem.schedule.chunks == 1:
             return Decision(least.bounds, least.choices)
-        cuts, inner = self.pricing.segments.cuts, self.problem.stages - 1
+        cuts, inner = self.fates.pricing.segments.cuts, self.problem.stages - 1
         if comb(len(cuts) - 2, inner) <= MOST_CUTS:
             ends = int(cuts[0]), int(cuts[-1])
             every = (
@@ -102,47 +84,5 @@ class _Emptiest:
         return sorted((size + more for size, more in zip(held, less, strict=True)), reverse=True)
 
     def _of_cuts(self, bounds: Sequence[int]) -> Decision:
-        """The plan of these cuts whose devices hold the least, each for itself."""
-        problem, chosen = self.problem, dict[int, tuple[int, ...]]()
-        for d in range(problem.devices):
-            mine = [s for s, place in enumerate(problem.places) if place == d]
-            every = [self.ways(bounds[s], bounds[s + 1]) for s in mine]
-            for s, (_, _, choices) in zip(mine, _together(every), strict=True):
-                chosen[s] = choices
-        return Decision(
-            tuple(bounds), tuple(choice for s in sorted(chosen) for choice in chosen[s])
-        )
-
-    def _ways(self, i: int, j: int) -> list[Way]:
-        """The choices of layers [i, j), without those that neither hold less than others nor need less beyond."""
-        growth, steps = (
-            Growth(self.pricing, 0, i, j),
-            list[Step](),
-        )  # all stages have one micro-batch in flight
-        states = growth.begin()
-        for at in range(j - i):
-            states = growth.grown(states, at)
-            states[[EXTRA, SWAPPED]] = 0.0
-            needed = states[HELD] + beyond_held(states)
-            alive = np.flatnonzero(np.isfinite(needed))
-            alive = alive[front(states[:, alive])]
-            alive = np.sort(alive[np.argsort(needed[alive], kind="stable")[:STATES]])
-            states = states[:, alive]
-            steps.append(growth.step(alive, at))
-        return [
-            (float(held), float(beyond), growth.path(steps, at))
-            for at, (held, beyond) in enumerate(zip(states[HELD], states[BEYOND], strict=True))
-        ]
-
-
-def _together(every: Sequence[Sequence[Way]]) -> list[Way]:
-    """The ways of a device's stages that take the least: what they hold, and the most that one of them needs beyond."""
-    best, best_bytes = list[Way](), np.inf
-    for most in sorted({beyond for ways in every for _, beyond, _ in ways}):
-        within = [[way for way in ways if way[1] <= most] for ways in every]
-        if all(within):
-            some = [min(ways) for ways in within]
-            taken = sum(held for held, _, _ in some) + max(beyond for _, beyond, _ in some)
-            if taken < best_bytes:
-                best, best_bytes = some, taken
-    return best
+        """Makes the plan of these cuts whose devices hold the least, each for itself."""
+        return self.fates.emptiest(self.problem, bounds)

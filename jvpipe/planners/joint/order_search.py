@@ -14,23 +14,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from math import comb
 from operator import sub
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.order_cuts import with_fates
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.joint.rule_search import (
     FEW_LAYERS,
     REFINED_LAYERS,
     Candidate,
+    all_cuts,
     first_cuts,
     fitting,
     ruled,
@@ -46,8 +47,11 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
-SHARES = (0.7, 0.45)
-"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit."""
+SHARES = (0.7, 0.45, 0.0)
+"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit; at last
+for one micro-batch."""
+ALL_CUTS = 100
+"""Cuts of a placement up to which all are begun with."""
 CAPS = (1.5, 2.0, 3.0)
 """Micro-batches in flight per device, over the number of devices, in list scheduling: those that leave room under a
 limit, and what room there is.
@@ -68,6 +72,8 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
 """The rules for each placement; the first one splits backwards."""
+Placement = tuple[tuple[Schedule, ...], DeviceFates]
+"""The rules of a placement, and what chooses fates for its devices."""
 
 
 @dataclass(frozen=True)
@@ -128,24 +134,26 @@ def find_order(
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    begin, own = list(_candidates(problem)), list(_own_rivals(problem))
+    placements = [
+        (rules, DeviceFates.of(_under(problem, rules[0]))) for rules in _placements(problem)
+    ]
+    begin, own = _candidates(problem, placements), list(_own_rivals(problem))
     own += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
     floors = [] if begin or own else list(_floors(problem))
     rivals = [*rivals, *own, *((one.schedule, one.decision) for one in floors)]
-    begin += [
-        one for schedule, decision in rivals for one in _from_rival(problem, schedule, decision)
-    ]
+    begin += [one for rival in rivals for one in _from_rival(problem, placements, *rival)]
     candidates = sorted(begin, key=lambda one: one.step_s)
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
-    crowded = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
+    queued = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
     best = refined(candidates, seed)
     some = (
         [*best, *first_of_families(candidates), *candidates[:CROWDED]]
-        if crowded
+        if queued
         else best[:SIMULATED]
     )
+    some += [swapping for one in some[:SIMULATED] for swapping in _swapping(one)]
     answers = [answer for one in some if (answer := _simulated(one))]
     answers += [
         answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))
@@ -187,27 +195,43 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
 
 
-def _candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yields a plan with an order for all placements, rules and ways to make room."""
-    cuts = Segments(problem).cuts
-    for rules in _placements(problem):
-        placed = [
-            replace(problem, stages=rule.stages_on(problem.devices), schedule=rule)
-            for rule in rules
-        ]
-        tried: dict[Decision, None] = {}
-        even, *others = first_cuts(placed[0], cuts)
-        for bounds, one in product(dict.fromkeys((even, *others)), placed):
-            decision = with_fates(one, bounds)
-            if decision is not None:
-                tried[decision] = None
-                yield from ruled(one, decision)
-        shares = SHARES if problem.memory_limit_bytes is not None else ()
-        tried |= dict.fromkeys(
-            one for share in shares if (one := with_fates(placed[0], even, share))
-        )
-        for decision in tried:
-            yield from _listed(placed[0], decision)
+def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
+    """Makes a plan with an order for all placements, cuts, rules and ways to make room.
+
+    Of few cuts all are begun with that may be faster than what was found before.
+    """
+    cuts, every = Segments(problem).cuts, list[Candidate]()
+    for rules, fates in placements:
+        placed = [_under(problem, rule) for rule in rules]
+        most = comb(len(cuts) - 2, placed[0].stages - 1)
+        first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
+        for bounds in first:
+            keeping = Decision.keeping_all(bounds)
+            best_s = min((one.step_s for one in every), default=float("inf"))
+            if most > ALL_CUTS or Loads.of(placed[0], keeping).bound_s() < best_s:
+                every += _of_cuts(placed, bounds, fates)
+    return every
+
+
+def _of_cuts(
+    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates
+) -> Iterator[Candidate]:
+    """Yields the orders of all rules and lists for fates that fit, be it that fewer are in flight than rules have."""
+    tried: dict[Decision, None] = {}
+    for one in placed:
+        decision = fates.fastest(one, bounds)
+        if decision is not None:
+            tried[decision] = None
+            yield from ruled(one, decision, fates)
+    shares = SHARES if placed[0].memory_limit_bytes is not None else ()
+    roomy = (fates.fastest(placed[0], bounds, share) for share in shares)
+    for decision in tried | dict.fromkeys(one for one in roomy if one):
+        yield from _listed(placed[0], decision, fates)
+
+
+def _under(problem: Problem, rule: Schedule) -> Problem:
+    """Gives the problem under a rule, with as many stages as that has."""
+    return replace(problem, stages=rule.stages_on(problem.devices), schedule=rule)
 
 
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
@@ -221,9 +245,10 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
             yield rules
 
 
-def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
+def _listed(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads, D = Loads.of(problem, decision), problem.devices
+    plain = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in CAPS]
@@ -232,16 +257,14 @@ def _listed(problem: Problem, decision: Decision) -> Iterator[Candidate]:
         for patience in PATIENCES:
             order = Listing(loads, caps, patience).order
             if order is not None:
-                yield from fitting(problem, decision, loads, order, f"{name}, listed")
+                yield from fitting(plain, order, f"{name}, listed")
     for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
-        yield from fitting(problem, decision, loads, order, f"{name}, in rounds")
+        yield from fitting(plain, order, f"{name}, in rounds")
     if limited and not problem.schedule.vee:
         late = tuple(_late(problem, loads, d) for d in range(D))
         rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
         order = order_of(rule.tasks(D, problem.microbatches))
-        yield from fitting(
-            problem, decision, loads, order, f"{problem.schedule.name}, late by bytes"
-        )
+        yield from fitting(plain, order, f"{name}, late by bytes")
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
@@ -320,22 +343,36 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
 
 
-def _from_rival(problem: Problem, schedule: Schedule, decision: Decision) -> Iterator[Candidate]:
-    """Yields other orders for another planner's plan, if it swaps nothing."""
+def _from_rival(
+    problem: Problem, placements: Sequence[Placement], schedule: Schedule, decision: Decision
+) -> Iterator[Candidate]:
+    """Yields other orders for another planner's plan; if that swaps, for its cuts."""
     swaps = any(
         layer.options[c].swapped_bytes
         for layer, c in zip(problem.costs.layers, decision.choices, strict=True)
         if c >= 0
     )
-    for rules in PLACEMENTS:
-        if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee) and not swaps:
-            placed = replace(problem, stages=schedule.stages_on(problem.devices), schedule=rules[0])
-            yield from _listed(placed, decision)
+    for rules, fates in placements:
+        if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee):
+            bounds, under = decision.bounds, _under(problem, schedule)
+            plain = fates.fastest(under, bounds) if swaps else decision
+            if plain is not None:
+                yield from _listed(_under(problem, rules[0]), plain, fates)
+
+
+def _swapping(one: Candidate) -> Iterator[Candidate]:
+    """Yields the order of a candidate with fates that may swap, which the clock knows nothing of."""
+    problem = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    if problem.memory_limit_bytes is not None:
+        fates = DeviceFates.of(crowded(problem), swaps=True)
+        decision = fates.fastest(problem, one.decision.bounds)
+        if decision is not None and decision != one.decision:
+            yield replace(one, decision=decision)
 
 
 def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedPlan | None:
     """Another planner's plan with its lists; None if it does not fit."""
-    other = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
+    other = _under(problem, schedule)
     evaluation = evaluate(other, decision)
     if not keeps_limits(other, evaluation):
         return None

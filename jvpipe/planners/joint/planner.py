@@ -118,10 +118,9 @@ def _simulated_best(problem: Problem, others: Sequence[Decision]) -> Decision:
     solutions = [solve(problem, plain)]
     pricings = [plain]
     if _swaps_may_help(problem, solutions[0]):
-        host = Link(problem.host.bytes_per_s / HOST_LINK_CROWDING, problem.host.latency_s)
-        crowded = replace(problem, host=host)
-        pricings.append(pricing_of(crowded))
-        solutions.append(within_host_limit(crowded, solve(crowded, pricings[1])))
+        slower = crowded(problem)
+        pricings.append(pricing_of(slower))
+        solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
     begin = list(others)
     begin += [
         x.decision(path)
@@ -151,6 +150,12 @@ def _simulated_best(problem: Problem, others: Sequence[Decision]) -> Decision:
         for bounds in _plain_cuts(problem):
             begin += climb.with_best_fates(bounds)
     return climb.top(begin)
+
+
+def crowded(problem: Problem) -> Problem:
+    """Makes the link to the host slower, as others wait for one that is never idle."""
+    host = Link(problem.host.bytes_per_s / HOST_LINK_CROWDING, problem.host.latency_s)
+    return replace(problem, host=host)
 
 
 def _plain_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:

@@ -5,22 +5,21 @@ then        bounds of the best of them move, as long as the clock is faster; the
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import combinations, islice
 
 import numpy as np
 from jaxtyping import Float
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import Ways, balanced, moved_bounds, with_fates
+from jvpipe.planners.joint.order_cuts import balanced, busiest_s, moved_bounds, shifted_bounds
 from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
-from jvpipe.planners.joint.planner import jvpipe
+from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
@@ -38,16 +37,19 @@ CLIMBED, MOST_PLACES, SIMULATED_TASKS = 3, 3, 300_000
 each."""
 FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
-REFINED_LAYERS, REFINED_ROWS = 256, 600
-"""Of models of more layers, or under a limit of more layers times stages, the plan of one stage per device is the
-surrogate's: under a limit it is asked for several budgets."""
+REFINED_LAYERS = 256
+"""Of models of more layers the plan of one stage per device is the surrogate's."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with an order of tasks, where both come from, and the clock's seconds."""
+    """A plan with an order of tasks, where both come from, and the clock's seconds.
+
+    `fates` chooses those of other cuts under its placement.
+    """
 
     problem: Problem
+    fates: DeviceFates
     decision: Decision
     loads: Loads
     order: Order
@@ -61,30 +63,39 @@ def under_rule(problem: Problem) -> Decision:
     Raises:
         Infeasible: fates that keep the limit were not found.
     """
-    cuts = Segments(problem).cuts
-    first = first_cuts(problem, cuts)
+    ways, first = _ways(problem), first_cuts(problem, Segments(problem).cuts)
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(without_limits(problem)).bounds)
-    begin = [with_fates(problem, bounds) for bounds in first]
+    begin = [each.fastest(problem, bounds) for bounds in first for each in ways]
     every = dict.fromkeys([*filter(None, begin), *_asked(problem)])
     step_s = cache(partial(_step_s, problem))
     best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
-        emptier = (with_fates(problem, b) for bounds in first for b in _emptier(problem, bounds))
-        best = sorted((one for one in emptier if one and step_s(one) < np.inf), key=step_s)[:MOVED]
+        emptier = (b for bounds in first for b in _emptier(problem, bounds, ways[-1]))
+        fitting = (one for b in emptier for each in ways if (one := each.fastest(problem, b)))
+        best = sorted((one for one in fitting if step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
         return on_devices(jvpipe)(problem)  # which says what would do
     moved = (
         with_moved_bounds(one, MOVED_TASKS).decision
         for decision in best
-        for one in ruled(problem, decision)
+        for one in ruled(problem, decision, ways[0])
     )
     ranked = {one.bounds: one for one in sorted([*moved, *best], key=step_s, reverse=True)}
     climbed = (
-        with_simulated_moves(problem, one, SIMULATED_TASKS)
+        with_simulated_moves(problem, one, SIMULATED_TASKS, ways)
         for one in list(ranked.values())[-CLIMBED:]
     )
     return min(climbed, key=step_s)
+
+
+def _ways(problem: Problem) -> list[DeviceFates]:
+    """Prepares fates without swaps, and where something can be swapped with them."""
+    plain = DeviceFates.of(problem)
+    if problem.memory_limit_bytes is None:
+        return [plain]
+    swapping = DeviceFates.of(crowded(problem), swaps=True)
+    return [plain, swapping] if swapping.pricing.choices.swapped_bytes.any() else [plain]
 
 
 def without_limits(problem: Problem) -> Problem:
@@ -92,8 +103,10 @@ def without_limits(problem: Problem) -> Problem:
     return replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
 
 
-def with_simulated_moves(problem: Problem, decision: Decision, tasks: int) -> Decision:
-    """Moves bounds, one or two beside each other, as long as the simulated step takes less.
+def with_simulated_moves(
+    problem: Problem, decision: Decision, tasks: int, ways: Sequence[DeviceFates]
+) -> Decision:
+    """Moves bounds as long as the simulated step takes less: near ones first, then those that shift stages.
 
     Under a limit the fates of the stages that change are chosen again.
 
@@ -101,19 +114,28 @@ def with_simulated_moves(problem: Problem, decision: Decision, tasks: int) -> De
         problem: whose schedule, links and limits count.
         decision: to begin with; it keeps the limits.
         tasks: how many are simulated at most.
+        ways: to choose fates.
     """
-    cuts, ways = Segments(problem).cuts, Ways.of(problem)
     tries = tasks // sum(map(len, problem.schedule.tasks(problem.devices, problem.microbatches)))
     best, best_s, before = decision, _step_s(problem, decision), None
     while before is not best:
         before = best
-        for run in (1, 2):
-            for bounds in moved_bounds(before.bounds, cuts, run, MOST_PLACES):
-                for moved in _refitted(problem, before, bounds, ways) if tries > 0 else ():
-                    tries -= 1
-                    if (step_s := _step_s(problem, moved)) < best_s:
-                        best, best_s = moved, step_s
+        for some in _neighbours(problem, before.bounds):
+            every = (x for bounds in some for x in _refitted(problem, before, bounds, ways))
+            for moved in islice(every, max(tries, 0)):
+                tries -= 1
+                if (step_s := _step_s(problem, moved)) < best_s:
+                    best, best_s = moved, step_s
+            if best is not before or tries <= 0:
+                break
     return best
+
+
+def _neighbours(problem: Problem, bounds: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """Yields bounds with one or two moved by a few places; then those that are shifted, one at a time."""
+    cuts = Segments(problem).cuts
+    yield [one for run in (1, 2) for one in moved_bounds(bounds, cuts, run, MOST_PLACES)]
+    yield from ([one] for one in shifted_bounds(problem, bounds, cuts, layer_s(problem)))
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -129,19 +151,27 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(begin))
 
 
-def _emptier(problem: Problem, bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Lists all cuts, those whose busiest device works least first.
+
+    Args:
+        problem: whose stages and devices count.
+        cuts: where a stage may begin or end.
+    """
+    first, *inner, last = cuts.tolist()
+    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
+    return sorted(every, key=partial(busiest_s, problem, layer_s(problem)))
+
+
+def _emptier(
+    problem: Problem, bounds: tuple[int, ...], fates: DeviceFates
+) -> Iterator[tuple[int, ...]]:
     """Yields bounds under which the fullest device holds less and less, if layers leave as little as they can."""
-    cuts, ways = Segments(problem).cuts, Ways.of(problem)
+    cuts, before = Segments(problem).cuts, None
 
     def held_bytes(bounds: tuple[int, ...]) -> int:
-        choices = [
-            choice
-            for (i, j), k in zip(pairwise(bounds), problem.in_flight, strict=True)
-            for choice in ways.cheapest(slice(i, j), k, np.inf)
-        ]
-        return evaluate(problem, Decision(bounds, tuple(choices))).limit_bytes
+        return evaluate(problem, fates.emptiest(problem, bounds)).limit_bytes
 
-    before = None
     while before != bounds:
         before = bounds
         bounds = min([before, *moved_bounds(before, cuts, most=MOST_PLACES)], key=held_bytes)
@@ -149,10 +179,9 @@ def _emptier(problem: Problem, bounds: tuple[int, ...]) -> Iterator[tuple[int, .
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
-    """Yields the surrogate's plan, as if every stage had a device of its own."""
-    layers, is_free = len(problem.costs.layers), problem.memory_limit_bytes is None
-    refine = layers <= REFINED_LAYERS and (is_free or layers * problem.stages <= REFINED_ROWS)
-    with suppress(Infeasible):
+    """Yields the plan of a device for every stage, where everything may be kept."""
+    if problem.memory_limit_bytes is None:
+        refine = len(problem.costs.layers) <= REFINED_LAYERS
         yield on_devices(partial(jvpipe, refine=refine))(problem)
 
 
@@ -171,31 +200,34 @@ def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
     return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
 
 
-def ruled(problem: Problem, decision: Decision) -> Iterator[Candidate]:
-    """Yields the rule's own order."""
-    loads = Loads.of(problem, decision)
-    tasks = problem.schedule.tasks(problem.devices, problem.microbatches)
-    yield from fitting(problem, decision, loads, order_of(tasks), problem.schedule.name)
-
-
-def fitting(
-    problem: Problem, decision: Decision, loads: Loads, order: Order, family: str
-) -> Iterator[Candidate]:
-    """Yields the candidate if its order fits; backwards of stages that cannot be split become whole.
+def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[Candidate]:
+    """Yields the rule's own order.
 
     Args:
-        problem: whose limits count.
+        problem: whose schedule is the rule.
         decision: the plan.
-        loads: its seconds and bytes per stage.
-        order: of the tasks.
-        family: where the order comes from.
+        fates: for other cuts.
     """
+    loads = Loads.of(problem, decision)
+    one = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
+    yield from fitting(one, order_of(problem.schedule.tasks(problem.devices, problem.microbatches)))
+
+
+def fitting(one: Candidate, order: Order, family: str = "") -> Iterator[Candidate]:
+    """Yields a candidate with another order, if that fits; backwards of stages that cannot be split become whole.
+
+    Args:
+        one: whose plan counts.
+        order: of the tasks.
+        family: where the order comes from, if not from where that of the candidate did.
+    """
+    loads = one.loads
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):
         step_s = Course(loads, order).step_s
         if np.isfinite(step_s):
-            yield Candidate(problem, decision, loads, order, family, step_s)
+            yield replace(one, order=order, family=family or one.family, step_s=step_s)
 
 
 def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> list[Step]:
@@ -219,11 +251,9 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
         // sum(map(len, best.order))
         // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
     )
-    if min(best.decision.choices) < -1:
-        return best
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
-    before, ways, clock = None, Ways.of(own), _Clock(best)
-    for moved in _refitted(own, best.decision, best.decision.bounds, ways, whole=True):
+    before, ways, clock = None, [best.fates], _Clock(best)
+    for moved in _refitted(own, best.decision, best.decision.bounds, ways):
         best = clock.faster(moved) or best
     while before is not best and tries > 0:
         before = best
@@ -251,7 +281,7 @@ class _Clock:
         if loads.bound_s() >= best.step_s:
             return None
         if loads.splits != best.loads.splits:
-            better = next(fitting(best.problem, decision, loads, best.order, best.family), None)
+            better = next(fitting(replace(best, decision=decision, loads=loads), best.order), None)
             if better is None or better.step_s >= best.step_s:
                 return None
             self.best, self.course = better, Course(better.loads, better.order)
@@ -266,10 +296,11 @@ class _Clock:
 
 
 def _refitted(
-    own: Problem, begin: Decision, bounds: tuple[int, ...], ways: Ways, *, whole: bool = False
+    own: Problem, begin: Decision, bounds: tuple[int, ...], ways: Sequence[DeviceFates]
 ) -> Iterator[Decision]:
-    """Yields a plan with these bounds, its fates chosen again where there is a limit."""
+    """Yields plans with these bounds, fates chosen again in each way where there is a limit."""
     if own.memory_limit_bytes is None:
         yield replace(begin, bounds=bounds)
-    elif decision := with_fates(own, bounds, begin=None if whole else begin, ways=ways):
-        yield decision
+        return
+    every = (fates.fastest(own, bounds) for fates in ways)
+    yield from dict.fromkeys(one for one in every if one)

@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Segment
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
-from jvpipe.planners.joint.stage_fates import FateSearch, StageChoices, StageQuery
+from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
 from jvpipe.planners.joint.working_tiers import Tier, spread_max
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
 from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
-Cell = tuple[int, int, int]
 Hints = dict[tuple[int, int], tuple[float, float]]
 Path = tuple[int, ...]
 
@@ -240,7 +240,10 @@ class Table:
     def _price(self, keys: Sequence[tuple[Cell, int]]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
         views = [(key, view) for key in keys for view in self._pricing(key[0]).tiers[key[1]].views]
-        bounds = DualBounds(self.pricing, [self._segment(cell, view) for (cell, _), view in views])
+        asked = [
+            self._segment(cell, view).relaxed(self._pricing(cell)) for (cell, _), view in views
+        ]
+        bounds = DualBounds(asked)
         best = dict.fromkeys(keys, (-np.inf, (1.0, 0.0)))
         for (key, _), prices, bound_s in zip(
             views, bounds.solve(), bounds.best.tolist(), strict=True
@@ -271,7 +274,7 @@ class Table:
         prices = self.prices.get((cell, tier)) or self.hints[cell[0], tier]
         self.layers += cell[2] - cell[1]
         pricing = stage.pricing
-        search = FateSearch(pricing, self.query(cell), pricing.tiers[tier], *prices)
+        search = FateSearch(pricing, self.query(cell), pricing.tiers[tier], prices)
         fates = search.least_seconds(self.effort.quick, known_s)
         if (
             fates.seconds > enough_s
@@ -303,12 +306,12 @@ class Table:
                 self.unproven.setdefault(cell, least_s)
             stage.settled[at], stage.known_s[at] = True, known_s
 
-    def query(self, cell: Cell) -> StageQuery:
+    def query(self, cell: Cell) -> FateQuery:
         """Describes a cell as the choice of fates is asked for it."""
         block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
-        return StageQuery(
-            *cell,
+        return FateQuery(
+            Lot.of_stage(self.pricing.segments.in_flight[cell[0]], cell),
             float(block.compute_s[at]),
             float(block.traffic_s[at]),
             room,
@@ -319,8 +322,8 @@ class Table:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
         query, pricing = self.query(cell), self._pricing(cell)
         choices = pricing.choices
-        held, choices_of = MinBytesSearch(pricing, *cell).fewest(exact=False)
-        layers = np.arange(query.i, query.j)
+        held, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
+        layers = np.arange(*cell[1:])
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
         if held > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, np.inf, np.inf)

@@ -8,6 +8,7 @@ from math import comb
 import numpy as np
 
 from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
+from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.working_tiers import spread_max
@@ -119,7 +120,9 @@ class Peaks:
         """
         if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
             fixed = float(self.blocks[s].fixed_bytes[a, b])
-            search = MinBytesSearch(self.pricing, s, int(self.cuts[s][a]), int(self.cuts[s + 1][b]))
+            cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
+            lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
+            search = MinBytesSearch(self.pricing, lot)
             held, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
             longer = self.bytes[s][: a + 1, b:]
             np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)

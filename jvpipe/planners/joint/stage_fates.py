@@ -5,25 +5,25 @@ its choices; out go those that cannot fit, those whose lower bound (`dual_bounds
 dominated. At last, if there are more than `width`, those of the highest bounds: then the answer may not be the best.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.joint.choice_arrays import PerChoice
 from jvpipe.planners.joint.dominance import (
-    BEYOND,
     EXTRA,
-    HELD,
+    MOST,
     SWAPPED,
     Growth,
+    Lot,
     States,
     Step,
     beyond_held,
     front,
     to_come,
 )
-from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.working_tiers import Tier
 
 OVERRUN_PRICE = 5
@@ -35,12 +35,10 @@ BELOW_FACTOR = 1 - 1e-12
 
 
 @dataclass(frozen=True)
-class StageQuery:
-    """Layers [i, j) on stage s; what they take without fates, and the limits that are left for what fates take."""
+class FateQuery:
+    """The layers of a device; what they take without fates, and the limits that are left for what fates take."""
 
-    s: int
-    i: int
-    j: int
+    lot: Lot
     compute_s: float
     traffic_s: float
     room_bytes: float
@@ -63,29 +61,44 @@ class StageChoices:
 
 
 class FateSearch:
-    """Choices in a tier, under given prices of seconds and bytes."""
+    """Choices in a tier, or in none, under given prices of seconds and bytes, or the best there are.
+
+    Where there are several moments, one of them has a price; all of them have to fit.
+    """
 
     def __init__(
-        self, pricing: Pricing, query: StageQuery, tier: Tier, alpha: float = 1.0, mu: float = 0.0
+        self,
+        pricing: Pricing,
+        query: FateQuery,
+        tier: Tier | None = None,
+        prices: tuple[float, float] | None = None,
     ) -> None:
-        self.query, self.alpha, self.mu = query, alpha, mu
-        self.host = pricing.segments.problem.host
-        self.growth = Growth(pricing, query.s, query.i, query.j, tier)
+        self.query, self.host = query, pricing.segments.problem.host
+        self.growth = growth = Growth(pricing, query.lot, tier)
+        table, at = pricing.choices, growth.at
+        there = table.allowed[at] & (table.working_bytes[at] <= growth.high)
+        extra_s = np.where(there, growth.extra_s[at], np.inf)
+        link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
+        base = np.array(query.lot.base_bytes)
+        self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
+        held, self.room = growth.priced_bytes[self.moment], query.room_bytes - base[self.moment]
+        last = np.zeros_like(held)
+        last[-1] = table.working_bytes[at[-1]]
+        asked = Relaxation(
+            extra_s, link_s, held + last, self.room, query.compute_s, query.traffic_s
+        )
+        self.prices = self.alpha, self.mu = prices or DualBounds([asked]).solve()[0]
         # Bounds of what the layers to come take.
-        layers = slice(query.i, query.j)
-        extra_s, link_s, held = pricing.table(query.s, tier, layers)
-        there, left = np.isfinite(extra_s), pricing.choices.left_bytes[layers]
         finite_s = np.where(there, extra_s, 0.0)
-        cost = np.where(there, alpha * finite_s + (1 - alpha) * link_s, np.inf)
-        last = np.zeros_like(cost)
-        last[-1] = pricing.last_bytes(tier, slice(query.j - 1, query.j))[0]
-        self.cost_to_come = to_come((cost + mu * (held + last)).min(1))
-        spare = pricing.table(query.s, replace(tier, by_low=True), layers)[2]
-        self.spare_to_come = to_come((cost + mu * spare).min(1)) - mu * to_come(self.growth.given)
-        cost = cost + mu * held
-        self.extra_to_come = to_come(np.where(there, extra_s, np.inf).min(1))
-        self.last_bytes = float(pricing.choices.least_working_bytes[query.j - 1])
-        self.expected = self._expected(cost, finite_s, link_s, held, left)
+        cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
+        paid = (cost + self.mu * held).min(1)
+        spared = (cost + self.mu * (held - growth.left)).min(1) - self.mu * growth.given
+        self.cost_to_come = to_come((cost + self.mu * (held + last)).min(1))
+        self.paid_to_come, self.spare_to_come = to_come(paid), growth.until_end(spared, paid)
+        self.extra_to_come = to_come(extra_s.min(1))
+        self.last_bytes = float(table.least_working_bytes[at[-1]])
+        left = table.left_bytes[at]
+        self.expected = self._expected(cost + self.mu * held, finite_s, link_s, held, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """What the layers to come will probably take: each its best choices, but in sum what the prices stand for.
@@ -97,7 +110,7 @@ class FateSearch:
             self.alpha * query.compute_s
             + (1 - self.alpha) * query.traffic_s
             + self.cost_to_come[0]
-            - self.mu * query.room_bytes
+            - self.mu * self.room
         )
         least_s = max(1e-12 * float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0)), 1e-300)
         near = np.exp(
@@ -105,7 +118,7 @@ class FateSearch:
         )
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
-        room = query.room_bytes - self.last_bytes
+        room = self.room - self.last_bytes
         binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
         wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
         scale = [
@@ -121,7 +134,7 @@ class FateSearch:
         """
         states, steps = self.growth.begin(), list[Step]()
         dropped_s = np.inf
-        for at in range(self.query.j - self.query.i):
+        for at in range(self.growth.n):
             states = self.growth.grown(states, at)
             bound = self._bounds(states, at + 1)
             alive = bound < below_s * BELOW_FACTOR
@@ -137,7 +150,7 @@ class FateSearch:
             if not len(alive):
                 return StageChoices((), np.inf, np.inf, dropped_s)
             steps.append(self.growth.step(alive, at))
-        seconds, used = self._seconds(states), states[HELD] + states[BEYOND]
+        seconds, used = self._seconds(states), self.growth.least_bytes(states, self.growth.n)
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
         return StageChoices(
@@ -153,8 +166,11 @@ class FateSearch:
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held, beyond = self.growth.held_bytes(states, done), self.mu * beyond_held(states)
+            held, beyond = self._priced_bytes(states, done), self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
+            if self.growth.fixed_rows > MOST:
+                most = self.mu * states[MOST] + self.paid_to_come[done]
+                to_come = np.maximum(to_come, most)
             priced = priced + self.mu * np.where(fits, held - query.room_bytes, 0.0) + to_come
         else:
             priced = priced + self.cost_to_come[done]
@@ -166,14 +182,21 @@ class FateSearch:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
         extra_s, link_s, held, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
-        over = self.growth.held_bytes(states, done) + held + beyond - self.query.room_bytes
+        if self.growth.fixed_rows > MOST:
+            beyond = np.maximum(beyond, states[MOST])
+        over = self._priced_bytes(states, done) + held + beyond - self.query.room_bytes
         compute_s = self.query.compute_s + states[EXTRA] + extra_s
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
         dear_s = OVERRUN_PRICE * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
-        return np.concatenate([near, low, [np.where(may, states[HELD] + beyond, np.inf).argmin()]])
+        taken = states[self.growth.fixed_rows + self.moment]
+        return np.concatenate([near, low, [np.where(may, taken + beyond, np.inf).argmin()]])
+
+    def _priced_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
+        """Counts what states hold at the moment that has a price."""
+        return self.growth.held_bytes(states, done)[self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
         return np.maximum(

@@ -8,8 +8,7 @@ the numbers mean nothing. `stage_cost.py` defines what is counted.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -17,11 +16,10 @@ from jaxtyping import Float, Int
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
 from jvpipe.planners.model.stage_bytes import on_device_bytes, parameter_state_bytes
 
-Grid = Float[np.ndarray, "_ _"]
 OverJ = Float[np.ndarray, "J"]
-Cuts = Int[np.ndarray, "_"]
 ROWS_AT_ONCE = 256
 """Of models of so many layers at most, a row is counted together with all others of its stage."""
 
@@ -58,73 +56,6 @@ class Block:
             name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")
         }
         return Block(self.s, ends=self.ends, **grids)
-
-
-class Spans:
-    """Weights w at pairs of layers (a, b), a < b, that count for a segment with a < i <= b < j.
-
-    So does a value that layer a made (or read) and that layer b is the next to read: the segment receives it.
-    """
-
-    def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
-        there = np.flatnonzero((w != 0) & (a < b))
-        order = there[np.argsort(b[there], kind="stable")]
-        self.a, self.b, self.w = a[order], b[order], w[order].astype(np.float64)
-
-    def over(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Sums the weights that count for every segment."""
-        near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
-        a, b, w = self.a[near], self.b[near], self.w[near]
-        rows, columns = np.searchsorted(starts, a, "right"), np.searchsorted(ends, b, "right")
-        there = (rows < len(starts)) & (columns < len(ends))
-        flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
-        total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
-        passed = np.concatenate([[0.0], np.cumsum(w)])[
-            np.searchsorted(b, starts)
-        ]  # b < i: the segment begins later
-        return total - passed[:, None]
-
-    def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
-        """Gives the weights that a segment counts that begins at i, for each of n layers b."""
-        there = (self.a < i) & (i <= self.b)
-        return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Hops:
-    """The ways of values from their producers to their first readers, and from reader to reader: from a to b."""
-
-    producer: Cuts
-    a: Cuts
-    b: Cuts
-    bytes: Cuts
-
-    @staticmethod
-    def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
-        """Makes the hops of values, each given as its producer, its readers and its bytes."""
-        every = list(values)
-        producer, a, b, value = _ways(
-            tuple((producer, tuple(readers)) for producer, readers, _ in every)
-        )
-        return Hops(producer, a, b, np.array([size for _, _, size in every], dtype=np.int64)[value])
-
-    @property
-    def longest(self) -> int:
-        """How many layers a hop passes at most."""
-        return int((self.b - self.a).max(initial=0))
-
-    @property
-    def reach(self) -> int:
-        """How many layers a reader is behind its producer at most."""
-        return int((self.b - self.producer).max(initial=0))
-
-    def at(self, there: np.ndarray) -> "Hops":
-        """Picks some of the hops, by a mask."""
-        return Hops(self.producer[there], self.a[there], self.b[there], self.bytes[there])
-
-    def spans(self) -> Spans:
-        """As weights at pairs of layers."""
-        return Spans(self.a, self.b, self.bytes)
 
 
 class Segments:
@@ -241,7 +172,7 @@ class Segments:
             for d, times in enumerate(more, 1):
                 far = hops.at(hops.b - hops.producer >= d)
                 parts.append((np.maximum(far.a, far.producer + d - 1), far.b, times * far.bytes))
-            self._early_known[more] = _spans(parts)
+            self._early_known[more] = joined_spans(parts)
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, most: int, starts: Cuts, ends: Cuts) -> Grid:
@@ -258,7 +189,7 @@ class Segments:
             parts = [
                 (self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars
             ]
-            self._late_known[most] = _spans(parts)
+            self._late_known[most] = joined_spans(parts)
         return self._backwards(self._late_known[most], starts, ends)
 
     @cached_property
@@ -459,20 +390,3 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
 def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     """Says how long so many bytes take, each on its own."""
     return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
-
-
-@lru_cache(maxsize=64)
-def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4 hops"]:
-    """Values' ways from their producers to their first readers and from reader to reader: producer, a, b, and which."""
-    hops = (
-        (producer, *hop, value)
-        for value, (producer, readers) in enumerate(values)
-        for hop in pairwise([producer, *sorted(readers)])
-    )
-    return np.array(list(hops), dtype=np.int64).reshape(-1, 4).T
-
-
-def _spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
-    """All these pairs and weights."""
-    nothing = np.empty(0, dtype=np.int64)
-    return Spans(*(np.concatenate(x) for x in zip((nothing,) * 3, *parts, strict=True)))

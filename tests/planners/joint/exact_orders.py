@@ -39,13 +39,13 @@ def some_order_keeps(problem: Problem, limit: int) -> bool:
     """Whether there are cuts, fates and an order on some placement under which no device holds more than the limit."""
     return any(
         _some_order(problem.microbatches, places, plan, edges, limit, split)
-        for places in _placements(problem)
+        for places in placements(problem)
         for plan, edges in _plans(problem, len(places))
         for split in (False, True)
     )
 
 
-def _placements(problem: Problem) -> Iterator[list[int]]:
+def placements(problem: Problem) -> Iterator[list[int]]:
     """Yields the device of each stage: one stage per device, two or four in a loop, two there and back."""
     devices = list(range(problem.devices))
     yield devices
@@ -74,7 +74,9 @@ def _ways(problem: Problem, i: int, j: int) -> list[Held]:
     """What a stage may hold under all fates, without what holds nowhere less than another."""
     fates = product((KEEP, AGAIN, CHAIN), repeat=j - i)
     every = {
-        _held(problem, i, j, x) for x in fates if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)
+        held_by(problem, i, j, x)
+        for x in fates
+        if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)
     }
     fields = [(x, (x.static, x.kept, x.handed, x.beyond, x.beyond_halves)) for x in sorted(every)]
 
@@ -87,7 +89,7 @@ def _ways(problem: Problem, i: int, j: int) -> list[Held]:
     return [x for x, mine in fields if not useless(mine)]
 
 
-def _held(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
+def held_by(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
     """What layers [i, j) hold under these fates."""
     costs, layers = problem.costs, problem.costs.layers[i:j]
     left = [_left(layer, fate) for layer, fate in zip(layers, fates, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
-from jvpipe.planners.joint.shape_search import kept_or_again
+from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.pins import UNPINNED, Pins
 from jvpipe.planners.model.problem import Problem

@@ -17,7 +17,11 @@ from tests.planners.joint.enumeration import tiny
 def test_columns_hold_what_a_layer_alone_takes(seed: int) -> None:
     problem = tiny(seed, "gpipe")
     table, n = Choices.of(problem.costs), len(problem.costs.layers)
-    working, held, extra_s = table.working_bytes, table.held_bytes(4, slice(0, n)), table.extra_s()
+    working, held, extra_s = (
+        table.working_bytes,
+        table.held_bytes((4, 0), slice(0, n)),
+        table.extra_s(),
+    )
     for at, layer in enumerate(problem.costs.layers):
         for column in (0, 1, 2, 3, RECOMPUTE):
             every = [0] * n
@@ -59,10 +63,10 @@ def test_a_run_takes_the_forwards_of_all_its_layers_but_the_last(slower: tuple[f
 
 def test_columns_beaten_in_all_bytes_are_left_out_whatever_their_seconds() -> None:
     table = Choices.of(tiny(0).costs)
-    for layer, columns in enumerate(table.min_bytes_columns(2)):
-        rows = np.stack([table.held_bytes(2, slice(0, 4)), table.working_bytes, -table.left_bytes])[
-            :, layer
-        ]
+    for layer, columns in enumerate(table.min_bytes_columns(((2, 0),))):
+        rows = np.stack(
+            [table.held_bytes((2, 0), slice(0, 4)), table.working_bytes, -table.left_bytes]
+        )[:, layer]
         for column in range(4):
             own = rows[:, [column]]
             beaten = ((rows[:, :4] <= own).all(0) & (rows[:, :4] < own).any(0)).any()

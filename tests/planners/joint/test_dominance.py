@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jvpipe.planners.joint.dominance import BEYOND, EXTRA, HELD, SWAPPED, Growth, front, to_come
+from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, Lot, front, to_come
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.joint.enumeration import tiny
@@ -13,19 +13,20 @@ from tests.planners.joint.enumeration import tiny
 def test_states_of_all_choices_take_what_a_stage_takes(seed: int) -> None:
     problem = tiny(seed, ("gpipe", "1f1b", "2bw")[seed], layers=3)
     pricing = pricing_of(problem)
-    growth = Growth(pricing, 0, 0, 3)
+    growth = Growth(pricing, Lot.of_stage(problem.in_flight[0], (0, 0, 3)))
     states, steps = growth.begin(), []
     for at in range(3):
         states = growth.grown(states, at)
-        possible = np.flatnonzero(np.isfinite(states[HELD]))
+        possible = np.flatnonzero(np.isfinite(states[-1]))
         steps.append(growth.step(possible, at))
         states = states[:, possible]
     fixed = float(pricing.segments.fixed_bytes(0, np.array([0]), np.array([3]))[0, 0])
     seen = set()
-    for at in np.flatnonzero(np.isfinite(states[BEYOND])).tolist():
+    taken = growth.least_bytes(states, 3)
+    for at in np.flatnonzero(np.isfinite(taken)).tolist():
         chosen = growth.path(steps, at)
         cost = stage_cost(problem, 0, 0, 3, chosen)
-        assert fixed + states[HELD, at] + states[BEYOND, at] == cost.peak_bytes, chosen
+        assert fixed + taken[at] == cost.peak_bytes, chosen
         assert states[EXTRA, at] == pytest.approx(cost.recompute_s)
         assert cost.in_flight * states[SWAPPED, at] == cost.host_bytes
         seen.add(chosen)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 
+from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Segment
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -30,7 +31,9 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             at = (i, j - 1)
             costs = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
-            held, _ = MinBytesSearch(pricing, s, i, j).fewest(exact=True)
+            held, _ = MinBytesSearch(pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))).fewest(
+                exact=True
+            )
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             bounds = []
@@ -41,7 +44,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
                 segment = Segment(
                     s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at])
                 )
-                prices = DualBounds(pricing, [segment]).solve()[0]
+                prices = DualBounds([segment.relaxed(pricing)]).solve()[0]
                 bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))
             if fits:
                 assert bounds

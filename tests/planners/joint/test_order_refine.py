@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jvpipe.planners.joint.order_cuts import with_fates
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_loads import lists_of
 from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.rule_search import ruled
@@ -21,8 +21,9 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
         tight = replace(
             problem, memory_limit_bytes=int(0.8 * evaluate(problem, decision).peak_bytes)
         )
-        if fates := with_fates(tight, decision.bounds):
-            begin += ruled(tight, fates)
+        fates = DeviceFates.of(tight)
+        if one := fates.fastest(tight, decision.bounds):
+            begin += ruled(tight, one, fates)
     assert len(begin) >= 3
     found = refined(begin, 0)
     assert [one.step_s for one in found] == sorted(one.step_s for one in found)

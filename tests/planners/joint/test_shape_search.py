@@ -7,7 +7,8 @@ import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.joint.shape_search import of_each_kind, rough_plans
+from jvpipe.planners.joint.rough_plan import of_each_kind
+from jvpipe.planners.joint.shape_search import rough_plans
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.shapes import Path, Shape

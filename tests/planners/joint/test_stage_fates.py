@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.segment_table import Effort, Table
-from jvpipe.planners.joint.stage_fates import FateSearch, StageQuery
+from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from tests.planners.joint.enumeration import every_cost, tiny
 
@@ -17,11 +18,11 @@ def test_no_choices_that_fit_are_faster(seed: int, share: float) -> None:
     for s, i, j in ((0, 0, 3), (1, 1, 4), (1, 2, 4)):
         block = pricing.segments.block(s, np.array([i]), np.array([j]))
         room = pricing.limit_bytes - float(block.fixed_bytes[0, 0])
-        query = StageQuery(
-            s, i, j, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room
-        )
+        lot = Lot.of_stage(problem.in_flight[s], (s, i, j))
+        query = FateQuery(lot, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room)
         found_s = [
-            FateSearch(pricing, query, tier).least_seconds(4000).seconds for tier in pricing.tiers
+            FateSearch(pricing, query, tier, (1.0, 0.0)).least_seconds(4000).seconds
+            for tier in pricing.tiers
         ]
         fits = [cost.seconds for cost in every_cost(problem, s, i, j) if cost.peak_bytes <= limit]
         assert min(found_s) == pytest.approx(min(fits, default=np.inf))

@@ -1,0 +1,172 @@
+"""Fates for all layers of a device at once: the fewest seconds under its limit, or the fewest bytes.
+
+A device may run several stages, or halves of backwards, in an order of any kind: its stages share the limit, and what
+they have in flight counts together, moment by moment (`Schedule.held`). The search is that of `stage_fates.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+
+from jvpipe.planners.joint.dominance import Cell, Lot
+from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
+from jvpipe.planners.joint.surrogate import pricing_of
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
+from jvpipe.planners.model.stage_cost import joint_bytes, stage_cost
+from jvpipe.schedules.schedule import Holding
+
+STATES = 16
+"""States that stay beside each other."""
+
+Fates = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceFates:
+    """What was chosen for devices of problems with one placement; nothing is sought twice.
+
+    Attributes:
+        pricing: the choices of all layers.
+        swaps: whether there are some that swap.
+        known: what was found.
+        kept: what stages hold that keep everything.
+        prices: those that bounded the last fates of each device well: they do for similar ones.
+    """
+
+    pricing: Pricing
+    swaps: bool
+    known: dict[object, Fates | None] = field(default_factory=dict)
+    kept: dict[object, StageBytes[int]] = field(default_factory=dict)
+    prices: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem, *, swaps: bool = False) -> "DeviceFates":
+        """Prepares the choices of a problem's layers, with or without those that swap."""
+        return DeviceFates(pricing_of(problem, swaps), swaps)
+
+    def fastest(
+        self, problem: Problem, bounds: Sequence[int], share: float = 1.0
+    ) -> Decision | None:
+        """Chooses the fates of the fewest seconds that keep the limit; None if none were found.
+
+        Args:
+            problem: whose order and limit count; its placement is that of the choices.
+            bounds: of the stages.
+            share: of what the order has in flight that has to fit.
+        """
+        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, share))
+
+    def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
+        """Chooses the fates of the fewest bytes on each device, whatever their seconds.
+
+        Args:
+            problem: whose order counts; its placement is that of the choices.
+            bounds: of the stages.
+        """
+        decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
+        assert decision is not None, "some fates take the fewest bytes"
+        return decision
+
+    def _fastest(
+        self, problem: Problem, d: int, cells: Sequence[Cell], share: float
+    ) -> Fates | None:
+        """Chooses for the stages of one device: all is kept if that fits."""
+        moments = _part(_moments(problem)[d], share)
+        held = [self._keeping(problem, cell) for cell in cells]
+        limit = problem.limit_of(d)
+        if limit is None or joint_bytes(held, moments) <= limit:
+            return (0,) * sum(j - i for _, i, j in cells)
+        lot = self._lot(problem, cells, moments)
+        room = float(limit - sum(stage.static for stage in held))
+        if max(stage.reducing for stage in held) > room:
+            return None  # whatever is chosen, replicas have no room to add up gradients
+        if (lot, room) not in self.known:
+            self.known[lot, room] = self._sought(problem, d, lot, room)
+        return self.known[lot, room]
+
+    def _keeping(self, problem: Problem, cell: Cell) -> StageBytes[int]:
+        """Counts the bytes of a stage that keeps everything."""
+        key = problem.in_flight, problem.splits, cell
+        if key not in self.kept:
+            self.kept[key] = stage_bytes(problem, *cell, [0] * len(problem.costs.layers))
+        return self.kept[key]
+
+    def _sought(self, problem: Problem, d: int, lot: Lot, room: float) -> Fates | None:
+        """Searches for fates that leave so much room; those of the fewest bytes if others are not found."""
+        keeping = [0] * len(problem.costs.layers)
+        stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
+        compute_s = sum(stage.compute_s for stage in stages)
+        # Without swaps the link to the host is no matter of fates, whatever else it carries.
+        traffic_s = sum(stage.link_s for stage in stages) * self.swaps
+        most = float("inf")
+        if problem.host_limit_bytes is not None:
+            replicas = (problem.group(s).replicas for s in range(problem.stages))
+            every = zip(replicas, problem.in_flight, strict=True)
+            most = problem.host_limit_bytes / sum(r * k for r, k in every)
+        search = FateSearch(
+            self.pricing,
+            FateQuery(lot, compute_s, traffic_s, room, most),
+            prices=self.prices.get(d),
+        )
+        self.prices[d] = search.prices
+        if fates := search.least_seconds(STATES).choices:
+            return fates
+        taken, fates = MinBytesSearch(self.pricing, lot).fewest(exact=False)
+        choices = self.pricing.at(lot.cells[0][0]).choices
+        swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
+        return fates if taken <= room and swapped <= most else None
+
+    def _emptiest(self, problem: Problem, d: int, cells: Sequence[Cell]) -> Fates:
+        """Chooses the fewest bytes for the stages of one device."""
+        lot = self._lot(problem, cells, _moments(problem)[d])
+        if lot not in self.known:
+            self.known[lot] = MinBytesSearch(self.pricing, lot).fewest(exact=True)[1]
+        fates = self.known[lot]
+        assert fates is not None, "some fates take the fewest bytes"
+        return fates
+
+    def _lot(self, problem: Problem, cells: Sequence[Cell], moments: Sequence[Holding]) -> Lot:
+        """Describes the layers of a device; values that several layers read are held whatever is chosen."""
+        given = self.pricing.at(cells[0][0]).segments.given
+        shared = [float(given(i)[i:j].sum()) for _, i, j in cells]
+        base = [
+            sum(k * size for (k, _), size in zip(moment, shared, strict=True)) for moment in moments
+        ]
+        return Lot(tuple(cells), tuple(moments), tuple(base), problem.splits)
+
+
+def _decision(
+    problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
+) -> Decision | None:
+    """Makes a decision of what is chosen for each device, by its number and its stages; None if one has nothing."""
+    places, chosen = problem.places, [0] * bounds[-1]
+    every = [(s, *span) for s, span in enumerate(pairwise(bounds))]
+    for d in range(problem.devices):
+        cells = [cell for cell in every if places[cell[0]] == d]
+        fates = choose(d, cells)
+        if fates is None:
+            return None
+        rest = iter(fates)
+        for _, i, j in cells:
+            chosen[i:j] = [next(rest) for _ in range(j - i)]
+    return Decision(tuple(bounds), tuple(chosen))
+
+
+def _moments(problem: Problem) -> tuple[tuple[Holding, ...], ...]:
+    """Gives what each device has in flight."""
+    return problem.schedule.held(problem.devices, problem.microbatches)
+
+
+def _part(moments: Sequence[Holding], share: float) -> Sequence[Holding]:
+    """Gives a share of what is in flight, rounded up, but one micro-batch at least."""
+    if share == 1.0:
+        return moments
+    parts = (
+        tuple((max(min(k, 1), ceil(share * k)), ceil(share * w)) for k, w in moment)
+        for moment in moments
+    )
+    return tuple(dict.fromkeys(parts))
