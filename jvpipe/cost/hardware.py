@@ -110,7 +110,7 @@ class Cluster:
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 4, 2, peer=Link(8e9), network=Link(1e9))
-        >>> [cluster.reducing(devices).seconds(8e9) for devices in ([0, 1, 2, 3], [0, 4], [3])]
+        >>> [round(cluster.reducing(devices).seconds(8e9), 9) for devices in ([0, 1, 2, 3], [0, 4], [3])]
         [1.5, 8.0, 0.0]
         """
         held = Counter(self.machines_of(devices))

@@ -23,7 +23,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.shapes import Shape, Shapes
+from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.auto import AUTO, GivenLists
 
@@ -139,9 +139,10 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
             raise _nothing_fits(chosen, shapes)
         best = answered(planner, plans[0].problem, plans[0].decision)
     else:
-        worth: dict[Shape, RoughPlan] = {}
+        worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            worth.setdefault(plan.shape, plan)
+            # Of shapes that differ in which devices there are, the best is worth a plan.
+            worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = list(worth.values())[: ShapeEffort().planned]
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
     return replace(best, shapes=of_each_kind(plans))
