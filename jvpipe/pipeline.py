@@ -31,6 +31,7 @@ from jvpipe.session.arguments import (
     check_key,
     check_loss,
     checked_fates,
+    checked_frozen,
     checked_moment,
     checked_name,
     checked_plan,
@@ -100,6 +101,10 @@ class Pipeline:
         stacked: what the optimizer sees of parameters that the loss scans over, layer by layer: by default the arrays
             as they are, as in plain optax, and an optimizer that cannot be cut between such layers is refused; the
             slice of each layer, as a parameter of its own, with "per_layer".
+        frozen: patterns of the paths of parameters that stay as they are, such as `["base/*"]`: nothing is computed or
+            held for their training, they may be of any type (int8, int4), and the optimizer finds
+            `optax.MaskedNode()` in their place. What the optimizer itself leaves alone (`optax.set_to_zero`), and of
+            which it reads no gradient, costs as little.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
@@ -148,6 +153,7 @@ class Pipeline:
         batch_axis: str | None = None,
         *,
         stacked: str | None = None,
+        frozen: Sequence[str] | None = None,
         has_aux: bool = False,
         has_state: bool = False,
         aux_reduce: Mapping[str, str] | None = None,
@@ -198,6 +204,7 @@ class Pipeline:
                 shares=shares,
                 sharding=laid,
                 stacked=checked_stacked(stacked),
+                frozen=checked_frozen(frozen),
                 reductions=checked_reductions(
                     aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state
                 ),

@@ -16,6 +16,7 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
+from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
 
 
@@ -95,6 +96,8 @@ class ProgramStore:
             kinds,
             body.differentiable,
             body.active,
+            body.returned,
+            body.received,
             body.share,
             frozenset(kept),
         )
@@ -119,9 +122,12 @@ class ProgramStore:
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
         with jax.enable_x64(wide):
-            return self._lower(program, device).compile(
+            executable = self._lower(program, device).compile(
                 compiler_options=_jax.exact(device.platform)
             )
+        if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
+            return executable
+        return _jax.PackedCall.of(executable, program.fn, program.donated, device.platform)
 
     def _lower(self, program: Program, device: Device) -> Any:
         takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)

@@ -341,8 +341,8 @@ class Placing:
         d = self._places.get(layer, self._home)  # one without state only makes small values
         return (
             d,
-            [_named(slot, layer, d) for slot in piece.reads],
-            [_named(slot, layer, d) for slot in piece.writes],
+            [_named(self.graph, slot, layer, d) for slot in piece.reads],
+            [_named(self.graph, slot, layer, d) for slot in piece.writes],
         )
 
     @cached_property
@@ -355,11 +355,18 @@ class Placing:
         return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 
-def _named(slot: Slot, layer: int, d: int) -> Key:
-    """The key of what an initialising piece reads or writes; small values are fetched from wherever they lie."""
+def _named(graph: LayerGraph, slot: Slot, layer: int, d: int) -> Key:
+    """The key of what an initialising piece reads or writes; small values are fetched from wherever they lie.
+
+    Args:
+        graph: the model's.
+        slot: of the piece.
+        layer: the piece's.
+        d: the device that it runs on.
+    """
     match slot.kind:
         case SlotKind.PARAMETER:
-            return Spot(Value(ValueKind.PARAMETER, slot.index, version=0), d)
+            return Spot(graph.parameter(slot.index, version=0), d)
         case SlotKind.STATE:
             return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), d)
         case (

@@ -106,6 +106,20 @@ def checked_stacked(stacked: Any) -> str | None:
     return stacked
 
 
+def checked_frozen(frozen: Any) -> tuple[str, ...]:
+    """Patterns of parameters that nothing updates.
+
+    >>> checked_frozen(["base/*"])
+    ('base/*',)
+    """
+    given = [] if frozen is None else several(frozen)
+    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) for x in given):
+        raise ValueError(
+            f"frozen must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
+        )
+    return tuple(given)
+
+
 def checked_devices(devices: Any) -> list[Device]:
     """The devices that are given, or all."""
     given = several(jax.devices() if devices is None else devices)

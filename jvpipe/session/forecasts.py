@@ -35,7 +35,13 @@ from jvpipe.report.answers import (
 from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
-from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
+from jvpipe.session.arguments import (
+    check_chooser,
+    checked_frozen,
+    checked_name,
+    checked_schedule,
+    whole_number,
+)
 from jvpipe.session.planning import Planned, ask
 from jvpipe.session.question import Question, check_sums
 from jvpipe.session.replica_forecasts import ReplicaForecast, forecast_replicas
@@ -195,6 +201,7 @@ def plan_for(
     has_aux: bool = False,
     has_state: bool = False,
     stacked: str | None = None,
+    frozen: Sequence[str] | None = None,
     title: str = "",
 ) -> Forecast | ReplicaForecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
@@ -220,6 +227,7 @@ def plan_for(
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
+        frozen: patterns of parameters that nothing updates, likewise.
         title: of the figure.
 
     Raises:
@@ -231,7 +239,8 @@ def plan_for(
         if isinstance(hardware, Cluster)
         else find_cluster(checked_name("hardware", hardware, "h100"))
     )
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked
+    named = checked_frozen(frozen)
+    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
     if devices is None and replicas is None and cuts is None:
         counts = (
             _count("stages", stages, STAGES),

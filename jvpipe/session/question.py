@@ -21,6 +21,7 @@ from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_functions, checked_stacked
 from jvpipe.session.batches import micro_batch_shapes
+from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
@@ -50,6 +51,7 @@ class Question:
     has_aux: bool = False
     has_state: bool = False
     stacked: str | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         checked_flags(has_aux=self.has_aux, has_state=self.has_state)
@@ -71,7 +73,7 @@ class Question:
             micro_batch = jax.tree.map(resized, micro_batch)
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
-        return trace_model(
+        model = trace_model(
             self.loss_fn,
             params,
             micro_batch,
@@ -81,6 +83,14 @@ class Question:
             has_aux=self.has_aux,
             has_state=self.has_state,
         )
+        stacks, named = (
+            None if self.stacked else model.stacks,
+            model.stacks.slices_named(self.frozen),
+        )
+        cutter = OptimizerCutter(
+            self.optimizer, model.params, self.microbatches, False, stacks=stacks, frozen=named
+        )
+        return replace(model, traced=cutter.freeze(model.traced, self.schedule))
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
         """The optimizer of a model in pieces for the layers of a trace."""
@@ -92,6 +102,7 @@ class Question:
             [len(p.readers) for p in graph.parameters],
             microbatches=None if graph.weighted else self.microbatches,
             stacks=None if self.stacked else model.stacks,
+            frozen=model.stacks.slices_named(self.frozen),
         )
 
     def costs(
