@@ -187,7 +187,7 @@ class CompiledPlans:
                 settings.loss_fn, params, micro, rng, model_state, present, **options
             )
         cutter = self._cutter(model)
-        traced = cutter.freeze(model.traced, settings.schedule)
+        traced = cutter.freeze(model.traced)
         check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
         if leaves_of:
             self._leaves = {

@@ -80,18 +80,19 @@ class OptimizerCutter:
             )
         return cut
 
-    def freeze(self, traced: Traced, schedule: Schedule) -> Traced:
-        """The same layers where what the user or the optimizer freezes has no gradient.
+    def traced(self, graph: LayerGraph) -> TracedOptimizer:
+        """The optimizer, traced for an update of all micro-batches of a step."""
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        return self._trace(readers, None if graph.weighted else self.microbatches)
 
-        Args:
-            traced: the layers.
-            schedule: says how many micro-batches an update takes.
+    def freeze(self, traced: Traced) -> Traced:
+        """The same layers where what the user or the optimizer freezes has no gradient.
 
         Raises:
             ValueError: a parameter that is left can have no gradient, or none is left.
         """
         try:
-            found = self._trace(*self._sums(traced.graph, schedule)).frozen
+            found = self.traced(traced.graph).frozen
         except Exception:
             freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
             raise

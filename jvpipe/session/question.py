@@ -1,7 +1,7 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -52,6 +52,9 @@ class Question:
     has_state: bool = False
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
+    _cutters: dict[int, OptimizerCutter] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         checked_flags(has_aux=self.has_aux, has_state=self.has_state)
@@ -83,14 +86,21 @@ class Question:
             has_aux=self.has_aux,
             has_state=self.has_state,
         )
-        stacks, named = (
-            None if self.stacked else model.stacks,
-            model.stacks.slices_named(self.frozen),
-        )
-        cutter = OptimizerCutter(
-            self.optimizer, model.params, self.microbatches, False, stacks=stacks, frozen=named
-        )
-        return replace(model, traced=cutter.freeze(model.traced, self.schedule))
+        return replace(model, traced=self._cutter(model).freeze(model.traced))
+
+    def _cutter(self, model: Model) -> OptimizerCutter:
+        """What has traced the optimizer of a model, and does so once."""
+        key, stacks = id(model.params), model.stacks
+        if key not in self._cutters:
+            self._cutters[key] = OptimizerCutter(
+                self.optimizer,
+                model.params,
+                self.microbatches,
+                grad_norm=False,
+                stacks=None if self.stacked else stacks,
+                frozen=stacks.slices_named(self.frozen),
+            )
+        return self._cutters[key]
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
         """The optimizer of a model in pieces for the layers of a trace."""
@@ -101,8 +111,8 @@ class Question:
             [p.owner for p in graph.parameters],
             [len(p.readers) for p in graph.parameters],
             microbatches=None if graph.weighted else self.microbatches,
+            traced=self._cutter(model).traced(graph),
             stacks=None if self.stacked else model.stacks,
-            frozen=model.stacks.slices_named(self.frozen),
         )
 
     def costs(
