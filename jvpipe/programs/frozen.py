@@ -194,8 +194,25 @@ def _origin(eqn: JaxprEqn, origins: Sequence[Var | None]) -> Var | None:
     out = _jax.aval(eqn.outvars[0])
     if out.shape != _jax.aval(eqn.invars[0]).shape:
         return None
-    own = _type(origins[0])
-    return origins[0] if jnp.promote_types(own, out.dtype) == out.dtype else None
+    return origins[0] if _holds(out.dtype, _type(origins[0])) else None
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Tells whether a type has all numbers of another one.
+
+    >>> float32, bfloat16, int8 = map(jnp.dtype, ("float32", "bfloat16", "int8"))
+    >>> _holds(float32, bfloat16), _holds(bfloat16, float32), _holds(float32, int8)
+    (True, False, False)
+    """
+    if wide == narrow:
+        return True
+    if all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
+        a, b = jnp.finfo(wide), jnp.finfo(narrow)
+        return a.nmant >= b.nmant and a.nexp >= b.nexp
+    if all(jnp.issubdtype(dtype, jnp.integer) for dtype in (wide, narrow)):
+        a, b = jnp.iinfo(wide), jnp.iinfo(narrow)
+        return a.min <= b.min and b.max <= a.max
+    return False
 
 
 def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
