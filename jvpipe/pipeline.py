@@ -15,7 +15,7 @@ from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import find_planner
-from jvpipe.report.explain import explain
+from jvpipe.report.explain import explain, stage_table
 from jvpipe.report.order_reasons import order_reasons, search_reasons
 from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.hosts import present_hosts, telling
@@ -26,6 +26,7 @@ from jvpipe.session import checkpoints
 from jvpipe.session.agreement import agree_on_given
 from jvpipe.session.arguments import (
     check_arrays,
+    check_callback,
     check_chooser,
     check_functions,
     check_key,
@@ -213,10 +214,12 @@ class Pipeline:
         )
 
     def __repr__(self) -> str:
-        compiled = next(iter(self.session.compiled_plans), None)
-        return (
-            f"Pipeline({self.session.settings}: {compiled.plan.cuts if compiled else 'call init'})"
-        )
+        session, plans = self.session, self.session.compiled_plans
+        if not plans:
+            return f"Pipeline({session.settings}: call init)"
+        plan, devices = session.compiled.plan, session.settings.devices
+        table = stage_table(session.graph, plan, session.peaks, devices)
+        return f"Pipeline({session.settings})\n{table}"
 
     @property
     def ledger(self) -> Ledger:
@@ -304,7 +307,11 @@ class Pipeline:
         return self.session.drain(state), metrics
 
     def run(
-        self, state: State, batches: Iterable[Tree], num_steps: int | None = None
+        self,
+        state: State,
+        batches: Iterable[Tree],
+        num_steps: int | None = None,
+        on_step: Callable[[State, Metrics], Any] | None = None,
     ) -> Iterator[tuple[State, Metrics]]:
         """Steps through a stream of batches; a state is valid until the next one is asked for.
 
@@ -316,9 +323,14 @@ class Pipeline:
             state: consumed.
             batches: any iterable of them.
             num_steps: how many to take; all unless given.
+            on_step: called with the state and the metrics of each step, as soon as it is under way; to read a metric
+                waits for it.
         """
+        check_callback(on_step)
         for batch in checked_stream(batches, num_steps):
             state, metrics = self.session.advance(state, batch)
+            if on_step is not None:
+                on_step(state, metrics)
             yield state, metrics
         self.session.check_losses(state, wait=bool(state.stream_steps))
 

@@ -196,6 +196,12 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
         ) from error
 
 
+def check_callback(on_step: Any) -> None:
+    """Raises ValueError for what cannot be called after a step."""
+    if on_step is not None and (not callable(on_step) or isinstance(on_step, type)):
+        raise ValueError(f"on_step must be a function of (state, metrics), not {_kind(on_step)}")
+
+
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
     """Raises ValueError if a loss cannot be called as it will be, or an optimizer is none of optax.
 

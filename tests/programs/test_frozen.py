@@ -125,7 +125,9 @@ def test_state_that_others_read_keeps_a_gradient() -> None:
         scaled = updates["head"] * jnp.sum(state["base"]).astype(jnp.bfloat16)
         return {"base": jnp.zeros_like(updates["base"]), "head": scaled}, mean
 
-    optimizer = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    optimizer = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
     assert traced(optimizer).frozen == frozenset()
 
 
