@@ -272,40 +272,6 @@ def is_plain(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
 
 
-@dataclass(frozen=True)
-class PackedCall:
-    """An executable whose inputs are partly of elements smaller than a byte.
-
-    JAX's own check of their layouts fails where they lie on a device of one's choice (0.10.2), but under `jax.jit`.
-    """
-
-    executable: Any
-    jitted: Callable[..., Any]
-
-    @staticmethod
-    def of(
-        executable: Any, fn: Callable[..., Any], donated: Sequence[int], platform: str
-    ) -> "PackedCall":
-        """Makes one that is compiled once more when it is first called, by the same options.
-
-        Args:
-            executable: of the function.
-            fn: the function.
-            donated: positions of inputs that it may overwrite.
-            platform: that it runs on.
-        """
-        options: dict[str, Any] = {"keep_unused": True, "compiler_options": exact(platform)}
-        return PackedCall(executable, jax.jit(fn, donate_argnums=tuple(donated), **options))
-
-    def __call__(self, *arrays: jax.Array) -> Any:
-        """Runs it."""
-        return self.jitted(*arrays)
-
-    def memory_analysis(self) -> Any:
-        """The bytes that it takes."""
-        return self.executable.memory_analysis()
-
-
 @cache
 def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
     return ShapedArray(shape, dtype)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.given import checked_flags, checked_path
+from jvpipe.ir.given import check_callback, checked_flags, checked_frozen, checked_path
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
@@ -26,13 +26,11 @@ from jvpipe.session import checkpoints
 from jvpipe.session.agreement import agree_on_given
 from jvpipe.session.arguments import (
     check_arrays,
-    check_callback,
     check_chooser,
     check_functions,
     check_key,
     check_loss,
     checked_fates,
-    checked_frozen,
     checked_moment,
     checked_name,
     checked_plan,

@@ -106,20 +106,6 @@ def checked_stacked(stacked: Any) -> str | None:
     return stacked
 
 
-def checked_frozen(frozen: Any) -> tuple[str, ...]:
-    """Patterns of parameters that nothing updates.
-
-    >>> checked_frozen(["base/*"])
-    ('base/*',)
-    """
-    given = [] if frozen is None else several(frozen)
-    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) for x in given):
-        raise ValueError(
-            f"frozen must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
-        )
-    return tuple(given)
-
-
 def checked_devices(devices: Any) -> list[Device]:
     """The devices that are given, or all."""
     given = several(jax.devices() if devices is None else devices)
@@ -194,12 +180,6 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
             f"the loss {_called(loss_fn)}{signature} is called with ({called}), has_state={has_state}: {error}; "
             f"wrap it, lambda {called}: ..."
         ) from error
-
-
-def check_callback(on_step: Any) -> None:
-    """Raises ValueError for what cannot be called after a step."""
-    if on_step is not None and (not callable(on_step) or isinstance(on_step, type)):
-        raise ValueError(f"on_step must be a function of (state, metrics), not {_kind(on_step)}")
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:

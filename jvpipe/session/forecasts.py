@@ -12,7 +12,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.brief import brief
 from jvpipe.ir.extras import extra
-from jvpipe.ir.given import several
+from jvpipe.ir.given import checked_frozen, several
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
@@ -35,13 +35,7 @@ from jvpipe.report.answers import (
 from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
-from jvpipe.session.arguments import (
-    check_chooser,
-    checked_frozen,
-    checked_name,
-    checked_schedule,
-    whole_number,
-)
+from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
 from jvpipe.session.planning import Planned, ask
 from jvpipe.session.question import Question, check_sums
 from jvpipe.session.replica_forecasts import ReplicaForecast, forecast_replicas
