@@ -21,6 +21,8 @@ from jvpipe.schedules import PipeDream
 
 LAYERS, D, R, MICRO, STEPS = 5, 16, 2, 4, 3
 VERSIONS = ("parameter", "predicted", "corrected", "delta", "applied")
+MASK = {"base": True, "lora": False, "head": False}
+MASKED = optax.chain(optax.adamw(1e-2), optax.masked(optax.set_to_zero(), MASK))
 LABELS = {"base": "frozen", "lora": "trained", "head": "trained"}
 
 
@@ -203,7 +205,7 @@ def test_nothing_is_computed_or_held_for_frozen_parameters() -> None:
     [
         optax.chain(optax.clip_by_global_norm(0.1), tuned()),
         optax.chain(
-            optax.masked(optax.set_to_zero(), {"base": True, "lora": False, "head": False}),
+            optax.masked(optax.set_to_zero(), MASK),
             optax.adamw(1e-2),
         ),
         optax.apply_if_finite(tuned(), 3),
@@ -234,9 +236,7 @@ def test_a_norm_that_is_asked_for_is_of_all_gradients_but_those_of_named_paramet
 
 
 def test_state_that_only_the_gradient_of_a_frozen_parameter_makes_is_not_kept() -> None:
-    mask = {"base": True, "lora": False, "head": False}
-    optimizer = optax.chain(optax.adamw(1e-2), optax.masked(optax.set_to_zero(), mask))
-    pipe = pipeline(optimizer)
+    pipe = pipeline(MASKED)
     state = pipe.init(params(), batch(), None)
     assert len(frozen_names(pipe)) == 2 * LAYERS
     adam = pipe.optimizer_state(state)[0][0]
@@ -315,6 +315,7 @@ def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
     ("schedule", "options"),
     [
         ("pipedream", {}),
+        ("pipedream", {"masked": True}),
         ("2bw", {"frozen": ["base/*"]}),
         ("pipemare", {"given": np.int8, "frozen": ["base/*"]}),
         ("xpipe", {}),
@@ -323,8 +324,9 @@ def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
 def test_a_frozen_parameter_has_one_version_and_a_replay_the_same_bits(
     schedule: str, options: dict[str, Any]
 ) -> None:
-    given, optimizer = params(options.pop("given", np.float32)), optax.adamw(1e-2)
-    pipe = pipeline(optimizer if options else tuned(), stages=3, schedule=schedule, **options)
+    given, named = params(options.get("given", np.float32)), options.get("frozen")
+    optimizer = optax.adamw(1e-2) if named else MASKED if "masked" in options else tuned()
+    pipe = pipeline(optimizer, stages=3, schedule=schedule, frozen=named)
     state, losses = pipe.init(given, batch(), None), []
     state = followed(pipe, state, losses, 4)
     step, _ = pipe.session.compiled.stream_step(state.stream_steps)
