@@ -381,7 +381,8 @@ class Pipeline:
     def optimizer_state(self, state: State) -> Tree:
         """The optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
 
-        Where layers are stacked, so is what belongs to them. Averaged parameters or counts are read from it;
+        Where layers are stacked, so is what belongs to them. In place of what only the gradient of a frozen parameter
+        would fill there is `optax.MaskedNode()`. Averaged parameters or counts are read from it;
         `evaluate(state, batch, params=...)` takes parameters that are made of it.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)

@@ -72,9 +72,9 @@ class _Update:
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
         """The inputs are gradients, perhaps a weight, parameters and state."""
-        inputs, count, held = traced.update.jaxpr.invars, len(readers), len(traced.state)
+        inputs, count = traced.update.jaxpr.invars, len(readers)
         bounds = pairwise(accumulate(readers, initial=0))
-        first = len(inputs) - held - count
+        first = len(inputs) - len(traced.state) - count
         return _Update(
             traced.update,
             tuple(tuple(inputs[a:b]) for a, b in bounds),
@@ -218,9 +218,8 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
 def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
     """Tells whether an equation makes zeros, of operands some of which are `zeros`."""
     match eqn.primitive.name:
-        case "mul" if any(
-            zeros
-        ):  # by a number that is there: one that is computed might be infinite
+        case "mul" if any(zeros):
+            # By a number that is known: zero by one that is computed, and might be infinite, is none.
             others = [x for x, zero in zip(eqn.invars, zeros, strict=True) if not zero]
             return all(isinstance(x, Literal) and np.all(np.isfinite(x.val)) for x in others)
         case "select_n":

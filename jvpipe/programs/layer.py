@@ -250,12 +250,12 @@ def _trace_backward(
     closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
     inputs = closed.jaxpr.invars
-    untold = set(inputs[: len(shapes)]) - read  # of the forward
+    dropped = set(inputs[: len(shapes)]) - read  # of the forward
     ends = zip(inputs[len(inputs) - len(gradients) :], gradients, strict=True)
-    untold |= {v for v, i in ends if not body.returned[i]}
-    assert untold.isdisjoint(read), "a gradient that nobody reads goes nowhere"
-    sources = [s for s, v in zip(shapes, inputs, strict=False) if v not in untold]
-    jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in untold])
+    dropped |= {v for v, i in ends if not body.returned[i]}
+    assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
+    sources = [s for s, v in zip(shapes, inputs, strict=False) if v not in dropped]
+    jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
     signature = Signature(
         (),
         tuple(sources),

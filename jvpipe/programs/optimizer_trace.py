@@ -77,15 +77,15 @@ def trace_optimizer(
         return _call_optimizer(optimizer.init, tree.unflatten([leaves[i] for i in seen]))
 
     def update(
-        sums: list[list[Any]], weight: Any, given: list[Any], state: Tree
+        sums: list[list[Any]], weight: Any, values: list[Any], state: Tree
     ) -> tuple[list[Any], Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
         grads = [mean(sums[i], by, leaves[i].dtype) for i in seen]
-        params = tree.unflatten([given[i] for i in seen])
+        params = tree.unflatten([values[i] for i in seen])
         answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
         updates, state = _checked_answer(answer, tree)
         changed = zip(seen, jax.tree.leaves(optax.apply_updates(params, updates)), strict=True)
-        new = dict(enumerate(given)) | dict(changed)
+        new = dict(enumerate(values)) | dict(changed)
         return list(new.values()), state, norm(grads) if grad_norm else None
 
     traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(
