@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.ir.values import ValueKind
 from jvpipe.schedules import PipeDream
 
 LAYERS, D, R, MICRO, STEPS = 5, 16, 2, 4, 3
@@ -198,6 +199,19 @@ def test_nothing_is_computed_or_held_for_frozen_parameters() -> None:
     kinds = {row.kind for row in compiled.lowered.rows if row.layer in (0, 1)}
     assert "F" in kinds
     assert kinds.isdisjoint({"B", "ZERO", "U"})  # nothing is trained before the third layer
+
+
+def test_layers_of_frozen_parameters_pass_cotangents_on_and_have_no_other_half() -> None:
+    pipe = pipeline(tuned(), schedule="zb-h1")
+    trained(pipe)
+    graph, rows = pipe.session.graph, pipe.session.compiled.lowered.rows
+    reads = {layer.id: layer.reading(ValueKind.PARAMETER) for layer in graph.layers}
+    idle = {i for i, parameters in reads.items() if not graph.trained(parameters)}
+    passing = {row.layer for row in rows if row.kind == "B"} & idle
+    assert passing, "the case shows nothing"
+    assert {row.layer for row in rows if row.kind == "W"} & idle == set()
+    assert {row.layer for row in rows if row.kind == "W"}
+    assert {row.layer for row in rows if row.kind == "ZERO"} & idle == set()
 
 
 @pytest.mark.parametrize(
