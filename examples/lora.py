@@ -46,7 +46,7 @@ class Lora:
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})
 
     def loss_fn(self, params, batch, rng):
-        base, lora = jax.lax.stop_gradient(params["base"]), params["lora"]
+        base, lora = params["base"], params["lora"]
         layers = [w + a @ b for w, a, b in zip(base, lora["down"], lora["up"])]
         return jnp.mean((run(layers, batch["x"]) - batch["y"]) ** 2)
 

@@ -8,14 +8,14 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.given import checked_flags, checked_path
+from jvpipe.ir.given import check_callback, checked_flags, checked_frozen, checked_path
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import find_planner
-from jvpipe.report.explain import explain
+from jvpipe.report.explain import explain, stage_table
 from jvpipe.report.order_reasons import order_reasons, search_reasons
 from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.hosts import present_hosts, telling
@@ -100,6 +100,10 @@ class Pipeline:
         stacked: what the optimizer sees of parameters that the loss scans over, layer by layer: by default the arrays
             as they are, as in plain optax, and an optimizer that cannot be cut between such layers is refused; the
             slice of each layer, as a parameter of its own, with "per_layer".
+        frozen: patterns of the paths of parameters that stay as they are, such as `["base/*"]`: nothing is computed or
+            held for their training, they may be of any type (int8, int4), and the optimizer finds
+            `optax.MaskedNode()` in their place. What the optimizer itself leaves alone (`optax.set_to_zero`), and of
+            which it reads no gradient, costs as little.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
@@ -148,6 +152,7 @@ class Pipeline:
         batch_axis: str | None = None,
         *,
         stacked: str | None = None,
+        frozen: Sequence[str] | None = None,
         has_aux: bool = False,
         has_state: bool = False,
         aux_reduce: Mapping[str, str] | None = None,
@@ -194,6 +199,7 @@ class Pipeline:
                 shares=shares,
                 sharding=laid,
                 stacked=checked_stacked(stacked),
+                frozen=checked_frozen(frozen),
                 reductions=checked_reductions(
                     aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state
                 ),
@@ -202,10 +208,12 @@ class Pipeline:
         )
 
     def __repr__(self) -> str:
-        compiled = next(iter(self.session.compiled_plans), None)
-        return (
-            f"Pipeline({self.session.settings}: {compiled.plan.cuts if compiled else 'call init'})"
-        )
+        session, plans = self.session, self.session.compiled_plans
+        if not plans:
+            return f"Pipeline({session.settings}: call init)"
+        plan, devices = session.compiled.plan, session.settings.devices
+        table = stage_table(session.graph, plan, session.peaks, devices)
+        return f"Pipeline({session.settings})\n{table}"
 
     @property
     def ledger(self) -> Ledger:
@@ -294,7 +302,11 @@ class Pipeline:
         return self.session.drain(state), metrics
 
     def run(
-        self, state: State, batches: Iterable[Tree], num_steps: int | None = None
+        self,
+        state: State,
+        batches: Iterable[Tree],
+        num_steps: int | None = None,
+        on_step: Callable[[State, Metrics], Any] | None = None,
     ) -> Iterator[tuple[State, Metrics]]:
         """Steps through a stream of batches; a state is valid until the next one is asked for.
 
@@ -306,9 +318,14 @@ class Pipeline:
             state: consumed.
             batches: any iterable of them.
             num_steps: how many to take; all unless given.
+            on_step: called with the state and the metrics of each step, as soon as it is under way; to read a metric
+                waits for it.
         """
+        check_callback(on_step)
         for batch in checked_stream(batches, num_steps):
             state, metrics = self.session.advance(state, batch)
+            if on_step is not None:
+                on_step(state, metrics)
             yield state, metrics
         self.session.check_losses(state, wait=bool(state.stream_steps))
 
@@ -361,7 +378,8 @@ class Pipeline:
     def optimizer_state(self, state: State) -> Tree:
         """The optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
 
-        Where layers are stacked, so is what belongs to them. Averaged parameters or counts are read from it;
+        Where layers are stacked, so is what belongs to them. In place of what only the gradient of a frozen parameter
+        would fill there is `optax.MaskedNode()`. Averaged parameters or counts are read from it;
         `evaluate(state, batch, params=...)` takes parameters that are made of it.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)

@@ -1,6 +1,6 @@
 """A pipeline's run, computed again on one device by its ledger of versions alone."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -83,13 +83,17 @@ def replay(
 def _begun(session: Session, versions: VersionLedger, params: Tree, model_state: Tree) -> Replay:
     """A replay at the start of a run, the optimizer's state fresh."""
     compiled = session.compiled
-    stacks, cut = session.trees.stacks, compiled.optimizer
-    split, init = stacks.split(params), session.settings.optimizer.init
-    if session.settings.stacked:
-        moments = jax.tree.leaves(init(split))
+    stacks, cut, settings = session.trees.stacks, compiled.optimizer, session.settings
+    split, init = stacks.split(params), settings.optimizer.init
+    shapes = jax.tree.unflatten(cut.state_tree, cut.state)
+    if settings.stacked:
+        named = stacks.slices_named(settings.frozen)
+        first = _kept(shapes, init(_seen(split, named)))
     else:
-        shapes = jax.tree.unflatten(cut.state_tree, cut.state)
-        moments = jax.tree.leaves(stacks.split_like(shapes, init(params)))
+        named = [i for i, matched in enumerate(stacks.named(settings.frozen)) if matched]
+        joined = stacks.join(shapes, lambda *slices: slices[0])
+        first = stacks.split_like(shapes, _kept(joined, init(_seen(params, named))))
+    moments = jax.tree.leaves(first)
     return Replay(
         compiled,
         jax.tree.leaves(split),
@@ -97,4 +101,26 @@ def _begun(session: Session, versions: VersionLedger, params: Tree, model_state:
         jax.tree.leaves(model_state),
         compiled.traced.loss.constants,
         min((use.version for use in versions.uses()), default=0),
+    )
+
+
+def _seen(params: Tree, frozen: Collection[int]) -> Tree:
+    """Parameters as the optimizer sees them: in place of frozen ones it finds optax's own sign of nothing."""
+    import optax  # late, as in jvpipe/ir/optimizer.py
+
+    leaves, tree = jax.tree.flatten(params)
+    return tree.unflatten(
+        optax.MaskedNode() if i in frozen else leaf for i, leaf in enumerate(leaves)
+    )
+
+
+def _kept(shapes: Tree, state: Tree) -> Tree:
+    """What the pipeline keeps of a state of the optimizer: where the shapes have nothing, nobody reads it."""
+    import optax
+
+    def is_nothing(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    return jax.tree.map(
+        lambda like, x: like if is_nothing(like) else x, shapes, state, is_leaf=is_nothing
     )

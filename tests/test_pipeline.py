@@ -397,7 +397,7 @@ def test_bad_losses() -> None:
     refuse(lambda p, b, r: b["x"] @ p[0][0], r"the loss must be a scalar, its shape is \(2, 8\)")
     refuse(lambda p, b, r: jnp.mean(b["x"]), "depends on no parameter")
     refuse(
-        loss_fn,
+        lambda p, b, r: loss_fn(jax.tree.map(lambda x: x.astype(np.float32), p), b, r),
         "parameter '1/0' is of type int32",
         [PARAMS[0], (np.ones((D, D), np.int32), np.zeros(D))],
     )

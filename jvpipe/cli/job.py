@@ -225,6 +225,7 @@ def _pipeline(
         host_memory_limit=options.host_memory_limit,
         checkpoint=options.checkpoint,
         stacked=options.stacked,
+        frozen=options.frozen,
         has_aux=workload.has_aux,
         has_state=workload.has_state,
         grad_norm=synchronous,

@@ -64,6 +64,7 @@ def of_model(options: Options, names: Sequence[str]) -> Forecast:
         has_aux=workload.has_aux,
         has_state=workload.has_state,
         stacked=options.stacked,
+        frozen=options.frozen,
         title=workload.title,
     )
 

@@ -61,6 +61,8 @@ class Options:
     stacked: str | None = None
     """What the optimizer sees of layers that the model scans over: with per_layer each alone, else
     their arrays."""
+    frozen: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     json: str | None = None
@@ -94,6 +96,7 @@ def check(options: Options) -> list[str]:
         "--size": options.size,
         "--dtype": options.dtype,
         "--set": " ".join(options.set) or None,
+        "--frozen": " ".join(options.frozen) or None,
     }
     for name, value in of_models.items():
         if options.graph is not None and value is not None:

@@ -95,6 +95,8 @@ class Options:
     stacked: str | None = None
     """What the optimizer sees of layers that the model scans over: with per_layer each alone, else
     their arrays."""
+    frozen: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
     steps: int | None = None

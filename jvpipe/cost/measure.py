@@ -133,12 +133,12 @@ def measured_costs(
     for share in shares:
         made += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
     made += _halves(kept["all"]) if split else ()
+    idle = {program.key: Run(0.0, 0) for program, jaxpr in made if not jaxpr.jaxpr.outvars}
+    busy = {program.key: (program, jaxpr) for program, jaxpr in made if program.key not in idle}
     runs = measure_programs(
-        store, [program for program, _ in made], device, known, room_bytes, archive
+        store, [program for program, _ in busy.values()], device, known, room_bytes, archive
     )
-    runs = runs | _estimated(
-        store, device, runs, {program.key: (program, jaxpr) for program, jaxpr in made}
-    )
+    runs = idle | runs | _estimated(store, device, runs, busy)
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]

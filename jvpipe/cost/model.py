@@ -64,7 +64,9 @@ def costs_of(
                 backward_s=work.backward_s,
                 options=everything if options is None else tuple(options[layer.id]),
                 parameter_bytes=sum(
-                    p.array.bytes for p in graph.parameters if p.readers == (layer.id,)
+                    p.array.bytes
+                    for p in graph.parameters
+                    if p.readers == (layer.id,) and not p.frozen
                 ),
                 gradient_bytes=_summed_bytes(graph, layer, microbatches),
                 optimizer_bytes=model.lasting_bytes(layer.id)
@@ -199,9 +201,12 @@ class _Model:
             yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
 
     def lasting_bytes(self, layer: int) -> int:
-        """Model state and captured arrays that no other layer touches."""
+        """Model state, captured arrays and frozen parameters that no other layer touches: of each one version."""
         lasting = (ref for ref in self.bytes if ref.kind in (ValueKind.STATE, ValueKind.CONSTANT))
-        return sum(self.bytes[ref] for ref in lasting if self.touching.get(ref, (0,)) == (layer,))
+        frozen = (p for p in self.graph.parameters if p.frozen and p.readers == (layer,))
+        return sum(p.array.bytes for p in frozen) + sum(
+            self.bytes[ref] for ref in lasting if self.touching.get(ref, (0,)) == (layer,)
+        )
 
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Values that pass while a layer's forward runs: nobody's backward reads them, or none on this stage."""
@@ -224,7 +229,8 @@ class _Model:
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
     """Counts what a step sums up or collects: gradients; where the loss is, also what each micro-batch gave."""
-    total = sum(graph.parameters[p].array.bytes for p in layer.reading(ValueKind.PARAMETER))
+    trained = graph.trained(layer.reading(ValueKind.PARAMETER))
+    total = sum(graph.parameters[p].array.bytes for p in trained)
     if layer.id == graph.loss_layer:
         total += microbatches * (
             (1 + graph.weighted) * graph.loss_bytes + sum(a.bytes for a in graph.aux)
@@ -261,7 +267,8 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     """
     if optimizer is None:
         return 0
-    total = sum((len(p.readers) - 1) * p.array.bytes for p in graph.tied() if p.owner == layer)
+    tied = (p for p in graph.tied() if p.owner == layer and not p.frozen)
+    total = sum((len(p.readers) - 1) * p.array.bytes for p in tied)
     holders = (layer, None) if layer == graph.loss_layer else (layer,)
     sizes: dict[Slot, int] = {}
     for piece in (piece for piece in optimizer.update if piece.layer in holders):

@@ -58,7 +58,7 @@ def nbytes(atom: Atom) -> int:
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged(closed).jaxpr
-    return sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device))
+    return float(sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device)))
 
 
 def temporary_bytes(closed: ClosedJaxpr) -> int:

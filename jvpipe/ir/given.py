@@ -21,6 +21,26 @@ def checked_flags(**flags: Any) -> dict[str, bool]:
     return flags
 
 
+def checked_frozen(frozen: Any) -> tuple[str, ...]:
+    """Patterns of parameters that nothing updates.
+
+    >>> checked_frozen(["base/*"])
+    ('base/*',)
+    """
+    given = [] if frozen is None else several(frozen)
+    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) for x in given):
+        raise ValueError(
+            f"frozen must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
+        )
+    return tuple(given)
+
+
+def check_callback(on_step: Any) -> None:
+    """Raises ValueError for what cannot be called after a step."""
+    if on_step is not None and (not callable(on_step) or isinstance(on_step, type)):
+        raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
+
+
 def checked_path(path: Any) -> Path:
     """A path, given as a text or as one.
 

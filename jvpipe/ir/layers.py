@@ -1,11 +1,11 @@
 """The layer graph: what a model is once its loss has been traced and cut at its narrow places."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from jvpipe.ir.reductions import AuxReduction, StateReduction
-from jvpipe.ir.values import ValueKind
+from jvpipe.ir.values import NEVER, Value, ValueKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ class Signature:
     gradients: tuple[int, ...]
     returned: tuple[int, ...]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no backward: nobody trains the layer, or anything before it."""
+        return not (self.sources or self.cotangents or self.gradients or self.returned)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitSignature:
@@ -79,10 +84,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A leaf of the parameters; several readers mean that it is tied, the first one owns it."""
+    """A leaf of the parameters; several readers mean that it is tied, the first one owns it.
+
+    One that is `frozen` has no gradient and no update, and one version for good.
+    """
 
     array: Array
     readers: tuple[int, ...]
+    frozen: bool = False
 
     @property
     def owner(self) -> int:
@@ -151,6 +160,22 @@ class LayerGraph:
     def owned(self, layer: int) -> tuple[int, ...]:
         """The parameters that a layer owns."""
         return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)
+
+    def trained(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        """Those of some parameters that have a gradient and an update."""
+        return tuple(p for p in parameters if not self.parameters[p].frozen)
+
+    def parameter(self, p: int, version: int) -> Value:
+        """Names a version of a parameter; a frozen one has no other than the first.
+
+        >>> w = Array("w", (), "int8", 1)
+        >>> graph = LayerGraph((), (), (Parameter(w, (0,)), Parameter(w, (0,), frozen=True)))
+        >>> [str(graph.parameter(p, version=3)) for p in (0, 1)]
+        ['parameter 0 version 3', 'parameter 1']
+        """
+        return Value(
+            ValueKind.PARAMETER, p, version=NEVER if self.parameters[p].frozen else version
+        )
 
     @property
     def loss_layer(self) -> int:

@@ -15,7 +15,7 @@ NEVER = -(10**9)
 class ValueKind(StrEnum):
     """The kinds of values. The comment says what tells values of a kind apart."""
 
-    PARAMETER = "parameter"  # index: leaf; version: the updates before it
+    PARAMETER = "parameter"  # index: leaf; version: the updates before it, NEVER if it is frozen
     OPTIMIZER = "optimizer"  # index: leaf of the optimizer's state; layer: whose, NONE for what belongs to all
     STATE = "state"  # index: leaf of the model state; micro-batch: the one that finds it, NEVER if nobody writes it
     CONSTANT = "constant"  # index: of the arrays that the loss captured

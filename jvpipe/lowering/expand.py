@@ -70,9 +70,12 @@ class OneVersion:
 
     accumulates = True
 
+    def __init__(self, graph: LayerGraph) -> None:
+        self._graph = graph
+
     def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
         """The parameter as it was before the step, whoever reads it (`Weights.reading` has the arguments)."""
-        return Value(ValueKind.PARAMETER, p, version=0)
+        return self._graph.parameter(p, version=0)
 
     def shifts(
         self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
@@ -257,6 +260,8 @@ class Expander:
             leaves: what it hands to the other half.
         """
         tensors = self.graph.tensors
+        if signature.is_idle:
+            return
         for source, i in signature.sources:
             if source == "input":
                 yield from self._ensure(layer, layer.reads[i], m, layout)
@@ -374,9 +379,9 @@ class Expander:
 
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Fresh accumulators for a layer."""
-        owned = layer.reading(ValueKind.PARAMETER)
-        size = {p: self.graph.parameters[p].array.bytes for p in owned}
-        writes = [Write(self.weights.gradient(p, layer.id, m), size[p]) for p in owned]
+        trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
+        size = {p: self.graph.parameters[p].array.bytes for p in trained}
+        writes = [Write(self.weights.gradient(p, layer.id, m), size[p]) for p in trained]
         return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
 
     def _ensure(

@@ -90,7 +90,7 @@ class _Neighbours:
         for parameter in (
             graph.parameters
         ):  # the owner sends each version on, and waits for its readers' gradients
-            for reader in parameter.readers:
+            for reader in () if parameter.frozen else parameter.readers:
                 if stage[reader] != stage[parameter.owner]:
                     self.before[stage[reader]].add(stage[parameter.owner])
                     self.after[stage[parameter.owner]].add(stage[reader])

@@ -86,7 +86,7 @@ class Placement:
         graph = self.graph
         buffers: list[Buffer] = []
         for p, parameter in enumerate(graph.parameters):
-            value = Value(ValueKind.PARAMETER, p, version=0)
+            value = graph.parameter(p, version=0)
             reading = self._of_all(parameter.readers)
             buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
         places = self.updating(optimizer)

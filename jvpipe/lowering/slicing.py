@@ -86,9 +86,8 @@ class Slicing:
         """Yields what adds up the gradients of the replicas of a stage, last layer first: each where it is wanted."""
         for layer in reversed(layers):
             slices, by_replica = self._where.slices(layer), dict[int, list[int]]()
-            for p in (
-                self._graph.layers[layer].reading(ValueKind.PARAMETER) if len(slices) > 1 else ()
-            ):
+            read = self._graph.layers[layer].reading(ValueKind.PARAMETER)
+            for p in self._graph.trained(read) if len(slices) > 1 else ():
                 owner = self._graph.parameters[p].owner
                 here = self._where.stage[owner] == self._where.stage[layer]
                 at = (

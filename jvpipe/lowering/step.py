@@ -49,7 +49,7 @@ def lower_step(
         batching: where stages are replicated, how what they exchange lies over the examples; layers stay then.
     """
     micro, plans = len(layouts), [layout.plan for layout in layouts]
-    expander = Expander(graph, OneVersion(), set())
+    expander = Expander(graph, OneVersion(graph), set())
     placer = Placer(graph, plans[0], optimizer)
     by_number = {layout.number: layout for layout in layouts}
     replicas = updating(graph, plans[0], optimizer)
@@ -157,7 +157,7 @@ def lower_evaluation(
     lists = tuple(
         tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages))
     )
-    expander, placer = Expander(graph, OneVersion(), set()), Placer(graph, plan, optimizer)
+    expander, placer = Expander(graph, OneVersion(graph), set()), Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
     plans = [plan if slicing else plan.turn(m) for m in range(microbatches)]
     for task in order(Waits(graph, plans), lists):

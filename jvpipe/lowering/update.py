@@ -51,7 +51,7 @@ class Slots:
             case SlotKind.WEIGHT:
                 return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
             case SlotKind.PARAMETER:
-                return Value(ValueKind.PARAMETER, slot.index, version=self.newest[slot.index])
+                return self.graph.parameter(slot.index, self.newest[slot.index])
             case SlotKind.STATE:
                 return Value(ValueKind.OPTIMIZER, slot.index, layer)
             case SlotKind.PARTIAL | SlotKind.KEPT:

@@ -212,12 +212,17 @@ def _trace_backward(
     summed: Sequence[int],
     told: Collection[Hashable],
 ) -> tuple[ClosedJaxpr, Signature]:
-    """The backward, which says what derivative rules say in it, and not again what the forward has `told`."""
+    """The backward, which says what derivative rules say in it, and not again what the forward has `told`.
+
+    It is made with all gradients and cotangents that there could be. What frozen parameters alone have is none: it
+    comes in as zeros, and what it gives is cut off again, after all that settles the bits of the rest.
+    """
     variable = [i for i, d in enumerate(body.differentiable) if d]
     gradients = [i for i in variable if body.reads[i].kind == ValueKind.PARAMETER]
     returned = [i for i in variable if body.reads[i].kind == ValueKind.TENSOR]
     active = [i for i, a in enumerate(body.active) if a]
-    taken = [i for i in active if body.writes[i] != Ref(ValueKind.LOSS, 0)]
+    taken = [i for i in active if body.received[i] and body.writes[i] != Ref(ValueKind.LOSS, 0)]
+    partial = [i for i in summed if body.returned[i]]
     shapes = dict(leaves)
 
     def backward(
@@ -225,9 +230,12 @@ def _trace_backward(
     ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
-        given = {i: jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype) for i in active}
+        given = {i: _cotangent(body, i) for i in active}
         given |= zip(taken, cotangents, strict=True)
-        moved = dict(zip(variable, pull([*(given[i] for i in active), *sums]), strict=True))
+        later = {i: _zeros(body.inputs[i]) for i in summed}
+        later |= zip(partial, sums, strict=True)
+        pulled = pull([*(given[i] for i in active), *later.values()])
+        moved = dict(zip(variable, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
@@ -235,15 +243,45 @@ def _trace_backward(
         backward,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
         [_shape(body.outputs[i]) for i in taken],
-        [_shape(body.inputs[i]) for i in summed],
+        [_shape(body.inputs[i]) for i in partial],
         [_shape(body.inputs[i]) for i in gradients],
     )
     closed = settle(upright(jaxprs.silent(flat, told)), len(gradients))
+    closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
     read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
-    unread = [v for v in closed.jaxpr.invars[: len(shapes)] if v not in read]
-    sources = [s for s, v in zip(shapes, closed.jaxpr.invars, strict=False) if v not in unread]
-    jaxpr = closed.jaxpr.replace(invars=[v for v in closed.jaxpr.invars if v not in unread])
+    inputs = closed.jaxpr.invars
+    dropped = set(inputs[: len(shapes)]) - read  # of the forward
+    ends = zip(inputs[len(inputs) - len(gradients) :], gradients, strict=True)
+    dropped |= {v for v, i in ends if not body.returned[i]}
+    assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
+    sources = [s for s, v in zip(shapes, inputs, strict=False) if v not in dropped]
+    jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
     signature = Signature(
-        (), tuple(sources), tuple(taken), tuple(summed), tuple(gradients), tuple(returned)
+        (),
+        tuple(sources),
+        tuple(taken),
+        tuple(partial),
+        tuple(i for i in gradients if body.returned[i]),
+        tuple(i for i in returned if body.returned[i]),
     )
     return ClosedJaxpr(jaxpr, closed.consts), signature
+
+
+def _cotangent(body: Body, i: int) -> jax.Array:
+    """The cotangent of an output that no later layer gives: of the loss its share, of others none."""
+    if body.writes[i] == Ref(ValueKind.LOSS, 0):
+        return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
+    return _zeros(body.outputs[i])
+
+
+def _zeros(atom: _jax.Atom) -> jax.Array:
+    return jnp.zeros(_jax.aval(atom).shape, _jax.aval(atom).dtype)
+
+
+def _pruned(closed: ClosedJaxpr, kept: Sequence[bool]) -> ClosedJaxpr:
+    """A program that yields some of its results alone."""
+    if all(kept):
+        return closed
+    results = [x for x, k in zip(closed.jaxpr.outvars, kept, strict=True) if k]
+    eqns = jaxprs.prune(closed.jaxpr.eqns, results)
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=results), closed.consts)

@@ -5,7 +5,7 @@ has the state that belongs to it. Each equation runs with the layer that its ope
 global norm say, runs in a global program between two rounds of the layers' own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -90,6 +90,7 @@ def cut_optimizer(
     grad_norm: bool = False,
     traced: TracedOptimizer | None = None,
     stacks: Stacks | None = None,
+    frozen: Collection[int] = (),
 ) -> OptimizerCut:
     """Cuts an optimizer by the owners of the parameters.
 
@@ -103,6 +104,7 @@ def cut_optimizer(
         grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a dependence of layers.
         traced: the optimizer, if it was traced before for all of these but the owners.
         stacks: arrays that the optimizer is to see, whose slices `params` has; None: it sees those.
+        frozen: leaves that it does not see; what it freezes by itself is found.
 
     Raises:
         ValueError: the optimizer mixes large arrays of several layers, or needs more than gradients, state and
@@ -121,7 +123,7 @@ def cut_optimizer(
     ('clip_by_global_norm',)
     """
     traced = traced or trace_stacked(
-        optimizer, params, readers, microbatches, grad_norm=grad_norm, stacks=stacks
+        optimizer, params, readers, microbatches, grad_norm=grad_norm, stacks=stacks, frozen=frozen
     )
     update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
     state, parameters = (
@@ -137,7 +139,7 @@ def cut_optimizer(
     owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
     owned |= {slot: Input("global") for slot in norm}
     try:
-        flow, owned = _settled(update, owned, sorted(set(owners)))
+        flow, owned = _settled(update, owned, _updated(traced, owners))
     except ValueError as error:
         if not stacks:
             raise
@@ -230,6 +232,12 @@ def _names(params: Any, stacks: Stacks | None) -> list[str]:
         for path, n in zip(given, stacks.lengths, strict=True)
         for _ in range(1 if n is None else n)
     ]
+
+
+def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
+    """The layers that an update concerns: they own parameters that it changes, or have state that belongs to one."""
+    changed = set(range(len(owners))) - traced.frozen
+    return sorted({owners[i] for i in (*changed, *traced.parameter_of) if i is not None})
 
 
 def _programs(

@@ -4,7 +4,7 @@ The name scope of each equation ends with the transformation that it comes from.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class TracedOptimizer:
 
     `update` takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
     state; it returns parameters, state and, if asked for, the gradient norm. `init` takes the parameters.
-    `parameter_of` says which parameter each leaf of the state belongs to, if to any.
+    `parameter_of` says which parameter each leaf of the state belongs to, if to any. The `frozen` ones are returned as
+    they came, and their gradients read by nobody.
     """
 
     update: ClosedJaxpr
@@ -40,6 +41,7 @@ class TracedOptimizer:
     state: tuple[Array, ...]
     state_tree: TreeDef
     parameter_of: tuple[int | None, ...]
+    frozen: frozenset[int] = frozenset()
 
 
 def trace_optimizer(
@@ -49,6 +51,7 @@ def trace_optimizer(
     microbatches: int | None,
     *,
     grad_norm: bool,
+    frozen: Collection[int] = (),
 ) -> TracedOptimizer:
     """Traces an optimizer at the shapes of `params`; no array is made.
 
@@ -58,34 +61,40 @@ def trace_optimizer(
         readers: per leaf, how many gradient accumulators there are to be summed.
         microbatches: what the sums are divided by; None if it is an input, a float32.
         grad_norm: also return the norm of the gradients.
+        frozen: parameters that the optimizer does not see: in their place it finds optax's own sign of nothing.
     """
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves, tree = jax.tree.flatten(params)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    params = jax.tree.unflatten(tree, leaves)
+    masked = [optax.MaskedNode() if i in frozen else x for i, x in enumerate(leaves)]
+    params = jax.tree.unflatten(tree, masked)
+    tree, seen = jax.tree.structure(params), [i for i in range(len(leaves)) if i not in frozen]
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
-    def init(params: Tree) -> Tree:
-        return _call_optimizer(optimizer.init, params)
+    def init(leaves: list[Any]) -> Tree:
+        return _call_optimizer(optimizer.init, tree.unflatten([leaves[i] for i in seen]))
 
     def update(
-        sums: list[list[Any]], weight: Any, params: Tree, state: Tree
-    ) -> tuple[Tree, Tree, Any]:
+        sums: list[list[Any]], weight: Any, values: list[Any], state: Tree
+    ) -> tuple[list[Any], Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
-        grads = [mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
-        answer = _call_optimizer(optimizer.update, jax.tree.unflatten(tree, grads), state, params)
+        grads = [mean(sums[i], by, leaves[i].dtype) for i in seen]
+        params = tree.unflatten([values[i] for i in seen])
+        answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
         updates, state = _checked_answer(answer, tree)
-        return optax.apply_updates(params, updates), state, norm(grads) if grad_norm else None
+        changed = zip(seen, jax.tree.leaves(optax.apply_updates(params, updates)), strict=True)
+        new = dict(enumerate(values)) | dict(changed)
+        return list(new.values()), state, norm(grads) if grad_norm else None
 
     traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(
-        params
+        leaves
     )
     state = first
     for _ in range(3):
-        closed = straight_line(update, sums, weight, params, state)
-        _check_shapes(params, closed.out_avals)
+        closed = straight_line(update, sums, weight, leaves, state)
+        _check_shapes(params, [closed.out_avals[i] for i in seen])
         new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
         settled = _settled(state, new_state)
         if list(map(_type, jax.tree.leaves(settled))) == list(map(_type, jax.tree.leaves(state))):
@@ -97,14 +106,17 @@ def trace_optimizer(
         )
     if state is not first:
         traced_init = _standard(jax.make_jaxpr)(
-            lambda params: jax.tree.map(_cast, init(params), state)
-        )(params)
+            lambda leaves: jax.tree.map(_cast, init(leaves), state)
+        )(leaves)
     return TracedOptimizer(
         closed,
         _straightened(traced_init),
         arrays_of(state),
         jax.tree.structure(state),
-        tuple(match_paths(paths_of(state), paths_of(params))),
+        tuple(
+            None if i is None else seen[i] for i in match_paths(paths_of(state), paths_of(params))
+        ),
+        frozenset(frozen),
     )
 
 

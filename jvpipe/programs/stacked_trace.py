@@ -1,6 +1,6 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.programs.frozen import without_frozen
 from jvpipe.programs.optimizer_trace import (
     TracedOptimizer,
     arrays_of,
@@ -33,8 +34,11 @@ def trace_stacked(
     *,
     grad_norm: bool,
     stacks: Stacks | None,
+    frozen: Collection[int] = (),
 ) -> TracedOptimizer:
     """Traces an optimizer as `trace_optimizer` does; it sees parameters as the caller does.
+
+    What it freezes by itself is found, too.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
@@ -43,13 +47,34 @@ def trace_stacked(
         microbatches: what the sums are divided by; None if it is an input.
         grad_norm: also return the norm of the gradients.
         stacks: which leaves the optimizer sees as arrays; None: it sees slices.
+        frozen: leaves of `params` that it does not see; of a stack all slices.
     """
-    if not stacks:
-        return trace_optimizer(optimizer, params, readers, microbatches, grad_norm=grad_norm)
-    given = stacks.join(params, _stacked_shape)
-    core = trace_optimizer(optimizer, given, [1] * len(stacks.lengths), 1, grad_norm=False)
+    whole = {"grad_norm": grad_norm, "frozen": frozen}
+    traced = (
+        _trace_stacks(optimizer, params, readers, microbatches, stacks, **whole)
+        if stacks
+        else trace_optimizer(optimizer, params, readers, microbatches, **whole)
+    )
+    return without_frozen(traced, readers, frozen)
+
+
+def _trace_stacks(
+    optimizer: Optimizer,
+    params: Tree,
+    readers: Sequence[int],
+    microbatches: int | None,
+    stacks: Stacks,
+    *,
+    grad_norm: bool,
+    frozen: Collection[int],
+) -> TracedOptimizer:
+    """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
+    given, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
+    hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
+    core = trace_optimizer(
+        optimizer, given, [1] * len(stacks.lengths), 1, grad_norm=False, frozen=hidden
+    )
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
-    parameters = _Split(stacks.lengths)
     state = _settled(core, parameters, leaves)
     shapes = state.shapes(_state(core))
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
@@ -57,11 +82,15 @@ def trace_stacked(
 
     def update(sums: list[list[Any]], weight: Any, params: Any, own: Any) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
-        grads = [mean(parts, by, x.dtype) for parts, x in zip(sums, leaves, strict=True)]
+        grads = [
+            x if i in frozen else mean(parts, by, x.dtype)
+            for i, (parts, x) in enumerate(zip(sums, params, strict=True))
+        ]
         given = [*parameters.joined(grads), *parameters.joined(params), *state.joined(own)]
         made = evaluate(core.update, given, apply)
         new = [*parameters.taken_apart(made), *state.taken_apart(made[len(stacks.lengths) :])]
-        return [*new, *([norm(grads)] if grad_norm else [])]
+        seen = [grad for i, grad in enumerate(grads) if i not in frozen]
+        return [*new, *([norm(seen)] if grad_norm else [])]
 
     def init(params: Any) -> list[Any]:
         return state.taken_apart(evaluate(core.init, parameters.joined(params), apply))

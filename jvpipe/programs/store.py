@@ -16,6 +16,7 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
+from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
 
 
@@ -71,6 +72,26 @@ class Program:
         return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated), called)
 
 
+@dataclass(frozen=True)
+class PackedCall:
+    """An executable that takes elements smaller than a byte, compiled once more by `jax.jit` when it is first called.
+
+    JAX checks how an executable's inputs lie in memory, and fails on these where they are on a device of one's choice
+    (0.10.2); under `jit` it does not ask.
+    """
+
+    executable: Any
+    jitted: Callable[..., Any]
+
+    def __call__(self, *arrays: jax.Array) -> Any:
+        """Runs it."""
+        return self.jitted(*arrays)
+
+    def memory_analysis(self) -> Any:
+        """The bytes that it takes."""
+        return self.executable.memory_analysis()
+
+
 class ProgramStore:
     """Makes each layer's programs once and compiles each program once per device."""
 
@@ -95,6 +116,8 @@ class ProgramStore:
             kinds,
             body.differentiable,
             body.active,
+            body.returned,
+            body.received,
             body.share,
             frozenset(kept),
         )
@@ -118,10 +141,14 @@ class ProgramStore:
         return self._lower(program, device).as_text()
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
+        options: Any = _jax.exact(device.platform)
         with jax.enable_x64(wide):
-            return self._lower(program, device).compile(
-                compiler_options=_jax.exact(device.platform)
-            )
+            executable = self._lower(program, device).compile(compiler_options=options)
+        if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
+            return executable
+        fn, donated = program.fn, program.donated
+        again = jax.jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=options)
+        return PackedCall(executable, again)
 
     def _lower(self, program: Program, device: Device) -> Any:
         takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)

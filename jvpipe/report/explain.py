@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
+from jvpipe.ir.columns import columns
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.plan import FATES, Fate, Plan
+from jvpipe.ir.plan import FATES, Fate, Plan, Stage
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import PLANNERS
@@ -34,9 +35,6 @@ def explain(
         f"{_why(plan.planner)}."
     ]
     for s, stage in enumerate(plan.stages):
-        held = sum(
-            graph.parameters[p].array.bytes for layer in stage.layers for p in graph.owned(layer)
-        )
         work = sum(graph.layers[layer].flops for layer in stage.layers)
         seconds = (
             f", {1e3 * sum(layer_s[i] for i in stage.layers):.2f} ms per micro-batch"
@@ -46,7 +44,7 @@ def explain(
         where = ", ".join(str(devices[d]) for d in stage.devices)
         lines.append(
             f"\nstage {s} on {where}: layers {stage.layers[0]} to {stage.layers[-1]}, "
-            f"{format_bytes(held)} of parameters, {work / 1e9:.3f} GFLOP forward{seconds}; "
+            f"{_parameters(graph, stage)}, {work / 1e9:.3f} GFLOP forward{seconds}; "
             f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
         )
         for layer in stage.layers:
@@ -65,6 +63,35 @@ def explain(
         for tensor in graph.skips()
     ]
     return "\n".join(lines)
+
+
+def stage_table(
+    graph: LayerGraph, plan: Plan, peaks: Sequence[Peak | None], devices: Sequence[Any]
+) -> str:
+    """What runs where, a line for each stage.
+
+    Args:
+        graph: the model's layers.
+        plan: what runs where.
+        peaks: the most bytes on each device; None where nobody knows.
+        devices: by number, as the plan names them.
+    """
+    rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]
+    for s, stage in enumerate(plan.stages):
+        where = ", ".join(str(devices[d]) for d in stage.devices)
+        layers = f"{stage.layers[0]} to {stage.layers[-1]}"
+        most = [peak.bytes for d in stage.devices if (peak := peaks[d])]
+        told = format_bytes(max(most)) if most else "known elsewhere"
+        rows.append((s, where, layers, _parameters(graph, stage), told))
+    return columns(rows)
+
+
+def _parameters(graph: LayerGraph, stage: Stage) -> str:
+    """The bytes of a stage's own parameters, and of those among them that are frozen."""
+    own = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
+    frozen = sum(parameter.array.bytes for parameter in own if parameter.frozen)
+    told = f"{format_bytes(sum(parameter.array.bytes for parameter in own))} of parameters"
+    return f"{told} ({format_bytes(frozen)} frozen)" if frozen else told
 
 
 def _why(planner: str) -> str:

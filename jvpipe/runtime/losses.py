@@ -110,5 +110,5 @@ def nan_leaves(tree: Tree) -> Iterator[str]:
     ['b']
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if np.isnan(leaf).any():
+        if jax.numpy.issubdtype(leaf.dtype, np.inexact) and np.isnan(leaf).any():
             yield path_name(path)

@@ -51,7 +51,7 @@ class Replay:
         constants: Sequence[Any],
         version: int = 0,
     ) -> None:
-        self._graph = compiled.traced.graph
+        self._graph, self._first = compiled.traced.graph, version
         self._enter(compiled)
         self._versions = {(p, version): x for p, x in enumerate(parameters)}
         self._optimizer, self._model_state, self._constants = (
@@ -140,6 +140,8 @@ class Replay:
         tied = dict(use.tied)
         if p in tied:
             return self._versions[p, tied[p]]
+        if self._graph.parameters[p].frozen:
+            return self._versions[p, self._first]
         plain = self._versions[p, use.version]
         if not use.shift:
             return plain
@@ -166,6 +168,8 @@ class Replay:
 
     def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
         signature = self._programs(layer).signature
+        if signature.is_idle:
+            return
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
@@ -216,7 +220,8 @@ class Replay:
             layer = piece.layer
             if layer is None or (Kind.U, layer) not in self._at:
                 continue
-            owned = before.setdefault(layer, {p: self._newest(p) for p in self._graph.owned(layer)})
+            trained = self._graph.trained(self._graph.owned(layer))
+            owned = before.setdefault(layer, {p: self._newest(p) for p in trained})
             reads = [self._slot(slot, layer, owned, total, values) for slot in piece.reads]
             for slot, x in zip(piece.writes, self._run(piece_program(piece), reads), strict=False):
                 if slot.kind is SlotKind.PARAMETER:
@@ -248,7 +253,7 @@ class Replay:
             case SlotKind.WEIGHT:
                 return total[0]
             case SlotKind.PARAMETER:
-                return self._versions[slot.index, before[slot.index]]
+                return self._versions[slot.index, before.get(slot.index, self._first)]
             case SlotKind.STATE:
                 return self._optimizer[slot.index, layer]
             case SlotKind.KEPT | SlotKind.PARTIAL | SlotKind.GLOBAL | SlotKind.GRAD_NORM:

@@ -9,11 +9,13 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device
+from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
 from jvpipe.ir.buffers import Buffer, Peak, Spot
+from jvpipe.ir.columns import columns
 from jvpipe.ir.given import is_whole
 from jvpipe.ir.layers import LayerGraph, Spec
+from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
@@ -49,9 +51,18 @@ class State:
     model: object = None
 
     def __repr__(self) -> str:
-        held = sum(isinstance(array, jax.Array) for array in self.arrays)
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
-        return f"State(step={self.step}, updates={self.updates}, {held} arrays{flying})"
+        told = f"State(step={self.step}, updates={self.updates}{flying})"
+        here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+        if any(x.is_deleted() for x in here):
+            return f"{told}, consumed by a later step"
+        places: dict[str, list[int]] = {}
+        for x in here:
+            away = "" if x.sharding.memory_kind in (None, "device") else ", on the host"
+            place = f"{', '.join(sorted(map(str, x.devices())))}{away}"
+            places.setdefault(place, []).append(x.nbytes)
+        rows = [(place, len(sizes), format_bytes(sum(sizes))) for place, sizes in places.items()]
+        return f"{told}\n{columns([('on', 'arrays', 'bytes'), *sorted(rows)])}" if rows else told
 
     def check(self, count: int) -> None:
         """Raises ValueError if a later step has taken these arrays, or if they are another pipeline's."""
@@ -65,6 +76,11 @@ class State:
         kinds = {
             type(x) for x in self.arrays if x is not None
         }  # few, and faster than to ask each array
+        if any(issubclass(kind, Tracer) for kind in kinds):
+            raise ValueError(
+                "this state is being traced: call the pipeline's members outside of jax.jit and its like, for they "
+                "compile all that they run"
+            )
         if other := next((kind for kind in kinds if not issubclass(kind, jax.Array)), None):
             raise ValueError(
                 f"this state is a copy, of {other.__name__}: use the one that the step returned"
@@ -341,8 +357,8 @@ class Placing:
         d = self._places.get(layer, self._home)  # one without state only makes small values
         return (
             d,
-            [_named(slot, layer, d) for slot in piece.reads],
-            [_named(slot, layer, d) for slot in piece.writes],
+            [_named(self.graph, slot, layer, d) for slot in piece.reads],
+            [_named(self.graph, slot, layer, d) for slot in piece.writes],
         )
 
     @cached_property
@@ -355,11 +371,18 @@ class Placing:
         return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 
-def _named(slot: Slot, layer: int, d: int) -> Key:
-    """The key of what an initialising piece reads or writes; small values are fetched from wherever they lie."""
+def _named(graph: LayerGraph, slot: Slot, layer: int, d: int) -> Key:
+    """The key of what an initialising piece reads or writes; small values are fetched from wherever they lie.
+
+    Args:
+        graph: the model's.
+        slot: of the piece.
+        layer: the piece's.
+        d: the device that it runs on.
+    """
     match slot.kind:
         case SlotKind.PARAMETER:
-            return Spot(Value(ValueKind.PARAMETER, slot.index, version=0), d)
+            return Spot(graph.parameter(slot.index, version=0), d)
         case SlotKind.STATE:
             return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), d)
         case (

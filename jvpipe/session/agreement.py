@@ -56,6 +56,7 @@ def option_parts(settings: Settings) -> Parts:
         "has_state": settings.has_state,
         "grad_norm": settings.grad_norm,
         "stacked": settings.stacked,
+        "frozen": settings.frozen,
         "aux_reduce and model_state_reduce": settings.reductions,
     }
     told = [(name, without_addresses(str(value))) for name, value in options.items()]

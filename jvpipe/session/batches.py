@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import is_plain
-from jvpipe.trace.leaves import abstract, canonical, path_name
+from jvpipe._jax import Tracer, is_plain
+from jvpipe.trace.leaves import abstract, canonical, named, path_name
 
 Tree = Any
 
@@ -21,6 +21,12 @@ def shapes_of(tree: Tree) -> Any:
     )
 
 
+_UNEVEN = (
+    ". Of an odd last batch leave out the rest (drop_remainder=True in most loaders), or pad it with examples that "
+    "count with weight 0, and return jvpipe.Weighted(total, weight)"
+)
+
+
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     """The shapes of one micro-batch."""
 
@@ -30,8 +36,8 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
         if size % microbatches or not size:
             near = _nearest_divisors(size, microbatches)
             raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of batch leaf '{path_name(path)}': "
-                f"the nearest that do are {near}"
+                f"{microbatches} micro-batches do not divide the {size} examples of {named(path, 'batch leaf')}: "
+                f"the nearest that do are {near}{_UNEVEN if size else ''}"
             )
         return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
 
@@ -46,7 +52,10 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
             "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
         )
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"the leaves of the batch differ in their leading axis: {sizes}")
+        raise ValueError(
+            f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
+            "the loss capture what is none of examples"
+        )
     return jax.tree_util.tree_map_with_path(part, batch)
 
 
@@ -65,6 +74,8 @@ def feeds_of(
     for i, leaf in enumerate(jax.tree.leaves(batch)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             continue
+        if isinstance(leaf, Tracer):
+            abstract(batch, "batch leaf")  # raises, and names the leaf that is being traced
         leaf = _feedable(leaf)
         size = len(leaf) // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]

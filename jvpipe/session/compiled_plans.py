@@ -32,7 +32,7 @@ from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract, path_name
-from jvpipe.trace.model import trace_model
+from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
 
 Tree = Any
@@ -186,7 +186,8 @@ class CompiledPlans:
             model = trace_model(
                 settings.loss_fn, params, micro, rng, model_state, present, **options
             )
-        traced = model.traced
+        cutter = self._cutter(model)
+        traced = cutter.freeze(model.traced)
         check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
         if leaves_of:
             self._leaves = {
@@ -203,14 +204,6 @@ class CompiledPlans:
                     before.shape,
                     before.model_id,
                 )
-        cutter = OptimizerCutter(
-            settings.optimizer,
-            model.params,
-            settings.microbatches,
-            settings.grad_norm,
-            settings.sharding,
-            None if settings.stacked else model.stacks,
-        )
         if settings.hosts is not None and not self._by_shapes:
             settings.hosts.agree("what the processes train", self._functions(traced, cutter))
         if base:
@@ -232,6 +225,18 @@ class CompiledPlans:
                 compiled, schedule=plain, optimizer=cutter.cut(compiled.traced.graph, plain)
             )
         self._by_shapes[shapes_of(batch)] = compiled
+
+    def _cutter(self, model: Model) -> OptimizerCutter:
+        settings, stacks = self.settings, model.stacks
+        return OptimizerCutter(
+            settings.optimizer,
+            model.params,
+            settings.microbatches,
+            settings.grad_norm,
+            settings.sharding,
+            None if settings.stacked else stacks,
+            stacks.slices_named(settings.frozen),
+        )
 
     def _functions(self, traced: Traced, cutter: OptimizerCutter) -> list[tuple[str, str]]:
         """The loss and the optimizer as they were traced, with the arrays that they close over, to be compared."""

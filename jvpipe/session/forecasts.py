@@ -12,7 +12,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.brief import brief
 from jvpipe.ir.extras import extra
-from jvpipe.ir.given import several
+from jvpipe.ir.given import checked_frozen, several
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
@@ -212,6 +212,7 @@ def plan_for(
     has_aux: bool = False,
     has_state: bool = False,
     stacked: str | None = None,
+    frozen: Sequence[str] | None = None,
     title: str = "",
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
@@ -237,6 +238,7 @@ def plan_for(
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
+        frozen: patterns of parameters that nothing updates, likewise.
         title: of the figure.
 
     Raises:
@@ -248,7 +250,8 @@ def plan_for(
         if isinstance(hardware, Cluster)
         else find_cluster(checked_name("hardware", hardware, "h100"))
     )
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked
+    named = checked_frozen(frozen)
+    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
     if devices is None and replicas is None and cuts is None:
         counts = (
             _count("stages", stages, STAGES),

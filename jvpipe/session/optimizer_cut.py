@@ -12,6 +12,7 @@ from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import closed_lines
+from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.stacks import Stacks
 from jvpipe.trace.structure import structure
@@ -30,6 +31,7 @@ class OptimizerCutter:
         grad_norm: also compute the gradient's norm.
         sharding: how parameters lie over the devices of a place; what an optimizer has of one lies as that does.
         stacks: the optimizer sees these of the parameters as arrays; None: all slices alone.
+        frozen: parameters that the user freezes; the optimizer does not see them.
     """
 
     optimizer: Optimizer
@@ -38,6 +40,7 @@ class OptimizerCutter:
     grad_norm: bool
     sharding: Sharding | None = None
     stacks: Stacks | None = None
+    frozen: frozenset[int] = frozenset()
     _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
         default_factory=dict, repr=False
     )
@@ -77,6 +80,24 @@ class OptimizerCutter:
             )
         return cut
 
+    def traced(self, graph: LayerGraph) -> TracedOptimizer:
+        """The optimizer, traced for an update of all micro-batches of a step."""
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        return self._trace(readers, None if graph.weighted else self.microbatches)
+
+    def freeze(self, traced: Traced) -> Traced:
+        """The same layers where what the user or the optimizer freezes has no gradient.
+
+        Raises:
+            ValueError: a parameter that is left can have no gradient, or none is left.
+        """
+        try:
+            found = self.traced(traced.graph).frozen
+        except Exception:
+            freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
+            raise
+        return freeze(traced, found)
+
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
         """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
@@ -105,6 +126,7 @@ class OptimizerCutter:
                 microbatches,
                 grad_norm=self.grad_norm,
                 stacks=self.stacks,
+                frozen=self.frozen,
             )
         return self._traced[key]
 

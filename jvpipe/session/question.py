@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
 from jvpipe.session.batches import micro_batch_shapes
+from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
@@ -58,6 +59,10 @@ class Question:
     has_aux: bool = False
     has_state: bool = False
     stacked: str | None = None
+    frozen: tuple[str, ...] = ()
+    _cutters: dict[int, OptimizerCutter] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         checked_flags(has_aux=self.has_aux, has_state=self.has_state)
@@ -79,7 +84,7 @@ class Question:
             micro_batch = jax.tree.map(resized, micro_batch)
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
-        return trace_model(
+        model = trace_model(
             self.loss_fn,
             params,
             micro_batch,
@@ -89,6 +94,21 @@ class Question:
             has_aux=self.has_aux,
             has_state=self.has_state,
         )
+        return replace(model, traced=self._cutter(model).freeze(model.traced))
+
+    def _cutter(self, model: Model) -> OptimizerCutter:
+        """What has traced the optimizer of a model, and does so once."""
+        key, stacks = id(model.params), model.stacks
+        if key not in self._cutters:
+            self._cutters[key] = OptimizerCutter(
+                self.optimizer,
+                model.params,
+                self.microbatches,
+                grad_norm=False,
+                stacks=None if self.stacked else stacks,
+                frozen=stacks.slices_named(self.frozen),
+            )
+        return self._cutters[key]
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
         """The optimizer of a model in pieces for the layers of a trace."""
@@ -99,6 +119,7 @@ class Question:
             [p.owner for p in graph.parameters],
             [len(p.readers) for p in graph.parameters],
             microbatches=None if graph.weighted else self.microbatches,
+            traced=self._cutter(model).traced(graph),
             stacks=None if self.stacked else model.stacks,
         )
 

@@ -35,6 +35,7 @@ class Settings:
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
         stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if arrays.
+        frozen: patterns of parameters that nothing updates.
         reductions: what is said of leaves of aux and of the model state.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
@@ -66,6 +67,7 @@ class Settings:
     shares: bool = False
     sharding: Sharding | None = None
     stacked: str | None = None
+    frozen: tuple[str, ...] = ()
     reductions: Reductions = field(default_factory=Reductions)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from jvpipe.ir.values import VALUES, ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.cuts import narrow_cuts
 from jvpipe.trace.keys import derives_key
-from jvpipe.trace.loss import LossJaxpr, active
+from jvpipe.trace.loss import LossJaxpr, active, check_trained
 from jvpipe.trace.primitives import flops, is_cheap, is_heavy, is_random
 from jvpipe.trace.structure import Structure, structure
 from jvpipe.trace.sums import settle_sums
@@ -29,6 +29,10 @@ class Body:
     `differentiable` marks the inputs that a gradient flows to, `active` the outputs that one comes from,
     `candidates` the variables whose fate can be chosen, by name. `share` is that of its loss, of some of the examples,
     in the loss of all.
+
+    `returned` marks the inputs whose gradient somebody reads, `received` the outputs whose gradient comes: those, but
+    for what concerns frozen parameters alone. The backward is made for all and pruned to these, for else it would have
+    other equations, and the compiler might give what is left other bits.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -39,6 +43,8 @@ class Body:
     differentiable: tuple[bool, ...]
     active: tuple[bool, ...]
     candidates: dict[Var, str]
+    returned: tuple[bool, ...]
+    received: tuple[bool, ...]
     share: float = 1.0
 
     @cached_property
@@ -95,6 +101,17 @@ def build_graph(
     return replace(
         _Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits)
     )
+
+
+def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
+    """The same layers where nothing updates some parameters, or reads a gradient of them.
+
+    Raises:
+        ValueError: another one cannot be trained, or there is none.
+    """
+    loss = replace(traced.loss, frozen=frozen)
+    check_trained(loss)
+    return build_graph(loss, traced.cuts, traced.splits) if frozen else traced
 
 
 _DERIVATIONS = 6  # a key further from the seed is sent: each link of a long chain would be a layer of its own kind
@@ -156,13 +173,14 @@ class _Assembly:
             key=lambda item: self.made[item[0]],
         )
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
-        flows = active(self.loss)
+        every, flows = active(self.loss), active(self.loss, self.loss.frozen)
         bodies = []
         for layer, eqns in enumerate(needs):
             writes = [(v, refs[v]) for v, _ in crossing if self.made[v] == layer] + sinks[layer]
             reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
-            bodies.append(_body(eqns, reads, writes, flows, _candidates(eqns, self.runs[layer])))
+            candidates = _candidates(eqns, self.runs[layer])
+            bodies.append(_body(eqns, reads, writes, (every, flows), candidates))
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
         layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
@@ -252,7 +270,10 @@ class _Assembly:
         return LayerGraph(
             layers,
             tensors,
-            tuple(Parameter(array, tuple(readers[v])) for array, (v, _) in owned),
+            tuple(
+                Parameter(array, tuple(readers[v]), self.loss.inputs[v].index in self.loss.frozen)
+                for array, (v, _) in owned
+            ),
             tuple(
                 sharding.batch(array) if sharding else array for _, array in arrays(ValueKind.BATCH)
             ),
@@ -272,7 +293,7 @@ def _body(
     eqns: Sequence[JaxprEqn],
     reads: Sequence[tuple[Var, Ref]],
     writes: Sequence[tuple[Atom, Ref]],
-    flows: Collection[Var],
+    flows: Sequence[Collection[Var]],
     candidates: dict[Var, str],
 ) -> Body:
     """A layer's body.
@@ -281,22 +302,32 @@ def _body(
         eqns: what it computes.
         reads: its inputs, parameters first.
         writes: its outputs.
-        flows: the values that gradients flow through.
+        flows: the values that gradients flow through, of all parameters and of those that are not frozen.
         candidates: those whose fate can be chosen, by name.
     """
-    summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
+
+    def inputs(flow: Collection[Var]) -> tuple[bool, ...]:
+        summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
+        return tuple(ref.kind in summed and v in flow for v, ref in reads)
+
+    def outputs(flow: Collection[Var]) -> tuple[bool, ...]:
+        return tuple(
+            (ref.kind == ValueKind.TENSOR and v in flow) or ref == Ref(ValueKind.LOSS, 0)
+            for v, ref in writes
+        )
+
+    every, trained = flows
     return Body(
         tuple(eqns),
         tuple(ref for _, ref in reads),
         tuple(ref for _, ref in writes),
         tuple(v for v, _ in reads),
         tuple(v for v, _ in writes),
-        tuple(ref.kind in summed and v in flows for v, ref in reads),
-        tuple(
-            (ref.kind == ValueKind.TENSOR and v in flows) or ref == Ref(ValueKind.LOSS, 0)
-            for v, ref in writes
-        ),
+        inputs(every),
+        outputs(every),
         candidates,
+        inputs(trained),
+        outputs(trained),
     )
 
 

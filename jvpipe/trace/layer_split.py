@@ -27,7 +27,7 @@ _EVEN = 0.05
 
 def layer_signature(body: Body) -> Hashable:
     """Equal for layers that are alike."""
-    return body.structure, body.differentiable, body.active
+    return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
 def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:

@@ -83,7 +83,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _jax.Tracer):
             raise ValueError(
-                f"{_named(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
+                f"{named(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
             )
         aval = _type_of(path, leaf, role)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -131,10 +131,10 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
     try:
         return jax.typeof(leaf)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{_named(path, role)} {_complaint(leaf, role)}") from error
+        raise ValueError(f"{named(path, role)} {_complaint(leaf, role)}") from error
     except OverflowError as error:
         raise ValueError(
-            f"{_named(path, role)} is the number {brief(leaf)}, which no device holds"
+            f"{named(path, role)} is the number {brief(leaf)}, which no device holds"
         ) from error
 
 
@@ -144,7 +144,12 @@ def _keys(path: Sequence[Any]) -> list[str]:
     return [jax.tree_util.keystr((key,), simple=True) for key in path]
 
 
-def _named(path: Sequence[Any], role: Role) -> str:
+def named(path: Sequence[Any], role: Role) -> str:
+    """A leaf as a message names it; of a tree that is one array its role is enough.
+
+    >>> named((jax.tree_util.DictKey("x"),), "batch leaf"), named((), "batch leaf")
+    ("batch leaf 'x'", 'the only batch leaf')
+    """
     return f"{role} '{path_name(path)}'" if path else f"the only {role}"
 
 

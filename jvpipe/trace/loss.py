@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -34,7 +34,8 @@ class LossJaxpr:
 
     `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured. `of_size` traces
     the same loss on another number of examples. Parameters lie over the devices of a place by the `specs` of a
-    `sharding`, if there is one. What the user says of leaves of aux and of the model state is `chosen`.
+    `sharding`, if there is one. What the user says of leaves of aux and of the model state is `chosen`. Nothing updates
+    the `frozen` parameters, or reads a gradient of them.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -51,6 +52,7 @@ class LossJaxpr:
     specs: tuple[Spec, ...] = ()
     aux_chosen: tuple[AuxReduction | None, ...] = ()
     state_chosen: tuple[StateReduction | None, ...] = ()
+    frozen: frozenset[int] = frozenset()
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -73,7 +75,7 @@ def trace_loss(
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
-        params: arrays or `ShapeDtypeStruct`; every leaf is of an inexact type.
+        params: arrays or `ShapeDtypeStruct`; every leaf that is not frozen is of an inexact type.
         batch: arrays or `ShapeDtypeStruct` of one micro-batch.
         rng: a key, of the new kind or the old, or None.
         state: the model state, with `has_state`.
@@ -82,13 +84,13 @@ def trace_loss(
         reductions: what the user says of leaves of aux and of the model state.
 
     Raises:
-        ValueError: a parameter of integer type, a loss that is no real scalar or reads none, or an unfit reduction.
+        ValueError: a loss that is no real scalar or reads no parameter, or an unfit reduction.
     """
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
     leaves = {kind: jax.tree_util.tree_leaves_with_path(tree) for kind, tree in trees.items()}
-    _check_parameters(params, leaves[ValueKind.PARAMETER])
+    check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
     outputs = _Outputs(has_aux, has_state)
@@ -281,19 +283,38 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
     return out[0], out[1] if has_state else None, out[-1] if has_aux else None
 
 
-def _check_parameters(params: Tree, leaves: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
-    check_modules(params)
-    for path, leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+def has_gradient(dtype: Any) -> bool:
+    """Whether parameters of a type can be trained.
+
+    >>> [has_gradient(jnp.dtype(name)) for name in ("bfloat16", "float8_e4m3fn", "int8")]
+    [True, False, False]
+    """
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2
+
+
+def check_trained(traced: LossJaxpr) -> None:
+    """Raises ValueError if a parameter that is not frozen has no gradient, or if nothing is left to train."""
+    for v, ref in traced.inputs.items():
+        dtype = _jax.aval(v).dtype
+        if ref.kind != ValueKind.PARAMETER or ref.index in traced.frozen or has_gradient(dtype):
+            continue
+        name = traced.names[ValueKind.PARAMETER][ref.index]
+        frozen = f"name it in frozen=, such as frozen=['{name}']"
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"parameter '{path_name(path)}' is of type {leaf.dtype}, which has no gradient: "
-                "keep it in the model state (has_state=True) or capture it in the loss"
+                f"parameter '{name}' is of type {dtype}, which has no gradient: {frozen}, where it is to stay as it "
+                "is; or keep it in the model state (has_state=True), or capture it in the loss"
             )
-        if leaf.dtype.itemsize < 2:
-            raise ValueError(
-                f"parameter '{path_name(path)}' is of type {leaf.dtype}, in which gradients cannot be added up: "
-                "give it as bfloat16 or wider, and cast it in the loss"
-            )
+        raise ValueError(
+            f"parameter '{name}' is of type {dtype}, in which gradients cannot be added up: give it as bfloat16 or "
+            f"wider, and cast it in the loss, or {frozen}"
+        )
+    moving = _moving(traced, _trainable(traced, traced.frozen))
+    if traced.frozen and traced.outputs[0][0] not in moving:
+        raise ValueError(
+            f"the loss depends on none of the parameters that are trained: {len(traced.frozen)} are frozen, and "
+            "there is nothing to train. Leave some of them out of frozen=, or let the optimizer update some"
+        )
 
 
 def _check_loss(loss: Any) -> None:
@@ -356,7 +377,8 @@ def _check_effects(closed: _jax.ClosedJaxpr) -> None:
 
 
 def _check_dependence(traced: LossJaxpr) -> None:
-    made = _from_parameters(traced)
+    parameters = [v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    made = _moving(traced, parameters)
     total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in made:
         raise ValueError("the loss depends on no parameter: there is nothing to train")
@@ -367,19 +389,35 @@ def _check_dependence(traced: LossJaxpr) -> None:
         )
 
 
-def active(traced: LossJaxpr) -> set[Var]:
-    """The variables that a gradient flows through: of inexact type, made from parameters, and read by the loss."""
+def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
+    """The variables that a gradient flows through: of inexact type, made from parameters, and read by the loss.
+
+    Args:
+        traced: the loss.
+        frozen: parameters that nobody wants a gradient of.
+    """
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
             read.update(jaxprs.variables(eqn.invars))
-    parameters = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
-    return parameters | (_from_parameters(traced) & read)
+    parameters = _trainable(traced, frozen)
+    return parameters | (_moving(traced, parameters) & read)
 
 
-def _from_parameters(traced: LossJaxpr) -> set[Var]:
-    """The variables of inexact type that a change of the parameters changes."""
-    moving: set[Var] = {v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER}
+def _trainable(traced: LossJaxpr, frozen: Collection[int]) -> set[Var]:
+    """The parameters that can have a gradient, but for those that nobody wants one of."""
+    return {
+        v
+        for v, ref in traced.inputs.items()
+        if ref.kind == ValueKind.PARAMETER
+        and ref.index not in frozen
+        and has_gradient(_jax.aval(v).dtype)
+    }
+
+
+def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:
+    """Some parameters, and the variables of inexact type that a change of them changes."""
+    moving = set(parameters)
     for eqn in traced.eqns:
         if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(
             jaxprs.variables(eqn.invars)

@@ -56,7 +56,8 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     Raises:
         CoupledError: the loss is another one at that size.
     """
-    made = build_graph(_resized(traced, examples.size), traced.cuts, traced.splits)
+    loss = replace(_resized(traced, examples.size), frozen=traced.loss.frozen)
+    made = build_graph(loss, traced.cuts, traced.splits)
     if _layers(made.graph) != _layers(traced.graph):
         raise CoupledError(
             f"the loss on {examples.size} examples is not made of the layers that it has on {traced.graph.examples}: "

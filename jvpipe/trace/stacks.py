@@ -3,8 +3,9 @@
 Each slice becomes a parameter of its own, so that layers can live apart.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
+from jvpipe.ir.names import nearest
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
+from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers
@@ -67,6 +70,31 @@ class Stacks:
             x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True)
         )
         return self.tree.unflatten(split)
+
+    def named(self, patterns: Sequence[str]) -> tuple[bool, ...]:
+        """Which leaves of the caller's parameters some patterns of their paths match.
+
+        Raises:
+            ValueError: a pattern matches none.
+
+        >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
+        (True, True, False)
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(self.tree.unflatten(range(len(self.lengths))))
+        paths = path_names([path for path, _ in leaves])
+        for pattern in patterns:
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                close = " or ".join(f"'{path}'" for path in nearest(pattern, paths))
+                raise ValueError(
+                    f"frozen pattern '{pattern}' matches no parameter: did you mean {close or 'none'}?"
+                )
+        return tuple(any(fnmatchcase(path, x) for x in patterns) for path in paths)
+
+    def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
+        """The leaves of the split parameters that patterns match: of a stack all slices."""
+        named = zip(self.named(patterns), self.lengths, strict=True)
+        each = [matched for matched, n in named for _ in range(1 if n is None else n)]
+        return frozenset(i for i, matched in enumerate(each) if matched)
 
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)

@@ -233,6 +233,11 @@ def test_a_limit_that_nothing_meets_is_an_answer(
         (["--graph", "GRAPH", "--batch-size", "8"], "--batch-size 8 is of a --model"),
         (["--graph", "GRAPH", "--size", "large"], "--size large is of a --model"),
         (["--graph", "GRAPH", "--dtype", "bfloat16"], "--dtype bfloat16 is of a --model"),
+        (["--graph", "GRAPH", "--frozen", "base/*"], "--frozen base/* is of a --model"),
+        (
+            ["--model", "bert", "--batch-size", "8", "--frozen", "bloks/*"],
+            "frozen pattern 'bloks/*' matches no parameter: did you mean 'blocks/",
+        ),
         (["--model", "bert", "--batch-size", "0"], "--batch-size 0: there must be 1 to"),
         (["--model", "bert", "--batch-size", "-8"], "--batch-size -8: there must be 1 to"),
         (
@@ -276,6 +281,16 @@ def test_mistakes_are_one_line_and_exit_2(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_is_frozen_takes_less(tmp_path: Path) -> None:
+    peaks = []
+    for more in ([], ["--frozen", "blocks/*", "--frozen", "embeddings/*"]):
+        out = tmp_path / "plan.json"
+        options = ["--model", "bert", "--batch-size", "8", "--stages", "2", "--json", str(out)]
+        assert main([*options, *more]) == 0
+        peaks.append(sum(stage["peak_bytes"] for stage in json.loads(out.read_text())["stages"]))
+    assert peaks[1] < peaks[0] / 2
 
 
 PLANNING = "jvpipe.cli.plan.of_graph"

@@ -165,7 +165,7 @@ def placed(value: Value) -> None:
 
 
 def expander() -> Expander:
-    return Expander(GRAPH, OneVersion(), set())
+    return Expander(GRAPH, OneVersion(GRAPH), set())
 
 
 PLACES: dict[str, Callable[[], Any]] = {

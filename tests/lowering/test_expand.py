@@ -13,7 +13,7 @@ WEIGHT = Value(ValueKind.WEIGHT, 0, 2, version=0)
 
 
 def step(how: MicrobatchLayout, micro: int = 1) -> list[str]:
-    expander = Expander(GRAPH, OneVersion(), set())
+    expander = Expander(GRAPH, OneVersion(GRAPH), set())
     lines = []
     for m in range(micro):
         for layer in GRAPH.layers:
@@ -61,14 +61,14 @@ def test_a_dropped_edge_is_made_again_before_the_first_backward_that_reads_it() 
 
 
 def test_an_evaluation_leaves_nothing() -> None:
-    expander = Expander(GRAPH, OneVersion(), set())
+    expander = Expander(GRAPH, OneVersion(GRAPH), set())
     operations = [op for layer in GRAPH.layers for op in expander.evaluate(layer, 0)]
     assert {op.kind for op in operations} == {Kind.E}
     assert not [w for op in operations for w in op.writes if w.value.kind is ValueKind.RESIDUAL]
 
 
 def test_what_is_made_goes_to_its_readers() -> None:
-    expander, how = Expander(GRAPH, OneVersion(), set()), layout([3])
+    expander, how = Expander(GRAPH, OneVersion(GRAPH), set()), layout([3])
     (forward,) = expander.forward(GRAPH.layers[0], 0, how)
     assert [(str(d.value), d.layers) for d in forward.delivers] == [
         ("tensor 0 micro-batch 0", (1,))
@@ -95,7 +95,10 @@ def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in
         input=replace(middle, sources=(("input", 0),), gradients=()),
         weight=replace(middle, sources=(("input", 1), ("residual", 0)), cotangents=(), returned=()),
     )
-    how, expander = replace(layout([3]), halves={1: halves}), Expander(GRAPH, OneVersion(), set())
+    how, expander = (
+        replace(layout([3]), halves={1: halves}),
+        Expander(GRAPH, OneVersion(GRAPH), set()),
+    )
     for layer in GRAPH.layers:
         list(expander.forward(layer, 0, how))
     inputs, weights = (

@@ -41,7 +41,7 @@ def layout(plan: Plan) -> MicrobatchLayout:
 
 def lines(plan: Plan, batching: Batching = ALONG) -> list[str]:
     """The operations of one micro-batch."""
-    how, expander = layout(plan), Expander(SIX, OneVersion(), set())
+    how, expander = layout(plan), Expander(SIX, OneVersion(SIX), set())
     slicing = Slicing(Placement(SIX, plan), batching, {0: how})
     operations = [op for layer in SIX.layers for op in expander.forward(layer, 0, how)]
     operations += [op for layer in reversed(SIX.layers) for op in expander.backward(layer, 0, how)]

@@ -68,7 +68,9 @@ def test_a_parameter_that_is_written_is_the_next_version() -> None:
 
 
 def test_a_plain_update_is_a_piece_for_each_layer_that_owns_parameters() -> None:
-    operations = list(update_step(Expander(GRAPH, OneVersion(), set()), Slots(GRAPH, optimizer())))
+    operations = list(
+        update_step(Expander(GRAPH, OneVersion(GRAPH), set()), Slots(GRAPH, optimizer()))
+    )
     assert [drawn(op) for op in operations] == [
         "U0: gradient 0 layer 0 version 0, gradient 0 layer 2 version 0, parameter 0 version 0 -> "
         "parameter 0 version 1",
@@ -80,7 +82,7 @@ def test_a_plain_update_is_a_piece_for_each_layer_that_owns_parameters() -> None
 
 
 def test_a_norm_of_all_gradients_is_made_between_two_rounds_of_layers() -> None:
-    expander = Expander(GRAPH, OneVersion(), set())
+    expander = Expander(GRAPH, OneVersion(GRAPH), set())
     operations = list(update_step(expander, Slots(GRAPH, clipped(grad_norm=True))))
     assert [(op.kind, op.layer) for op in operations] == [
         (Kind.U, layer) for layer in (0, 1, NONE, 0, 1)

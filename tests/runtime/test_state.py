@@ -50,6 +50,58 @@ def test_what_making_parameters_takes_is_counted_and_kept_under_the_limit() -> N
     assert told.value.smallest_limit_bytes == most
 
 
+def test_a_state_shows_what_lies_where_and_no_array() -> None:
+    batch, params = np.ones((2, D), np.float32), [np.eye(D, dtype=np.float32)] * 3
+    pipe = pipeline(devices=jax.devices()[:2])
+    assert repr(pipe).endswith("2 devices: call init)")
+    first = pipe.init(params, batch, None)
+    shown = repr(first).splitlines()
+    assert shown[0] == "State(step=0, updates=0)"
+    assert [line.split()[0] for line in shown[1:]] == ["on", *map(str, jax.devices()[:2])]
+    assert [line.split()[2] for line in shown[2:]] == [
+        "2.00",
+        "1.00",
+    ]  # KiB, of two layers and of one
+    table = repr(pipe).splitlines()
+    assert table[1].split() == ["stage", "on", "layers", "holds", "peak"]
+    devices = list(map(str, jax.devices()[:2]))
+    assert [line.split()[:2] for line in table[2:]] == [["0", devices[0]], ["1", devices[1]]]
+    pipe.step(first, batch)
+    assert repr(first) == "State(step=0, updates=0), consumed by a later step"
+
+
+def test_a_pipeline_is_not_traced() -> None:
+    batch, params = np.ones((2, D), np.float32), [np.eye(D, dtype=np.float32)] * 3
+    pipe = pipeline()
+    state = pipe.init(params, batch, None)
+    cure = "this state is being traced: call the pipeline's members outside of jax.jit"
+    with pytest.raises(ValueError, match=cure):
+        jax.jit(pipe.step)(state, batch)
+    with pytest.raises(ValueError, match="the only batch leaf is being traced"):
+        jax.jit(lambda x: pipe.step(state, x))(batch)
+    pipe.step(state, batch)
+
+
+def test_a_callback_sees_each_step_of_a_run() -> None:
+    batch, params = np.ones((2, D), np.float32), [np.eye(D, dtype=np.float32)] * 3
+    pipe, seen = pipeline(), list[tuple[int, float]]()
+    begun = pipe.init(params, batch, None)
+
+    def note(state: jvpipe.State, metrics: Any) -> None:
+        seen.append((state.step, float(metrics["loss"])))
+
+    steps = [
+        (state.step, float(metrics["loss"]))
+        for state, metrics in pipe.run(begun, [batch] * 3, num_steps=2, on_step=note)
+    ]
+    assert seen == steps
+    assert [step for step, _ in seen] == [1, 2]
+    with pytest.raises(
+        ValueError, match=r"on_step must be a function of \(state, metrics\), not 3"
+    ):
+        next(pipe.run(begun, [batch], on_step=3))  # pyright: ignore[reportArgumentType]
+
+
 def test_a_limit_that_is_named_is_enough_to_make_the_parameters() -> None:
     batch, key = np.ones((2, D), np.float32), jax.random.key(0, impl="unsafe_rbg")
 

@@ -183,7 +183,6 @@ def test_what_is_no_key(rng: Any, message: str) -> None:
             "parameter 'name' is of type str, no array: keep it out of the parameters",
         ),
         ({"w": PARAMS, "act": np.tanh}, "parameter 'act' is of type ufunc, no array"),
-        ({"w": PARAMS, "n": 3}, "parameter 'n' is of type int32, which has no gradient"),
         (jax.eval_shape(lambda: PARAMS), "parameter '0' is a shape: give an array"),
         ([], "the loss depends on no parameter: there is nothing to train"),
     ],

@@ -1,6 +1,7 @@
 """What a loss may be, and what a wrong one says."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,14 @@ import pytest
 from jvpipe.ir.layers import Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
-from jvpipe.trace.loss import KeyKind, LossJaxpr, active, key_words, trace_loss
+from jvpipe.trace.loss import (
+    KeyKind,
+    LossJaxpr,
+    active,
+    check_trained,
+    key_words,
+    trace_loss,
+)
 
 PARAMS = {"block": [{"w": np.ones((3, 3), np.float32)}], "scale": np.ones((), np.float32)}
 X = np.ones((2, 3), np.float32)
@@ -76,7 +84,10 @@ def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
 @pytest.mark.parametrize(
     ("dtype", "told"),
     [
-        (np.int32, "int32, which has no gradient: keep it in the model"),
+        (
+            np.int32,
+            r"int32, which has no gradient: name it in frozen=, such as frozen=\['block/0/w'\]",
+        ),
         (
             jnp.float8_e4m3fn,
             "float8_e4m3fn, in which gradients cannot be added up: give it as bfloat16 or wider",
@@ -85,8 +96,27 @@ def test_each_micro_batch_has_its_own_key(rng: jax.Array) -> None:
 )
 def test_parameters_of_types_without_gradients_are_refused_by_path(dtype: Any, told: str) -> None:
     params = {**PARAMS, "block": [{"w": np.ones((3, 3), dtype)}]}
+    traced = trace(lambda p, x, r: good(PARAMS, x, r) * p["scale"], params)
     with pytest.raises(ValueError, match=f"'block/0/w' is of type {told}"):
-        trace(good, params)
+        check_trained(traced)
+    check_trained(replace(traced, frozen=frozenset([0])))
+
+
+def test_something_is_left_to_be_trained() -> None:
+    loss = replace(trace(lambda p, x, r: good(PARAMS, x, r) * p["scale"]), frozen=frozenset([1]))
+    with pytest.raises(ValueError, match="none of the parameters that are trained: 1 are frozen"):
+        check_trained(loss)
+
+
+def test_no_gradient_flows_for_frozen_parameters_alone() -> None:
+    def loss_fn(params: Any, x: Any, rng: Any) -> Any:
+        before = jnp.sin(x @ params["block"][0]["w"])
+        return jnp.sum(jnp.exp(before * params["scale"]))
+
+    loss = trace(loss_fn)
+    names = [eqn.primitive.name for eqn in loss.eqns if eqn.outvars[0] in active(loss, [0])]
+    assert "exp" in names
+    assert not {"dot_general", "sin"} & set(names)
 
 
 @pytest.mark.parametrize(

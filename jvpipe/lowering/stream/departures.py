@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
-from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
+from jvpipe.ir.values import NEVER, NONE, ValueKind
 from jvpipe.lowering.place import Placer
 from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
@@ -31,7 +31,7 @@ class Departures:
     >>> placer = Placer(graph, here, OptimizerCut((), (), (), jax.tree.structure(None), ()))
     >>> placer.begin()
     >>> placer.enter(there)
-    >>> new, departures = placer.bring(Value(ValueKind.PARAMETER, 0, version=0), 1, 0), Departures(placer)
+    >>> new, departures = placer.bring(graph.parameter(0, version=0), 1, 0), Departures(placer)
     >>> departures.note(task=7)
     >>> for task in (9, 10):
     ...     departures.free(task)
@@ -80,7 +80,7 @@ def settle(placer: Placer, plan: Plan) -> None:
 def refresh(placer: Placer, newest: Sequence[int]) -> None:
     """Every place that reads a parameter gets its newest version."""
     for p, (parameter, version) in enumerate(zip(placer.graph.parameters, newest, strict=True)):
-        value = Value(ValueKind.PARAMETER, p, version=version)
+        value = placer.graph.parameter(p, version)
         here = placer.where.of(parameter.owner)
         for there in dict.fromkeys(
             place for layer in parameter.readers for place in placer.where.places[layer]

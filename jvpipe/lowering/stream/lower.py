@@ -213,7 +213,7 @@ class _Unrolling:
         """Updates a layer at one of its places, from which its parameters go to the others."""
         placer = self.placer
         placer.enter(self.timeline.plan(m))
-        owned = self.timeline.graph.owned(layer)
+        graph = self.timeline.graph
         place = self._updated_at(self.timeline.plan(m))[layer]
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
@@ -222,8 +222,8 @@ class _Unrolling:
         )
         for operation in (*sums, *update.operations):
             placer.perform(operation, keeps=keeps, place=place)
-        for p in owned:
-            value = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
+        for p in graph.trained(graph.owned(layer)):
+            value = graph.parameter(p, self.slots.newest[p])
             for other in placer.where.places[layer]:
                 if other != place:
                     placer.send(value, place, other, layer, m)

@@ -45,9 +45,9 @@ class StreamWeights:
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
-        """Tells whether several stages read a parameter in a micro-batch."""
-        stage = self.timeline.layout(m).stage
-        return len({stage[reader] for reader in self.graph.parameters[p].readers}) > 1
+        """Tells whether several stages read a parameter in a micro-batch, and its versions are those of the first."""
+        stage, parameter = self.timeline.layout(m).stage, self.graph.parameters[p]
+        return not parameter.frozen and len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
         """The version of a parameter that the forward, or the backward, of a micro-batch reads.
@@ -86,7 +86,7 @@ class StreamWeights:
         shifted = self._shifted(p, m, back=back)
         if shifted in self.made and not self.is_tied(p, m):
             return shifted
-        return Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back))
+        return self.graph.parameter(p, self.version(p, m, back=back))
 
     def shifts(
         self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
@@ -135,7 +135,7 @@ class StreamWeights:
         owned = [p for p in layer.reading(ValueKind.PARAMETER) if parameters[p].owner == layer.id]
         return tuple(
             Delivery(
-                Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=False)),
+                self.graph.parameter(p, self.version(p, m, back=False)),
                 tuple(parameters[p].readers),
             )
             for p in owned
@@ -201,7 +201,7 @@ class StreamUpdates:
             m: the last micro-batch of it.
         """
         graph, weights = self.weights.graph, self.weights
-        owned = graph.owned(layer)
+        owned = graph.trained(graph.owned(layer))
         for reader in dict.fromkeys(
             reader for p in owned for reader in graph.parameters[p].readers
         ):
@@ -219,7 +219,8 @@ class StreamUpdates:
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """The update of a layer after a micro-batch."""
-        update, owned = m // self.weights.timeline.every, self.weights.graph.owned(layer)
+        update, graph = m // self.weights.timeline.every, self.weights.graph
+        owned = graph.trained(graph.owned(layer))
         before = {p: self.slots.newest[p] for p in owned}
         schedule, tau = self.weights.schedule, self.weights.tau(layer, m)
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
