@@ -11,28 +11,29 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from statistics import fmean
 
 from experiments.planners.questions import question
 from experiments.planners.tables import PROFILES
 from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.papers.dapple import in_flight
+from jvpipe.papers.pipedream_replicas import one_each
 from jvpipe.papers.registry import find_planner
-from jvpipe.papers.replica_rules import one_each
-from jvpipe.papers.replicas import ask_replicas
-from jvpipe.planners.joint.replicas_planner import plan_replicas
+from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.replicas_answer import ReplicaAnswer, Simulated
-from jvpipe.planners.model.replicas_costs import LocalCosts, local_costs
-from jvpipe.planners.model.replicas_plan import ReplicaPlan
-from jvpipe.planners.model.replicas_problem import ReplicaProblem
-from jvpipe.planners.model.replicas_stage import Tables
-from jvpipe.planners.model.replicas_step import simulated_s
+from jvpipe.planners.model.local_segments import LocalSegments, computing_again
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.profiles.graph_file import read_graph
+from jvpipe.report.shapes import shape_of
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.one_f_one_b import OneFOneB
+from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
+from jvpipe.session.asking import Planned, ask_shapes
 
 DEVICES = 16
 LOCAL_BATCHES = (1, 4)
@@ -64,38 +65,57 @@ def costs_of(model: str) -> LocalCosts:
         return LocalCosts((PROFILED_BATCH[model],), (costs,))
     name, size = model.split("-")
     device = find_cluster("v100-a")
-    return local_costs(lambda b: question(name, size, b, 1, stages=1).costs(device), LOCAL_BATCHES)
+    return LocalCosts.of(
+        lambda b: question(name, size, b, 1, stages=1).costs(device), LOCAL_BATCHES
+    )
 
 
-def problem_of(
-    model: str, batch: int, configuration: str, overlaps: bool = False
-) -> ReplicaProblem:
-    """A model on a configuration, with the memory of its devices."""
-    cluster = find_cluster(f"v100-{configuration.lower()}")
+def shapes_on(
+    local: LocalCosts, cluster: Cluster, devices: int, batch: int, overlaps: bool = False
+) -> Shapes:
+    """The shapes of a model on devices of a cluster, with their memory.
+
+    Args:
+        local: what it takes; layers keep everything or compute all again, as DAPPLE's do.
+        cluster: that has the devices.
+        devices: how many of them.
+        batch: examples of a step.
+        overlaps: replicas add up gradients while the last backward runs.
+    """
     limit = cluster.device.memory_bytes
-    return ReplicaProblem(costs_of(model), cluster, DEVICES, batch, limit, overlaps)
+    model = Problem(local.costs[-1], 1, ONE_F_ONE_B, 1, limit, peer_uses_host=False)
+    return Shapes(replace(model, overlaps=overlaps), local, cluster, devices, batch)
 
 
-def short(plan: ReplicaPlan) -> str:
+def shapes_of(model: str, batch: int, configuration: str, overlaps: bool = False) -> Shapes:
+    """The shapes of a model on a configuration."""
+    cluster = find_cluster(f"v100-{configuration.lower()}")
+    return shapes_on(costs_of(model), cluster, DEVICES, batch, overlaps)
+
+
+def short(shapes: Shapes, problem: Problem, decision: Decision) -> str:
     """A plan in a cell."""
-    if plan.stages == 1:
-        return f"DP on {plan.replicas[0]}"
-    layers = ":".join(map(str, plan.layers))
-    replicas = "straight" if plan.shape == "straight" else ":".join(map(str, plan.replicas))
-    return f"{replicas} ({layers}; mu {plan.size})"
+    shape = shape_of(problem, shapes.batch // problem.microbatches)
+    if shape.kind == "data parallel":
+        return f"DP on {shape.replicas[0]}"
+    layers = ":".join(str(j - i) for i, j in pairwise(decision.bounds))
+    replicas = "straight" if shape.kind == "straight" else ":".join(map(str, shape.replicas))
+    return f"{replicas} ({layers}; mu {shape.size})"
 
 
-def shape_s(answer: ReplicaAnswer, shape: str) -> str:
-    """The seconds of the best plan of a shape over those of the best plan."""
-    if shape not in answer.shapes:
+def kind_s(planned: Planned, kind: str) -> str:
+    """The seconds of the best plan of a kind of shape over those of the best plan."""
+    if shape_of(planned.problem).kind == kind:
+        return "1.00"
+    if kind not in planned.shapes:
         return "does not fit"
-    return f"{answer.shapes[shape].step_s / answer.best.step_s:.2f}"
+    return f"{planned.shapes[kind].step_s / planned.step_s:.2f}"
 
 
-def other_s(planner: str, problem: ReplicaProblem, best: Simulated) -> str:
+def other_s(planner: str, shapes: Shapes, best_s: float) -> str:
     """The seconds of another planner's best plan, of all sizes of micro-batches, over those of the best plan."""
     try:
-        return f"{ask_replicas(planner, problem).best.step_s / best.step_s:.2f}"
+        return f"{ask_shapes(planner, shapes).step_s / best_s:.2f}"
     except Infeasible:
         return "does not fit"
 
@@ -111,20 +131,25 @@ def table_v(rows: tuple[Row, ...]) -> Iterator[str]:
     for row in rows:
         for configuration, paper in zip("ABC", row.paper, strict=True):
             for overlaps in (False, True):
-                problem = problem_of(row.model, row.batch, configuration, overlaps)
+                shapes = shapes_of(row.model, row.batch, configuration, overlaps)
                 start_s = time.process_time()
-                answer = plan_replicas(problem)
+                planned = ask_shapes("jvpipe", shapes)
                 took_s = time.process_time() - start_s
-                shapes = [shape_s(answer, shape) for shape in others]
-                planners = [
-                    other_s(planner, problem, answer.best) for planner in ("dapple", "pipedream")
-                ]
+                cells = [kind_s(planned, kind) for kind in others]
+                for planner in ("dapple", "pipedream"):
+                    cells.append(other_s(planner, shapes, planned.step_s))
                 when = "overlaps" if overlaps else "after"
+                plan = short(shapes, planned.problem, planned.decision)
                 yield (
-                    f"| {row.model} ({row.batch}) | {configuration} | {when} | {paper} | {short(answer.best.plan)} "
-                    f"| {answer.best.step_s:.3f} | {answer.gap:.0%} | {' | '.join((*shapes, *planners))} "
+                    f"| {row.model} ({row.batch}) | {configuration} | {when} | {paper} | {plan} "
+                    f"| {planned.step_s:.3f} | {gap(shapes, planned):.0%} | {' | '.join(cells)} "
                     f"| {took_s:.1f} |"
                 )
+
+
+def gap(shapes: Shapes, planned: Planned) -> float:
+    """By which part a plan is above what no plan is below, at most."""
+    return planned.step_s / least_step_s(shapes) - 1
 
 
 def table_vi() -> Iterator[str]:
@@ -140,20 +165,20 @@ def table_vi() -> Iterator[str]:
     yield "| run again | M | paper, examples/s | ours | paper, of M = 2 | ours | peak GB |"
     yield "|---|---|---|---|---|---|---|"
     for again in (False, True):
-        first = None
+        first, local = None, costs_of("bert-48")
+        costs = tuple(map(computing_again, local.costs)) if again else local.costs
         for count in (2, 8, 16):
-            problem = replace(
-                problem_of("bert-48", 2 * count, "B"), recomputes=again, memory_limit_bytes=None
-            )
-            tables = Tables(problem)
-            plans = [
-                ReplicaPlan((0, int(b), problem.layers), ((0,), (1,)), 2) for b in tables.cuts[1:-1]
-            ]
-            seconds = {plan: simulated_s(problem, plan, tables.stages(plan)) for plan in plans}
-            plan = min(seconds, key=lambda plan: seconds[plan])
-            rate = problem.batch / seconds[plan]
+            cluster = find_cluster("v100-b")
+            shapes = shapes_on(LocalCosts(local.batches, costs), cluster, DEVICES, 2 * count)
+            problem = shapes.problem(Shape(((0,), (1,)), 2))
+            seconds = dict[tuple[int, ...], float]()
+            for cut in LocalSegments(shapes).cuts[1:-1].tolist():
+                stages = evaluate(problem, Decision.keeping_all((0, cut, shapes.layers))).stages
+                seconds[0, cut, shapes.layers] = simulated_step_s(problem, stages)
+            bounds = min(seconds, key=lambda bounds: seconds[bounds])
+            rate = shapes.batch / seconds[bounds]
             first = first or rate
-            held = max(stage.peak_bytes for stage in tables.stages(plan)) / 1e9
+            held = evaluate(problem, Decision.keeping_all(bounds)).peak_bytes / 1e9
             said = paper[count, again]
             yield (
                 f"| {'yes' if again else 'no'} | {count} | {said} | {rate:.1f} "
@@ -192,8 +217,9 @@ def policies(
     yield "| model (batch; mu) | policy | micro-batches in flight on the first stage | step s | fullest GB |"
     yield "|---|---|---|---|---|"
     for model, batch, size in chains:
-        tables = Tables(replace(problem_of(model, batch, "C"), memory_limit_bytes=None))
-        straight = one_each(tables, size, DEVICES, tables.coarse)
+        limited = shapes_of(model, batch, "C")
+        shapes = replace(limited, model=replace(limited.model, memory_limit_bytes=None))
+        straight = one_each(shapes, size, DEVICES, LocalSegments(shapes).coarse)
         for policy in ("A", "B"):
             warm = in_flight(DEVICES, straight.microbatches, eager=policy == "B")
             asked = replace(straight, schedule=OneFOneB(most=warm))
@@ -207,9 +233,11 @@ def table_vii(models: tuple[tuple[str, int], ...]) -> Iterator[str]:
     yield "| model (batch) | ours | step s | PipeDream's | step s |"
     yield "|---|---|---|---|---|"
     for model, batch in models:
-        problem = problem_of(model, batch, "A")
-        ours, theirs = (ask_replicas(planner, problem).best for planner in ("jvpipe", "pipedream"))
-        cells = (f"{short(best.plan)} | {best.step_s:.3f}" for best in (ours, theirs))
+        shapes, cells = shapes_of(model, batch, "A"), []
+        for planner in ("jvpipe", "pipedream"):
+            planned = ask_shapes(planner, shapes)
+            plan = short(shapes, planned.problem, planned.decision)
+            cells.append(f"{plan} | {planned.step_s:.3f}")
         yield f"| {model} ({batch}) | {' | '.join(cells)} |"
 
 

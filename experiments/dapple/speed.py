@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from experiments.dapple.run import costs_of, short
+from experiments.dapple.run import costs_of, gap, shapes_on, short
 from jvpipe.cost.cluster_file import find_cluster
-from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.model.replicas_problem import ReplicaProblem
+from jvpipe.session.asking import ask_shapes
 
 MODELS = (("gnmt", 64), ("vgg16", 128), ("resnet50", 128))
 DEVICES = (16, 64, 256, 1024)
@@ -30,16 +29,16 @@ def rows(counts: Sequence[int], models: Sequence[tuple[str, int]] = MODELS) -> I
     for devices in counts:
         cluster = replace(base, machines=devices // base.devices_per_machine)
         for model, each in models:
-            batch, limit = devices * each, base.device.memory_bytes
-            problem = ReplicaProblem(costs_of(model), cluster, devices, batch, limit)
+            batch = devices * each
+            shapes = shapes_on(costs_of(model), cluster, devices, batch)
             start_s = time.process_time()
-            answer = plan_replicas(problem)
+            planned = ask_shapes("jvpipe", shapes)
             took_s = time.process_time() - start_s
-            plan = short(answer.best.plan)
-            told = (
-                plan if len(plan) < 60 else f"{answer.best.plan.stages} stages on {devices} devices"
-            )
-            yield f"| {devices} | {model} ({batch}) | {told} | {answer.gap:.0%} | {took_s:.1f} |"
+            plan = short(shapes, planned.problem, planned.decision)
+            if len(plan) >= 60:
+                plan = f"{planned.problem.stages} stages on {devices} devices"
+            above = f"{gap(shapes, planned):.0%}"
+            yield f"| {devices} | {model} ({batch}) | {plan} | {above} | {took_s:.1f} |"
 
 
 def main() -> None:

@@ -234,10 +234,7 @@ def plans_at_home(
         again = checkpointed(pipe.session.graph, kept(bounds), "always")
         return [again] if problem.schedule.synchronous else [kept(bounds), again]
 
-    chosen = (
-        d.plan(problem, "vpipe")
-        for d in variants.chosen_at_home(problem, whole)
-    )
+    chosen = (d.plan(problem, "vpipe") for d in variants.chosen_at_home(problem, whole))
     unlimited = problem.memory_limit_bytes is None
     return {
         "ideal": iter([pipe.plan]),

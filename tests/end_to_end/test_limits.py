@@ -12,7 +12,7 @@ from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Fate
 from jvpipe.planners.model.problem import Problem
-from jvpipe.session import model_planner, planning
+from jvpipe.session.measuring import Measurement
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.zoo import dropped, quick_key
 
@@ -35,19 +35,17 @@ def _measured_once() -> Any:
     would move cuts.
     """
     known: list[Problem] = []
+    problem_of = Measurement.problem
 
-    def measure(request: planning.Request, *given: Any) -> Problem:
+    def problem(self: Measurement) -> Problem:
         if not known:
-            found = planning.measure(replace(request, limits=(1, 1)), *given)
-            known.append(
-                replace(
-                    found, costs=replace(found.costs, layers=tuple(map(timed, found.costs.layers)))
-                )
-            )
-        return replace(known[0], memory_limit_bytes=max(request.limits, default=None))
+            found = problem_of(replace(self, request=replace(self.request, limits=(1, 1))))
+            costs = replace(found.costs, layers=tuple(map(timed, found.costs.layers)))
+            known.append(replace(found, costs=costs))
+        return replace(known[0], memory_limit_bytes=max(self.request.limits, default=None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_planner, "measure", measure)
+        patch.setattr(Measurement, "problem", problem)
         yield
 
 

@@ -1,29 +1,37 @@
 """DAPPLE's table V, where the profiles are."""
 
-from dataclasses import replace
-
 import pytest
 
 from experiments.dapple import run, speed
 from experiments.dapple.deepest import deepened
-from experiments.dapple.run import beside_gpipe, problem_of, short
+from experiments.dapple.run import beside_gpipe, shapes_of, short
 from experiments.planners.tables import PROFILES
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
-from jvpipe.planners.joint.replicas_planner import plan_replicas
-from jvpipe.planners.model.replicas_costs import LocalCosts
-from jvpipe.planners.model.replicas_plan import ReplicaPlan
+from jvpipe.cost.hardware import Accelerator, Cluster
+from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.shapes import Shape
+from jvpipe.session.asking import ask_shapes
 
 
 def test_plans_in_cells() -> None:
-    assert short(ReplicaPlan((0, 3), ((0, 1),), 2)) == "DP on 2"
-    assert short(ReplicaPlan((0, 2, 3), ((0, 1), (2,)), 2)) == "2:1 (2:1; mu 2)"
-    assert short(ReplicaPlan((0, 2, 3), ((0,), (2,)), 2)) == "straight (2:1; mu 2)"
+    costs = Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),) * 3)
+    cluster = Cluster("lab", Accelerator("small", 10**9, 1e9, {}), 3)
+    shapes = run.shapes_on(LocalCosts((1,), (costs,)), cluster, 3, 4)
+    for places, bounds, told in (
+        (((0, 1),), (0, 3), "DP on 2"),
+        (((0, 1), (2,)), (0, 2, 3), "2:1 (2:1; mu 2)"),
+        (((0,), (2,)), (0, 2, 3), "straight (2:1; mu 2)"),
+    ):
+        problem = shapes.problem(Shape(places, 2))
+        assert short(shapes, problem, Decision.keeping_all(bounds)) == told
 
 
 @pytest.mark.skipif(not PROFILES.is_dir(), reason="the profiles are not there")
 def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
-    assert plan_replicas(problem_of("vgg16", 2048, "B", overlaps=True)).best.plan.replicas == (16,)
-    assert plan_replicas(problem_of("vgg16", 2048, "C")).best.plan.replicas == (15, 1)
+    alone = ask_shapes("jvpipe", shapes_of("vgg16", 2048, "B", overlaps=True))
+    assert alone.plan.replicas == (16,)
+    assert ask_shapes("jvpipe", shapes_of("vgg16", 2048, "C")).plan.replicas == (15, 1)
 
 
 def test_a_row_for_each_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +70,11 @@ def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.Monke
 def test_other_planners_are_told_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = LayerCost("l", 1.0, 2.0, (Option(1),), parameter_bytes=10)
     monkeypatch.setattr(run, "costs_of", lambda _: LocalCosts((1,), (Costs((alone,) * 16),)))
-    problem = problem_of("one", 16, "B")
-    best = run.ask_replicas("dapple", problem).best
-    assert run.other_s("dapple", problem, best) == "1.00"
-    assert float(run.other_s("pipedream", problem, best)) >= 1
-    assert run.other_s("pipedream", replace(problem, memory_limit_bytes=1), best) == "does not fit"
+    shapes = shapes_of("one", 16, "B")
+    best_s = ask_shapes("dapple", shapes).step_s
+    assert run.other_s("dapple", shapes, best_s) == "1.00"
+    assert float(run.other_s("pipedream", shapes, best_s)) >= 1
+    assert run.other_s("pipedream", shapes.under(1), best_s) == "does not fit"
 
 
 def chain(blocks: int) -> Costs:

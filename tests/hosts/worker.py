@@ -22,7 +22,7 @@ from jvpipe.runtime import dispatch
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.monitor import Measured
 from jvpipe.schedules import PipeDream
-from jvpipe.session import adapt, compiled_plans, replica_shape
+from jvpipe.session import adapt, compiled_plans, measuring
 from jvpipe.session.trigger import Seen
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
@@ -213,12 +213,12 @@ def shared(bytes_per_s: str) -> dict[str, Any]:
     batch = {"x": np.linspace(-1, 1, 48, dtype=np.float32).reshape(24, 2)}
     with (
         mock.patch.object(
-            replica_shape,
+            measuring,
             "measured_costs",
             lambda traced, *_, **__: estimate(traced, Cluster("", device, 1)),
         ),
         mock.patch.object(compiled_plans, "link_between", return_value=link),
-        mock.patch.object(replica_shape, "links_between", return_value=links),
+        mock.patch.object(measuring, "links_between", return_value=links),
     ):
         options: dict[str, Any] = {"devices": jax.devices()[:STAGES], "replicas": "auto"}
         pipe = jvpipe.Pipeline(tiny.loss_fn, OPTIMIZER, microbatches=4, **options)
