@@ -48,15 +48,18 @@ class _Way:
 class Listing:
     """One run of the list scheduler; `order` is None if a micro-batch alone is too large for a device."""
 
-    def __init__(self, loads: Loads, cap_bytes: Sequence[float], patience: float) -> None:
+    def __init__(
+        self, loads: Loads, cap_bytes: Sequence[float], patience: float, *, eager: bool = False
+    ) -> None:
         """Runs at once.
 
         Args:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
             patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
+            eager: whether a forward that is ready comes before a backward.
         """
-        self.loads, self.patience = loads, patience
+        self.loads, self.patience, self.eager = loads, patience, eager
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
         units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
         self.devices = [_Device(*each) for each in zip(on, cap_bytes, units, strict=True)]
@@ -78,11 +81,11 @@ class Listing:
     def _turn(self, now: float, d: int) -> None:
         device = self.devices[d]
         backward, following = self._first_backward(device, now)
-        if backward is not None:
+        forward, arrival = self._first_forward(device, now)
+        if backward is not None and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
             self._run(now, d, kind, *(device.late.popleft() if kind is Kind.W else backward))
             return
-        forward, arrival = self._first_forward(device, now)
         if forward is not None:
             self._run(now, d, Kind.F, *forward)
             return

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from math import comb
 from operator import sub
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.device_fates import DeviceFates, Moments
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
@@ -48,9 +49,8 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
-SHARES = (0.7, 0.45, 0.0)
-"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit; at last
-for one micro-batch."""
+IN_FLIGHT = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batches of a device's first stage that fates make room for, where list scheduling follows under a limit."""
 ALL_CUTS = 100
 """Cuts of a placement up to which all are begun with."""
 CAPS = (1.5, 2.0, 3.0)
@@ -203,27 +203,49 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
         most = comb(len(cuts) - 2, placed[0].stages - 1)
         first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
         for bounds in first:
-            keeping = Decision.keeping_all(bounds)
             best_s = min((one.step_s for one in every), default=float("inf"))
-            if most > ALL_CUTS or Loads.of(placed[0], keeping).bound_s() < best_s:
-                every += _of_cuts(placed, bounds, fates)
+            every += _of_cuts(placed, bounds, fates, best_s if most <= ALL_CUTS else float("inf"))
     return every
 
 
 def _of_cuts(
-    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates
+    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates, below_s: float
 ) -> Iterator[Candidate]:
-    """Yields the orders of all rules and lists for fates that fit, be it that fewer are in flight than rules have."""
+    """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
+
+    Args:
+        placed: the problem under each rule of a placement.
+        bounds: of the stages.
+        fates: of that placement.
+        below_s: what no order of a plan is below that is looked at.
+    """
+    if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
+        return
     tried: dict[Decision, None] = {}
     for one in placed:
         decision = fates.fastest(one, bounds)
         if decision is not None:
             tried[decision] = None
             yield from ruled(one, decision, fates)
-    shares = SHARES if placed[0].memory_limit_bytes is not None else ()
-    roomy = (fates.fastest(placed[0], bounds, share) for share in shares)
-    for decision in tried | dict.fromkeys(one for one in roomy if one):
-        yield from _listed(placed[0], decision, fates)
+    if placed[0].memory_limit_bytes is not None:
+        roomy = (fates.fastest(placed[0], bounds, some) for some in _moments(placed[0]))
+        tried |= dict.fromkeys(one for one in roomy if one)
+    for decision in tried:
+        if Loads.of(placed[0], decision).bound_s() < below_s:
+            yield from _listed(placed[0], decision, fates)
+
+
+def _moments(problem: Problem) -> Iterator[Moments]:
+    """Yields what devices may be to have in flight: so many of their first stage, and as many or fewer of the others."""
+    most, stages = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    for first in (n for n in IN_FLIGHT if n <= most):
+        for later in sorted({1, (first + 1) // 2, first}) if stages > 1 else (1,):
+            full = ((first, 0), *[(later, 0)] * (stages - 1))
+            between = [
+                (*full[:c], (full[c][0] - 1, 1), *full[c + 1 :]) for c in range(stages)
+            ]
+            yield [[full, *between]] * problem.devices
+            yield [[full]] * problem.devices  # backwards are whole where halves have no room
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
@@ -251,8 +273,8 @@ def _listed(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterato
     capped = [[cap * D * one for one in unit] for cap in CAPS]
     rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
-        for patience in PATIENCES:
-            order = Listing(loads, caps, patience).order
+        for patience, eager in product(PATIENCES, (False, True)):
+            order = Listing(loads, caps, patience, eager=eager).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
     for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
