@@ -131,5 +131,7 @@ def busiest_s(
     works_s = [0.0] * problem.devices
     for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
         slower = problem.slowness(s)
-        works_s[place] += float((layer_s[i:j] * slower[i:j]).sum() if slower else layer_s[i:j].sum())
+        works_s[place] += float(
+            (layer_s[i:j] * slower[i:j]).sum() if slower else layer_s[i:j].sum()
+        )
     return max(works_s)

@@ -241,9 +241,7 @@ def _moments(problem: Problem) -> Iterator[Moments]:
     for first in (n for n in IN_FLIGHT if n <= most):
         for later in sorted({1, (first + 1) // 2, first}) if stages > 1 else (1,):
             full = ((first, 0), *[(later, 0)] * (stages - 1))
-            between = [
-                (*full[:c], (full[c][0] - 1, 1), *full[c + 1 :]) for c in range(stages)
-            ]
+            between = [(*full[:c], (full[c][0] - 1, 1), *full[c + 1 :]) for c in range(stages)]
             yield [[full, *between]] * problem.devices
             yield [[full]] * problem.devices  # backwards are whole where halves have no room
 

@@ -74,7 +74,9 @@ def _ways(problem: Problem, i: int, j: int) -> list[Held]:
     """What a stage may hold under all fates, without what holds nowhere less than another."""
     fates = product((KEEP, AGAIN, CHAIN), repeat=j - i)
     every = {
-        held_by(problem, i, j, x) for x in fates if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)
+        held_by(problem, i, j, x)
+        for x in fates
+        if x[0] != CHAIN and (KEEP, CHAIN) not in pairwise(x)
     }
     fields = [(x, (x.static, x.kept, x.handed, x.beyond, x.beyond_halves)) for x in sorted(every)]
 

@@ -92,7 +92,9 @@ def _plans(problem: Problem, stages: int, limited: bool) -> Iterator[tuple[Stage
 def _ways(problem: Problem, i: int, j: int, limited: bool) -> list[Stage]:
     """Lists what layers [i, j) may take, without what is nowhere better than another; all are kept without a limit."""
     layers, ways = problem.costs.layers[i:j], dict[tuple[float, ...], Stage]()
-    halves = [(x.split.input_s, x.split.weight_s) if x.split else (x.backward_s, 0.0) for x in layers]
+    halves = [
+        (x.split.input_s, x.split.weight_s) if x.split else (x.backward_s, 0.0) for x in layers
+    ]
     if i == 0:  # nobody waits for a cotangent of the first layer
         halves[0] = (0.0, layers[0].backward_s)
     f, b = sum(x.forward_s for x in layers), sum(x.backward_s for x in layers)
@@ -101,7 +103,9 @@ def _ways(problem: Problem, i: int, j: int, limited: bool) -> list[Stage]:
         if fates[0] == CHAIN or (KEEP, CHAIN) in pairwise(fates):
             continue
         held = held_by(problem, i, j, fates)
-        extra_s = sum(x.options[-1].extra_s for x, fate in zip(layers, fates, strict=True) if fate != KEEP)
+        extra_s = sum(
+            x.options[-1].extra_s for x, fate in zip(layers, fates, strict=True) if fate != KEEP
+        )
         key = extra_s, held.static, held.kept, held.handed, held.beyond, held.beyond_halves
         ways[key] = Stage(f, b + extra_s, input_s + extra_s, weight_s, held, fates)
     return [ways[x] for x in ways if not any(y != x and all(map(le, y, x)) for y in ways)]
@@ -216,7 +220,11 @@ class _Schedules:
         return False
 
     def _is_seen(
-        self, done: Sequence[int], free: Sequence[float], ends: Sequence[Sequence[float]], now: float
+        self,
+        done: Sequence[int],
+        free: Sequence[float],
+        ends: Sequence[Sequence[float]],
+        now: float,
     ) -> bool:
         """Whether a state with equal counts was nowhere later."""
         n = len(self.plan)
