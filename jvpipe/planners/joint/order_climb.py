@@ -1,9 +1,10 @@
 """From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
 
 Only a change of what the longest path goes through makes a step shorter: a task of a block moves before its first one,
-or behind its last one; or a backward of the block is split, and its second half moves behind, or its halves become
-one again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Of the moves that are drawn the one is made
-of which the longest path through what moved is shortest, be it longer than before; what has moved rests then.
+or behind its last one; or a backward of the block is split, and its second half moves behind, or its halves become one
+again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Of the moves
+that are drawn the one is made of which the longest path through what moved is shortest, be it longer than before; what
+has moved rests then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -157,8 +158,9 @@ def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]
             yield from _whole(course, draw, d, at, cell)
         elif not any(_bound(course, weight, one) for one in passed):
             course.cut(cell, half=True)
-            yield _move(course, draw, d, at, [step, *passed, weight], step, cell, 1)
+            move = _move(course, draw, d, at, [step, *passed, weight], step, cell, 1)
             course.cut(cell, half=False)
+            yield move
 
 
 def _whole(course: Course, draw: Random, d: int, at: int, cell: int) -> Iterator[Move | None]:
@@ -175,8 +177,9 @@ def _whole(course: Course, draw: Random, d: int, at: int, cell: int) -> Iterator
     passed = steps[at + 1 : course.place[weight]]
     if len(passed) <= FARTHEST and not any(_bound(course, weight, one) for one in passed):
         course.cut(cell, half=False)
-        yield _move(course, draw, d, at, [steps[at], *passed], weight, cell, -1)
+        move = _move(course, draw, d, at, [steps[at], *passed], weight, cell, -1)
         course.cut(cell, half=True)
+        yield move
 
 
 def _bound(course: Course, step: int, other: int) -> bool:

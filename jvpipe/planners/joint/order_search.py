@@ -236,7 +236,7 @@ def _of_cuts(
 
 
 def _moments(problem: Problem) -> Iterator[Moments]:
-    """Yields what devices may be to have in flight: so many of their first stage, and as many or fewer of the others."""
+    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others."""
     most, stages = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
     for first in (n for n in IN_FLIGHT if n <= most):
         for later in sorted({1, (first + 1) // 2, first}) if stages > 1 else (1,):
