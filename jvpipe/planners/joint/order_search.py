@@ -46,7 +46,7 @@ from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
 IN_FLIGHT = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -236,14 +236,24 @@ def _of_cuts(
 
 
 def _moments(problem: Problem) -> Iterator[Moments]:
-    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others."""
-    most, stages = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
-    for first in (n for n in IN_FLIGHT if n <= most):
-        for later in sorted({1, (first + 1) // 2, first}) if stages > 1 else (1,):
-            full = ((first, 0), *[(later, 0)] * (stages - 1))
-            between = [(*full[:c], (full[c][0] - 1, 1), *full[c + 1 :]) for c in range(stages)]
-            yield [[full, *between]] * problem.devices
-            yield [[full]] * problem.devices  # backwards are whole where halves have no room
+    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
+
+    All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
+    is whole where there is none.
+    """
+    most, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    for first, falling in product((n for n in IN_FLIGHT if n <= most), (0, 1)):
+        for later in sorted({1, (first + 1) // 2, first}) if chunks > 1 else (1,):
+            each = [max(1, first - falling * d) for d in range(problem.devices)]
+            full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in each]
+            yield [[moment, *_between(moment)] for moment in full]
+            yield [[moment] for moment in full]
+
+
+def _between(moment: Holding) -> Iterator[Holding]:
+    """Yields a moment with one micro-batch of each stage between the halves of its backward."""
+    for c, (k, _) in enumerate(moment):
+        yield (*moment[:c], (k - 1, 1), *moment[c + 1 :])
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
