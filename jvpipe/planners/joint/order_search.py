@@ -227,16 +227,20 @@ def _of_cuts(
         if decision is not None:
             tried[decision] = None
             yield from ruled(one, decision, fates)
+    lists = [(decision, ()) for decision in tried]
     if placed[0].memory_limit_bytes is not None:
-        roomy = (fates.fastest(placed[0], bounds, some) for some in _moments(placed[0]))
-        tried |= dict.fromkeys(one for one in roomy if one)
-    for decision in tried:
+        for most, moments in _moments(placed[0]):
+            roomy = fates.fastest(placed[0], bounds, moments)
+            lists += [(roomy, most), (roomy, ())] if roomy else []
+    for decision, most in dict.fromkeys(lists):
         if Loads.of(placed[0], decision).bound_s() < below_s:
-            yield from _listed(placed[0], decision, fates)
+            yield from _listed(placed[0], decision, fates, most)
 
 
-def _moments(problem: Problem) -> Iterator[Moments]:
+def _moments(problem: Problem) -> Iterator[tuple[tuple[int, ...], Moments]]:
     """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
+
+    The first are micro-batches in flight by stage.
 
     All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
     is whole where there is none.
@@ -246,8 +250,13 @@ def _moments(problem: Problem) -> Iterator[Moments]:
         for later in sorted({1, (first + 1) // 2, first}) if chunks > 1 else (1,):
             each = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in each]
-            yield [[moment, *_between(moment)] for moment in full]
-            yield [[moment] for moment in full]
+            chunk = [0] * problem.devices
+            most = list[int]()
+            for d in problem.places:
+                most.append(full[d][chunk[d]][0])
+                chunk[d] += 1
+            yield tuple(most), [[moment, *_between(moment)] for moment in full]
+            yield tuple(most), [[moment] for moment in full]
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
@@ -272,19 +281,23 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
             yield rules
 
 
-def _listed(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[Candidate]:
+def _listed(
+    problem: Problem, decision: Decision, fates: DeviceFates, most: tuple[int, ...] = ()
+) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads, D = Loads.of(problem, decision), problem.devices
     plain = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in CAPS]
-    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0]
+    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0 and not most]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
         for patience, eager in product(PATIENCES, (False, True)):
-            order = Listing(loads, caps, patience, eager=eager).order
+            order = Listing(loads, caps, patience, eager=eager, most=most).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
+    if most:
+        return
     for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
         yield from fitting(plain, order, f"{name}, in rounds")
     if limited and not problem.schedule.vee:
