@@ -204,12 +204,18 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
         first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
         for bounds in first:
             best_s = min((one.step_s for one in every), default=float("inf"))
-            every += _of_cuts(placed, bounds, fates, best_s if most <= ALL_CUTS else float("inf"))
+            few = most <= ALL_CUTS
+            every += _of_cuts(placed, bounds, fates, best_s if few else float("inf"), few=few)
     return every
 
 
 def _of_cuts(
-    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates, below_s: float
+    placed: Sequence[Problem],
+    bounds: tuple[int, ...],
+    fates: DeviceFates,
+    below_s: float,
+    *,
+    few: bool,
 ) -> Iterator[Candidate]:
     """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
 
@@ -218,6 +224,7 @@ def _of_cuts(
         bounds: of the stages.
         fates: of that placement.
         below_s: what no order of a plan is below that is looked at.
+        few: whether there are so few cuts that more ways to make room are looked at.
     """
     if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
         return
@@ -229,15 +236,15 @@ def _of_cuts(
             yield from ruled(one, decision, fates)
     lists = [(decision, ()) for decision in tried]
     if placed[0].memory_limit_bytes is not None:
-        for most, moments in _moments(placed[0]):
+        for most, moments in _moments(placed[0], few=few):
             roomy = fates.fastest(placed[0], bounds, moments)
-            lists += [(roomy, most), (roomy, ())] if roomy else []
+            lists += [(roomy, most), (roomy, ())][not few :] if roomy else []
     for decision, most in dict.fromkeys(lists):
         if Loads.of(placed[0], decision).bound_s() < below_s:
             yield from _listed(placed[0], decision, fates, most)
 
 
-def _moments(problem: Problem) -> Iterator[tuple[tuple[int, ...], Moments]]:
+def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
     """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
 
     The first are micro-batches in flight by stage.
@@ -245,9 +252,10 @@ def _moments(problem: Problem) -> Iterator[tuple[tuple[int, ...], Moments]]:
     All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
     is whole where there is none.
     """
-    most, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
-    for first, falling in product((n for n in IN_FLIGHT if n <= most), (0, 1)):
-        for later in sorted({1, (first + 1) // 2, first}) if chunks > 1 else (1,):
+    limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    for first, falling in product((n for n in IN_FLIGHT if n <= limit), range(1 + few)):
+        half = (first + 1) // 2
+        for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
             each = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in each]
             chunk = [0] * problem.devices
@@ -256,7 +264,8 @@ def _moments(problem: Problem) -> Iterator[tuple[tuple[int, ...], Moments]]:
                 most.append(full[d][chunk[d]][0])
                 chunk[d] += 1
             yield tuple(most), [[moment, *_between(moment)] for moment in full]
-            yield tuple(most), [[moment] for moment in full]
+            if few:
+                yield tuple(most), [[moment] for moment in full]
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
