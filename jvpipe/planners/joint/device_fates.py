@@ -60,7 +60,7 @@ class DeviceFates:
             moments: what each device is to have room for; None: for what the order has in flight.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
-        return _decision(problem, bounds, lambda *device: self._fastest(problem, *device, asked))
+        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
         """Chooses the fates of the fewest bytes on each device, whatever their seconds.
@@ -69,7 +69,7 @@ class DeviceFates:
             problem: whose order counts; its placement is that of the choices.
             bounds: of the stages.
         """
-        decision = _decision(problem, bounds, lambda *device: self._emptiest(problem, *device))
+        decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
         assert decision is not None, "some fates take the fewest bytes"
         return decision
 

@@ -131,11 +131,11 @@ class _Schedules:
     ) -> None:
         self.M, self.places, self.plan, self.split = M, places, plan, split
         self.stages, self.devices = range(len(plan)), range(max(places) + 1)
-        self.rooms = [float("inf")] * len(self.devices)
-        for d in self.devices if limit is not None else ():
+        self.rooms = [float("inf") if limit is None else float(limit)] * len(self.devices)
+        for d in self.devices:
             mine = [x.held for x, place in zip(plan, places, strict=True) if place == d]
             beyond = max(x.beyond_halves if split else x.beyond for x in mine)
-            self.rooms[d] = limit - sum(x.static for x in mine) - beyond
+            self.rooms[d] -= sum(x.static for x in mine) + beyond
         self.first_s = [min(x.b, x.i) if split else x.b for x in plan]
         self.back_s = list(accumulate(self.first_s, initial=0.0))
         self.on_s = [sum(x.f for x in plan[s + 1 :]) + self.back_s[-1] for s in self.stages]
