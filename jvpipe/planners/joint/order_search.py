@@ -1,9 +1,11 @@
 """`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by simulation.
 
     placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
-    for each    cuts that give devices equal work; fates under the limit, for all that a rule has in flight or a share
+    for each    all cuts where there are few, else those that give devices equal work; fates under the limit
+                (`device_fates.py`), for all that a rule has in flight or for fewer micro-batches
     orders      every rule that then fits, W as late as bytes allow, and list scheduling within the room there is
-    then        bounds of the best move, their orders are climbed from, and the simulator has the last word
+    then        bounds of the best move, their orders are climbed from, and the simulator has the last word; it alone
+                knows swaps, which are tried for the orders that come out first
 
 Every rule's best plan and those of other planners (`rivals`) are simulated beside: the answer is not slower than one of
 them. Under a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of all:

@@ -1,7 +1,7 @@
 """Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of the fastest step.
 
-begin       cuts of equal work; those of the surrogate, which knows the links; other planners' plans
-then        bounds of the best of them move, as long as the clock is faster; the simulator has the last word
+begin       cuts of equal work; those of the surrogate, which knows the links; under a limit those of the best plan without
+then        bounds of the best of them move as long as the clock is faster, then as long as the simulator is; fates follow
 """
 
 from collections.abc import Iterator, Sequence
