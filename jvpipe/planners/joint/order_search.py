@@ -255,7 +255,8 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
     is whole where there is none.
     """
     limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
-    for first, falling in product((n for n in IN_FLIGHT if n <= limit), range(1 + few)):
+    every = IN_FLIGHT if len(problem.costs.layers) <= FEW_LAYERS else IN_FLIGHT[::3]
+    for first, falling in product((n for n in every if n <= limit), range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
             each = [max(1, first - falling * d) for d in range(problem.devices)]
