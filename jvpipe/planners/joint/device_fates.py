@@ -7,7 +7,6 @@ they have in flight counts together, moment by moment (`Schedule.held`). The sea
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
@@ -23,6 +22,8 @@ STATES = 16
 """States that stay beside each other."""
 
 Fates = tuple[int, ...]
+Moments = Sequence[Sequence[Holding]]
+"""What each device has in flight, moment by moment."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +50,17 @@ class DeviceFates:
         return DeviceFates(pricing_of(problem, swaps), swaps)
 
     def fastest(
-        self, problem: Problem, bounds: Sequence[int], share: float = 1.0
+        self, problem: Problem, bounds: Sequence[int], moments: Moments | None = None
     ) -> Decision | None:
         """Chooses the fates of the fewest seconds that keep the limit; None if none were found.
 
         Args:
             problem: whose order and limit count; its placement is that of the choices.
             bounds: of the stages.
-            share: of what the order has in flight that has to fit.
+            moments: what each device is to have room for; None: for what the order has in flight.
         """
-        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, share))
+        asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
+        return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
         """Chooses the fates of the fewest bytes on each device, whatever their seconds.
@@ -72,10 +74,10 @@ class DeviceFates:
         return decision
 
     def _fastest(
-        self, problem: Problem, d: int, cells: Sequence[Cell], share: float
+        self, problem: Problem, d: int, cells: Sequence[Cell], asked: Moments
     ) -> Fates | None:
         """Chooses for the stages of one device: all is kept if that fits."""
-        moments = _part(_moments(problem)[d], share)
+        moments = asked[d]
         held = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(held, moments) <= limit:
@@ -122,7 +124,8 @@ class DeviceFates:
 
     def _emptiest(self, problem: Problem, d: int, cells: Sequence[Cell]) -> Fates:
         """Chooses the fewest bytes for the stages of one device."""
-        lot = self._lot(problem, cells, _moments(problem)[d])
+        moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
+        lot = self._lot(problem, cells, moments)
         if lot not in self.known:
             self.known[lot] = MinBytesSearch(self.pricing, lot).fewest(exact=True)[1]
         fates = self.known[lot]
@@ -154,19 +157,3 @@ def _decision(
         for _, i, j in cells:
             chosen[i:j] = [next(rest) for _ in range(j - i)]
     return Decision(tuple(bounds), tuple(chosen))
-
-
-def _moments(problem: Problem) -> tuple[tuple[Holding, ...], ...]:
-    """Gives what each device has in flight."""
-    return problem.schedule.held(problem.devices, problem.microbatches)
-
-
-def _part(moments: Sequence[Holding], share: float) -> Sequence[Holding]:
-    """Gives a share of what is in flight, rounded up, but one micro-batch at least."""
-    if share == 1.0:
-        return moments
-    parts = (
-        tuple((max(min(k, 1), ceil(share * k)), ceil(share * w)) for k, w in moment)
-        for moment in moments
-    )
-    return tuple(dict.fromkeys(parts))

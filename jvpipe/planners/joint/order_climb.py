@@ -1,9 +1,10 @@
 """From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
 
 Only a change of what the longest path goes through makes a step shorter: a task of a block moves before its first one,
-or behind its last one; or a backward of the block is split, and its second half moves behind. A task never passes its
-own stage and kind, so that values stay the same, and its device has room. Of the moves that are drawn the one is made
-of which the longest path through what moved is shortest, be it longer than before; what has moved rests then.
+or behind its last one; or a backward of the block is split, and its second half moves behind, or its halves become one
+again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Of the moves
+that are drawn the one is made of which the longest path through what moved is shortest, be it longer than before; what
+has moved rests then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,18 @@ REST = 8
 
 
 class Move(NamedTuple):
-    """A change of a device's list from one place to another, and the longest path through it."""
+    """A change of a device's list from one place to another, and the longest path through it.
+
+    Attributes:
+        path_s: seconds of that path.
+        draw: what decides between equal ones.
+        device: whose list.
+        first: the first place that changes.
+        steps: what stands there from then on.
+        moved: the step that moves.
+        cell: of the backward that is split or becomes whole; -1 where none does.
+        more: steps by which the list becomes longer.
+    """
 
     path_s: float
     draw: float
@@ -33,7 +45,8 @@ class Move(NamedTuple):
     first: int
     steps: list[int]
     moved: int
-    cell: int
+    cell: int = -1
+    more: int = 0
 
 
 def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int = 100) -> Order:
@@ -83,16 +96,16 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
-        if move.cell >= 0:
-            course.cut(move.cell, half=True)
-        end = move.first + len(move.steps) - (move.cell >= 0)
+        if move.more:
+            course.cut(move.cell, half=move.more > 0)
+        end = move.first + len(move.steps) - move.more
         course.lists[move.device][move.first : end] = move.steps
         course.placed(move.device)
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
-            if move.cell >= 0:
-                course.cut(move.cell, half=False)
+            if move.more:
+                course.cut(move.cell, half=move.more < 0)
             course.lists[move.device] = steps
             course.placed(move.device)
         if len(moves) > 1:
@@ -138,14 +151,35 @@ def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]
         ):
             yield _move(course, draw, d, at, [*passed, step], step)
         cell = step - cells
-        whole = 0 <= cell < cells and not course.half[cell]
-        if whole and cell >= course.M and splits[cell // course.M]:
-            weight = step + cells
-            if not any(_bound(course, weight, one) for one in passed):
-                course.cut(cell, half=True)
-                move = _move(course, draw, d, at, [step, *passed, weight], step, cell)
-                course.cut(cell, half=False)
-                yield move
+        if not course.M <= cell < cells or not splits[cell // course.M]:
+            continue
+        weight = step + cells
+        if course.half[cell]:
+            yield from _whole(course, draw, d, at, cell)
+        elif not any(_bound(course, weight, one) for one in passed):
+            course.cut(cell, half=True)
+            move = _move(course, draw, d, at, [step, *passed, weight], step, cell, 1)
+            course.cut(cell, half=False)
+            yield move
+
+
+def _whole(course: Course, draw: Random, d: int, at: int, cell: int) -> Iterator[Move | None]:
+    """Yields the move that makes two halves one, unless they are far apart.
+
+    Args:
+        course: the order.
+        draw: what decides between equal moves.
+        d: the device.
+        at: the place of the first half.
+        cell: of the backward.
+    """
+    steps, weight = course.lists[d], 2 * course.cells + cell
+    passed = steps[at + 1 : course.place[weight]]
+    if len(passed) <= FARTHEST and not any(_bound(course, weight, one) for one in passed):
+        course.cut(cell, half=False)
+        move = _move(course, draw, d, at, [steps[at], *passed], weight, cell, -1)
+        course.cut(cell, half=True)
+        yield move
 
 
 def _bound(course: Course, step: int, other: int) -> bool:
@@ -159,15 +193,33 @@ def _bound(course: Course, step: int, other: int) -> bool:
 
 
 def _move(
-    course: Course, draw: Random, d: int, first: int, steps: list[int], moved: int, cell: int = -1
+    course: Course,
+    draw: Random,
+    d: int,
+    first: int,
+    steps: list[int],
+    moved: int,
+    cell: int = -1,
+    more: int = 0,
 ) -> Move | None:
-    """The move, if its device has room, with the longest path through these steps in their new order."""
+    """Makes the move, if its device has room, with the longest path through these steps in their new order.
+
+    Args:
+        course: the order.
+        draw: what decides between equal moves.
+        d: the device.
+        first: the first place that changes.
+        steps: what is to stand there.
+        moved: the step that moves.
+        cell: of the backward that is split or becomes whole.
+        more: steps by which the list becomes longer.
+    """
     held, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
     for step in steps:
         held += course.bytes[step]
         if held > room:
             return None
-    mine, end = course.lists[d], first + len(steps) - (cell >= 0)
+    mine, end = course.lists[d], first + len(steps) - more
     seconds, source, to, answers = course.seconds, course.source, course.to, course.answers
     now, ends = course.ends[mine[first - 1]] if first else 0.0, dict[int, float]()
     for step in steps:
@@ -182,4 +234,4 @@ def _move(
         tails[step] = max(later, answer)
         path_s = max(path_s, ends[step] + tails[step])
         later = tails[step] + seconds[step]
-    return Move(path_s, draw.random(), d, first, steps, moved, cell)
+    return Move(path_s, draw.random(), d, first, steps, moved, cell, more)

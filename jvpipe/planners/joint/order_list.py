@@ -48,15 +48,26 @@ class _Way:
 class Listing:
     """One run of the list scheduler; `order` is None if a micro-batch alone is too large for a device."""
 
-    def __init__(self, loads: Loads, cap_bytes: Sequence[float], patience: float) -> None:
+    def __init__(
+        self,
+        loads: Loads,
+        cap_bytes: Sequence[float],
+        patience: float,
+        *,
+        eager: bool = False,
+        most: Sequence[int] = (),
+    ) -> None:
         """Runs at once.
 
         Args:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
             patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
+            eager: whether a forward that is ready comes before a backward.
+            most: micro-batches that each stage may have in flight; none: as many as there is room for.
         """
-        self.loads, self.patience = loads, patience
+        self.loads, self.patience, self.eager = loads, patience, eager
+        self.most = most or [loads.microbatches] * len(loads.places)
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
         units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
         self.devices = [_Device(*each) for each in zip(on, cap_bytes, units, strict=True)]
@@ -78,11 +89,11 @@ class Listing:
     def _turn(self, now: float, d: int) -> None:
         device = self.devices[d]
         backward, following = self._first_backward(device, now)
-        if backward is not None:
+        forward, arrival = self._first_forward(device, now)
+        if backward is not None and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
             self._run(now, d, kind, *(device.late.popleft() if kind is Kind.W else backward))
             return
-        forward, arrival = self._first_forward(device, now)
         if forward is not None:
             self._run(now, d, Kind.F, *forward)
             return
@@ -130,7 +141,8 @@ class Listing:
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Whether a forward leaves room for those before it: of these, what is forward everywhere ends by itself."""
         kept, nexts, ended = self.loads.kept_bytes, self.forward.next, self.backward.next
-        if device.held_bytes + kept[s] > device.cap_bytes:
+        is_full = nexts[s] - ended[s] >= self.most[s]
+        if is_full or device.held_bytes + kept[s] > device.cap_bytes:
             return False
         first = min(nexts[stage] for stage in device.stages)  # of those that are not whole
         if m == first:

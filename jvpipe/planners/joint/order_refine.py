@@ -1,29 +1,51 @@
 """From many orders to a few that are fast: all are climbed from a little, the best of them further.
 
 An order that starts behind others may end before them, above all where room is tight: of the many plans and orders that
-search begins with, those that are no longer than `NEAR` are climbed from, the best of them with more moves, and of the
-last ones bounds and fates move too, for what the orders have in flight by then.
+search begins with, those that are near the fastest are climbed from, the best of them with more moves, and of the last
+ones bounds and fates move too, for what the orders have in flight by then.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.rule_search import FEW_LAYERS, MOVED_TASKS, Candidate, with_moved_bounds
 
-NEAR, MOVED_NEAR = 1.15, 1.12
-"""How much longer than the fastest order others may take to be climbed from, and to have their bounds moved."""
-MOVED, RULES_MOVED, KEPT, LEFT = 3, 6, 18, 6
-"""Families whose bounds are moved after they were climbed from, and rules as they are (both: twice as many where there
-are few layers); plans that are climbed from then, and those whose bounds are moved again."""
-CLIMBED_TASKS = 300_000
-"""Tasks that are clocked in each round."""
-MOST_MOVES = 150
-"""Moves from one order in a round."""
 CLIMBED = ", climbed"
-ATTEMPTS = 3
-"""Climbs from an order, with less room each time, until what comes of it fits."""
+
+
+@dataclass(frozen=True)
+class RefineEffort:
+    """How hard to look for a faster order: each trades seconds of planning for those of a step.
+
+    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and twice what `near`
+    leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger ones nobody has measured them apart.
+
+    Attributes:
+        near: how many times longer than the fastest order others may take to be climbed from.
+        moved_near: the same to have their bounds moved.
+        moved: families whose bounds are moved after they were climbed from; twice as many where there are few layers.
+        rules_moved: rules whose bounds are moved as they are; likewise.
+        kept: plans that are climbed from then.
+        left: plans whose bounds are moved again.
+        climbed_tasks: tasks that are clocked in each round.
+        moves: moves from one order in a round.
+        attempts: climbs from an order, with less room each time, until what comes of it fits.
+    """
+
+    near: float = 1.15
+    moved_near: float = 1.12
+    moved: int = 3
+    rules_moved: int = 6
+    kept: int = 18
+    left: int = 6
+    climbed_tasks: int = 300_000
+    moves: int = 150
+    attempts: int = 3
+
+
+EFFORT = RefineEffort()
 
 
 def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
@@ -34,18 +56,18 @@ def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
         seed: of the climbing.
     """
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
-    some = _climbed(_near(list(distinct.values()), NEAR), seed)
-    best = _of_families(some, MOVED)
+    some = _climbed(_near(list(distinct.values()), EFFORT.near), seed)
+    best = _of_families(some, EFFORT.moved)
     own = [one for one in candidates if one.family == one.problem.schedule.name]
-    best += [one for one in _of_families(own, RULES_MOVED) if one not in best]
-    some = _best_of([*some, *_moved(best)])[:KEPT]
+    best += [one for one in _of_families(own, EFFORT.rules_moved) if one not in best]
+    some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
     some = _best_of([*some, *_climbed(some, seed)])
-    return _best_of([*some, *_climbed(_moved(some[:LEFT]), seed)])
+    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]), seed)])
 
 
 def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
-    near = sorted(_near(candidates, MOVED_NEAR), key=_step_s)
+    near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:most]
     few = all(len(one.decision.choices) <= FEW_LAYERS for one in near)
     others = [one for one in near if one not in best] if few else []
@@ -88,14 +110,14 @@ def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
 def _climbed(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     """Climbs from each candidate."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
-    moves = min(MOST_MOVES, CLIMBED_TASKS // max(1, tasks))
+    moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
     return [_fitting_climb(one, moves, seed) for one in candidates]
 
 
 def _fitting_climb(one: Candidate, moves: int, seed: int) -> Candidate:
     """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
-    for _ in range(ATTEMPTS):
+    for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves, seed)
         if order == one.order:
             return one

@@ -1,9 +1,11 @@
 """`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by simulation.
 
     placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
-    for each    cuts that give devices equal work; fates under the limit, for all that a rule has in flight or a share
+    for each    all cuts where there are few, else those that give devices equal work; fates under the limit
+                (`device_fates.py`), for all that a rule has in flight or for fewer micro-batches
     orders      every rule that then fits, W as late as bytes allow, and list scheduling within the room there is
-    then        bounds of the best move, their orders are climbed from, and the simulator has the last word
+    then        bounds of the best move, their orders are climbed from, and the simulator has the last word; it alone
+                knows swaps, which are tried for the orders that come out first
 
 Every rule's best plan and those of other planners (`rivals`) are simulated beside: the answer is not slower than one of
 them. Under a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of all:
@@ -14,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from math import comb
 from operator import sub
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.device_fates import DeviceFates, Moments
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
@@ -44,12 +47,11 @@ from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
-SHARES = (0.7, 0.45, 0.0)
-"""Of what a rule has in flight, what fates make room for, where list scheduling follows and there is a limit; at last
-for one micro-batch."""
+IN_FLIGHT = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Micro-batches of a device's first stage that fates make room for, where list scheduling follows under a limit."""
 ALL_CUTS = 100
 """Cuts of a placement up to which all are begun with."""
 CAPS = (1.5, 2.0, 3.0)
@@ -206,27 +208,76 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
         most = comb(len(cuts) - 2, placed[0].stages - 1)
         first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
         for bounds in first:
-            keeping = Decision.keeping_all(bounds)
             best_s = min((one.step_s for one in every), default=float("inf"))
-            if most > ALL_CUTS or Loads.of(placed[0], keeping).bound_s() < best_s:
-                every += _of_cuts(placed, bounds, fates)
+            few = most <= ALL_CUTS
+            every += _of_cuts(placed, bounds, fates, best_s if few else float("inf"), few=few)
     return every
 
 
 def _of_cuts(
-    placed: Sequence[Problem], bounds: tuple[int, ...], fates: DeviceFates
+    placed: Sequence[Problem],
+    bounds: tuple[int, ...],
+    fates: DeviceFates,
+    below_s: float,
+    *,
+    few: bool,
 ) -> Iterator[Candidate]:
-    """Yields the orders of all rules and lists for fates that fit, be it that fewer are in flight than rules have."""
+    """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
+
+    Args:
+        placed: the problem under each rule of a placement.
+        bounds: of the stages.
+        fates: of that placement.
+        below_s: what no order of a plan is below that is looked at.
+        few: whether there are so few cuts that more ways to make room are looked at.
+    """
+    if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
+        return
     tried: dict[Decision, None] = {}
     for one in placed:
         decision = fates.fastest(one, bounds)
         if decision is not None:
             tried[decision] = None
             yield from ruled(one, decision, fates)
-    shares = SHARES if placed[0].memory_limit_bytes is not None else ()
-    roomy = (fates.fastest(placed[0], bounds, share) for share in shares)
-    for decision in tried | dict.fromkeys(one for one in roomy if one):
-        yield from _listed(placed[0], decision, fates)
+    lists = [(decision, ()) for decision in tried]
+    if placed[0].memory_limit_bytes is not None:
+        for most, moments in _moments(placed[0], few=few):
+            roomy = fates.fastest(placed[0], bounds, moments)
+            lists += [(roomy, most), (roomy, ())][not few :] if roomy else []
+    for decision, most in dict.fromkeys(lists):
+        if Loads.of(placed[0], decision).bound_s() < below_s:
+            yield from _listed(placed[0], decision, fates, most)
+
+
+def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
+    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
+
+    The first are micro-batches in flight by stage.
+
+    All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
+    is whole where there is none.
+    """
+    limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    every = IN_FLIGHT if len(problem.costs.layers) <= FEW_LAYERS else IN_FLIGHT[::3]
+    for first, falling in product((n for n in every if n <= limit), range(1 + few)):
+        half = (first + 1) // 2
+        for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
+            each = [max(1, first - falling * d) for d in range(problem.devices)]
+            full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in each]
+            chunk = [0] * problem.devices
+            most = list[int]()
+            for d in problem.places:
+                most.append(full[d][chunk[d]][0])
+                chunk[d] += 1
+            yield tuple(most), [[moment, *_between(moment)] for moment in full]
+            if few:
+                yield tuple(most), [[moment] for moment in full]
+
+
+def _between(moment: Holding) -> Iterator[Holding]:
+    """Yields a moment with one micro-batch of each stage between the halves of its backward."""
+    for c, (k, _) in enumerate(moment):
+        yield (*moment[:c], (k - 1, 1), *moment[c + 1 :])
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
@@ -245,19 +296,23 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
             yield rules
 
 
-def _listed(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[Candidate]:
+def _listed(
+    problem: Problem, decision: Decision, fates: DeviceFates, most: tuple[int, ...] = ()
+) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads, D = Loads.of(problem, decision), problem.devices
     plain = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in CAPS]
-    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0]
+    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0 and not most]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
-        for patience in PATIENCES:
-            order = Listing(loads, caps, patience).order
+        for patience, eager in product(PATIENCES, (False, True)):
+            order = Listing(loads, caps, patience, eager=eager, most=most).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
+    if most:
+        return
     for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
         yield from fitting(plain, order, f"{name}, in rounds")
     if limited and not problem.schedule.vee:

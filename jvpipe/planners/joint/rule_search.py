@@ -1,7 +1,7 @@
 """Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of the fastest step.
 
-begin       cuts of equal work; those of the surrogate, which knows the links; other planners' plans
-then        bounds of the best of them move, as long as the clock is faster; the simulator has the last word
+begin       cuts of equal work; those of the surrogate, which knows the links; those of the best plan without a limit
+then        bounds of the best move while the clock is faster, then while the simulator is; fates follow
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +35,8 @@ MOVED = 3
 CLIMBED, MOST_PLACES, SIMULATED_TASKS = 3, 3, 300_000
 """Plans whose bounds are moved where the simulator decides, places by which at most, and tasks that are simulated for
 each."""
+FATED_LAYERS = 64
+"""Layers of a model of whose fates so many tasks are worth; of n times as many, n times as many."""
 FEW_LAYERS = 96
 """Layers of a model of which more is tried."""
 REFINED_LAYERS = 256
@@ -246,11 +248,9 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     Under a limit fates are chosen again, for what the order has in flight.
     """
     cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, groups=())).cuts
-    tries = (
-        tasks
-        // sum(map(len, best.order))
-        // (1 if best.problem.memory_limit_bytes is None else FATE_TASKS)
-    )
+    tries = tasks // sum(map(len, best.order))
+    if best.problem.memory_limit_bytes is not None:
+        tries //= FATE_TASKS * max(1, len(best.decision.choices) // FATED_LAYERS)
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
     before, ways, clock = None, [best.fates], _Clock(best)
     for moved in _refitted(own, best.decision, best.decision.bounds, ways):

@@ -25,7 +25,7 @@ STATES = 400_000
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest plan: its seconds, the device of each stage, the fates of their layers, a line of tasks per device."""
+    """The fastest plan: seconds, the device of each stage, the fates of its layers, a line of tasks per device."""
 
     step_s: float
     places: list[int]
@@ -52,7 +52,7 @@ class Stage:
 Times = list[float]
 
 
-class TooLarge(Exception):
+class TooLargeError(Exception):
     """There are more states than are looked at."""
 
 
@@ -131,11 +131,11 @@ class _Schedules:
     ) -> None:
         self.M, self.places, self.plan, self.split = M, places, plan, split
         self.stages, self.devices = range(len(plan)), range(max(places) + 1)
-        self.rooms = [float("inf")] * len(self.devices)
-        for d in self.devices if limit is not None else ():
+        self.rooms = [float("inf") if limit is None else float(limit)] * len(self.devices)
+        for d in self.devices:
             mine = [x.held for x, place in zip(plan, places, strict=True) if place == d]
             beyond = max(x.beyond_halves if split else x.beyond for x in mine)
-            self.rooms[d] = limit - sum(x.static for x in mine) - beyond
+            self.rooms[d] -= sum(x.static for x in mine) + beyond
         self.first_s = [min(x.b, x.i) if split else x.b for x in plan]
         self.back_s = list(accumulate(self.first_s, initial=0.0))
         self.on_s = [sum(x.f for x in plan[s + 1 :]) + self.back_s[-1] for s in self.stages]
@@ -163,7 +163,7 @@ class _Schedules:
         ends: list[list[float]],
         now: float,
     ) -> None:
-        """Goes on from a state: `ends` are those of forwards and of first halves of each stage, `now` the last start."""
+        """Goes on from a state; `ends` are those of forwards and first halves of each stage, `now` the last start."""
         n, M = len(self.plan), self.M
         if min(done[2 * n :]) == M:
             if max(free) < self.best_s:
@@ -176,7 +176,7 @@ class _Schedules:
             return
         self.left -= 1
         if self.left < 0:
-            raise TooLarge
+            raise TooLargeError
         for start, _, s, kind in sorted(self._next(done, free, held, ends, now)):
             x, d = self.plan[s], self.places[s]
             seconds = (x.f, x.i, x.w, x.b)[kind]
