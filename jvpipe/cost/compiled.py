@@ -44,7 +44,7 @@ def with_compiled_bytes(
         ]
         backwards.append([])
         for option in own:
-            kept, _ = left_by(traced.graph, layer, option.fates)
+            kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
             if (like, kept) not in made:
                 made[like, kept] = backward_program(store.layer(body, sorted(kept), later))
             backwards[-1].append(made[like, kept])

@@ -1,11 +1,11 @@
 """The fates of the values that a forward leaves for its backward, resolved from a plan's names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.plan import FATES, Fate, Plan
+from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 
 Edge = tuple[int, int]
 """A stage, and a tensor that it makes or reads."""
@@ -52,10 +52,10 @@ class Fates:
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
         for layer in recomputed:  # what it leaves is recomputed with its outputs, and needs no fate
             fates[layer] = {}
-        left = [left_by(graph, layer, fates.get(layer.id, {})) for layer in graph.layers]
+        left = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
         return Fates(
-            kept=tuple(kept for kept, _ in left),
-            swapped=tuple(swapped for _, swapped in left),
+            kept=tuple(left_by(graph, *of, lambda info: info.saved) for of in left),
+            swapped=tuple(left_by(graph, *of, lambda info: info.away) for of in left),
             recomputed=recomputed,
             away=frozenset(edge for edge, fate in edges.items() if FATES[fate].away),
             dropped=dropped,
@@ -63,23 +63,24 @@ class Fates:
 
 
 def left_by(
-    graph: LayerGraph, layer: Layer, fates: Mapping[str, Fate]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Finds the candidates that a forward saves for its backward, and which of them go to the host in between.
+    graph: LayerGraph,
+    layer: Layer,
+    fates: Mapping[str, Fate],
+    column: Callable[[FateInfo], bool],
+) -> frozenset[str]:
+    """Finds the candidates that a layer's forward leaves, of which a column of the table of fates is true.
 
     Args:
         graph: that has the layer.
         layer: whose candidates have fates.
         fates: by name; what is not named is kept.
+        column: of the table.
     """
-    kept, swapped = set[str](), set[str]()
-    for candidate in layer.candidates:
-        info = FATES[fates.get(f"{graph.label(layer)}/{candidate.name}", Fate.KEEP)]
-        if info.saved:
-            kept.add(candidate.name)
-        if info.away:
-            swapped.add(candidate.name)
-    return frozenset(kept), frozenset(swapped)
+    label = graph.label(layer)
+    names = [candidate.name for candidate in layer.candidates]
+    return frozenset(
+        name for name in names if column(FATES[fates.get(f"{label}/{name}", Fate.KEEP)])
+    )
 
 
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
