@@ -102,3 +102,10 @@ def test_every_match_that_says_never_names_every_kind() -> None:
                 count += 1
                 assert named == {kind.name for kind in Kind}, f"{file}:{node.lineno}"
     assert count >= 2
+
+
+def test_nobody_asks_for_the_name_of_a_schedule_or_a_planner() -> None:
+    names = "|".join(map(re.escape, [*SCHEDULES, *(planner.name for planner in PLANNERS)]))
+    asks = re.compile(rf"(\S+) [!=]= [\"'](?:{names})[\"']")
+    found = [(file, match[1]) for file, text in texts().items() for match in asks.finditer(text)]
+    assert [(file, what) for file, what in found if "replicas" not in what] == []
