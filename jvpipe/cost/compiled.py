@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
-from jvpipe.ir.layers import Layer, LayerGraph
-from jvpipe.ir.plan import FATES, Fate
+from jvpipe.ir.fates import left_by
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program
 from jvpipe.programs.store import Program, ProgramStore
@@ -45,7 +44,7 @@ def with_compiled_bytes(
         ]
         backwards.append([])
         for option in own:
-            kept = _kept(traced.graph, layer, option)
+            kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
             if (like, kept) not in made:
                 made[like, kept] = backward_program(store.layer(body, sorted(kept), later))
             backwards[-1].append(made[like, kept])
@@ -61,13 +60,3 @@ def with_compiled_bytes(
         pairs = zip(own[1:], more, strict=True)
         compiled.append((own[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in pairs)))
     return compiled
-
-
-def _kept(graph: LayerGraph, layer: Layer, option: Option) -> frozenset[str]:
-    """The candidates that a layer's forward leaves for its backward, on the device or on the host."""
-    label = graph.label(layer)
-    return frozenset(
-        c.name
-        for c in layer.candidates
-        if FATES[option.fates.get(f"{label}/{c.name}", Fate.KEEP)].saved
-    )

@@ -1,11 +1,14 @@
 """The fates of the values that a forward leaves for its backward, resolved from a plan's names."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.plan import FATES, Fate, Plan
+from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
+
+Edge = tuple[int, int]
+"""A stage, and a tensor that it makes or reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +17,14 @@ class Fates:
 
     `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
     host in between. `recomputed` are layers whose forward runs once more before the backward of what reads their
-    outputs.
-    `edges[stage, tensor]` are those that are swapped or recomputed; all others are kept.
+    outputs. `away` are edges that go to the host in between, `dropped` those that their stage recomputes.
     """
 
     kept: tuple[frozenset[str], ...]
     swapped: tuple[frozenset[str], ...]
     recomputed: frozenset[int]
-    edges: Mapping[tuple[int, int], Fate]
+    away: frozenset[Edge]
+    dropped: frozenset[Edge]
 
     @staticmethod
     def of(graph: LayerGraph, plan: Plan) -> "Fates":
@@ -38,44 +41,73 @@ class Fates:
             ValueError: a fate for a name that the stage does not know, or a tensor to recompute that its stage
                 does not make.
         """
-        kept = [frozenset(c.name for c in layer.candidates) for layer in graph.layers]
-        swapped: list[frozenset[str]] = [frozenset()] * len(kept)
-        edges: dict[tuple[int, int], Fate] = {}
-        for s, stage in enumerate(plan.stages):
-            inside = set(stage.layers)
-            candidates = {
-                f"{graph.label(layer)}/{c.name}": (layer.id, c.name)
-                for layer in (graph.layers[i] for i in stage.layers)
-                for c in layer.candidates
-            }
-            tensors = {
-                t.array.name: i
-                for i, t in enumerate(graph.tensors)
-                if inside & {t.producer, *t.readers}
-            }
-            for name, fate in ((name, Fate(fate)) for name, fate in stage.fates.items()):
-                if name in candidates:
-                    layer, candidate = candidates[name]
-                    if FATES[fate].away:
-                        swapped[layer] |= {candidate}
-                    if not FATES[fate].saved:
-                        kept[layer] -= {candidate}
-                elif name in tensors:
-                    producer = graph.tensors[tensors[name]].producer
-                    if FATES[fate].again and producer not in inside:
-                        raise ValueError(
-                            f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
-                        )
-                    if fate is not Fate.KEEP:
-                        edges[s, tensors[name]] = fate
-                else:
-                    raise ValueError(
-                        did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors])
-                    )
-        recomputed = frozenset(
-            graph.tensors[t].producer for (_, t), fate in edges.items() if FATES[fate].again
+        typed = [{name: Fate(fate) for name, fate in stage.fates.items()} for stage in plan.stages]
+        plan = replace(  # users write fates as text, too
+            plan,
+            stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, typed, strict=True)),
         )
-        for layer in recomputed:  # what a layer leaves is recomputed with its outputs
-            kept[layer] = frozenset(c.name for c in graph.layers[layer].candidates)
-            swapped[layer] = frozenset()
-        return Fates(tuple(kept), tuple(swapped), recomputed, edges)
+        edges = _fates_of_edges(graph, plan)
+        dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
+        recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
+        fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
+        for layer in recomputed:  # what it leaves is recomputed with its outputs, and needs no fate
+            fates[layer] = {}
+        left = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
+        return Fates(
+            kept=tuple(left_by(graph, *of, lambda info: info.saved) for of in left),
+            swapped=tuple(left_by(graph, *of, lambda info: info.away) for of in left),
+            recomputed=recomputed,
+            away=frozenset(edge for edge, fate in edges.items() if FATES[fate].away),
+            dropped=dropped,
+        )
+
+
+def left_by(
+    graph: LayerGraph,
+    layer: Layer,
+    fates: Mapping[str, Fate],
+    column: Callable[[FateInfo], bool],
+) -> frozenset[str]:
+    """Finds the candidates that a layer's forward leaves, of which a column of the table of fates is true.
+
+    Args:
+        graph: that has the layer.
+        layer: whose candidates have fates.
+        fates: by name; what is not named is kept.
+        column: of the table.
+    """
+    label = graph.label(layer)
+    names = [candidate.name for candidate in layer.candidates]
+    return frozenset(
+        name for name in names if column(FATES[fates.get(f"{label}/{name}", Fate.KEEP)])
+    )
+
+
+def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
+    """Finds the edges that a plan names; raises ValueError where it names what a stage does not know or make."""
+    fates: dict[Edge, Fate] = {}
+    for s, stage in enumerate(plan.stages):
+        layers = [graph.layers[i] for i in stage.layers]
+        candidates = [
+            f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates
+        ]
+        inside = set(stage.layers)
+        tensors = {
+            t.array.name: i
+            for i, t in enumerate(graph.tensors)
+            if inside & {t.producer, *t.readers}
+        }
+        for name, fate in stage.fates.items():
+            if name in candidates:
+                continue
+            if name not in tensors:
+                raise ValueError(
+                    did_you_mean(f"tensor of stage {s}", name, [*candidates, *tensors])
+                )
+            producer = graph.tensors[tensors[name]].producer
+            if FATES[fate].again and producer not in inside:
+                raise ValueError(
+                    f"stage {s} cannot recompute '{name}': it comes from layer {producer} of another stage"
+                )
+            fates[s, tensors[name]] = fate
+    return fates

@@ -29,14 +29,14 @@ class FateInfo:
     """
 
     saved: bool
-    away: bool = False
-    again: bool = False
+    away: bool
+    again: bool
 
 
 FATES: dict[Fate, FateInfo] = {
-    Fate.KEEP: FateInfo(saved=True),
-    Fate.SWAP: FateInfo(saved=True, away=True),
-    Fate.RECOMPUTE: FateInfo(saved=False, again=True),
+    Fate.KEEP: FateInfo(saved=True, away=False, again=False),
+    Fate.SWAP: FateInfo(saved=True, away=True, again=False),
+    Fate.RECOMPUTE: FateInfo(saved=False, away=False, again=True),
 }
 """The one table of fates."""
 MOST_LAYERS = 1_000_000

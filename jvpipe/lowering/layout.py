@@ -8,7 +8,7 @@ from typing import assert_never
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, SplitSignature
-from jvpipe.ir.plan import FATES, Fate, Plan
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import Value, ValueKind
 
 
@@ -70,8 +70,8 @@ class MicrobatchLayout:
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
         """Tells whether a layer's stage drops an edge after the forward, to recompute it for the backward."""
-        fate = self.fates.edges.get((self.stage[layer.id], ref.index), Fate.KEEP)
-        return ref.kind is ValueKind.TENSOR and FATES[fate].again
+        edge = self.stage[layer.id], ref.index
+        return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
     def swapped(self, stage: int, m: int) -> list[Value]:
         """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
@@ -85,10 +85,8 @@ class MicrobatchLayout:
             if array.name in self.fates.swapped[layer.id]
         ]
         wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
-        swapped = (
-            t for (s, t), fate in self.fates.edges.items() if s == stage and FATES[fate].away
-        )
-        edges = (t for t in swapped if self._stages_at(stage, t) == {stage})
+        away = [t for s, t in sorted(self.fates.away) if s == stage]
+        edges = [t for t in away if self._stages_at(stage, t) == {stage}]
         return values + [
             Value(ValueKind.TENSOR, t, microbatch=m)
             for t in edges

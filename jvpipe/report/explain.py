@@ -6,7 +6,7 @@ from typing import Any
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.columns import columns
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.plan import FATES, Fate, Plan, Stage
+from jvpipe.ir.plan import Fate, Plan, Stage
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import PLANNERS
@@ -128,6 +128,7 @@ def _fates(graph: LayerGraph, i: int, fates: Mapping[str, Fate]) -> str:
     layer = graph.layers[i]
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
-    by_fate = {fate: [n for n in names if fates.get(n) == fate] for fate in FATES}
-    del by_fate[Fate.KEEP]
+    by_fate = {
+        fate: [n for n in names if fates.get(n) == fate] for fate in Fate if fate is not Fate.KEEP
+    }
     return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in by_fate.items() if chosen)

@@ -18,7 +18,6 @@ from jvpipe._jax import first_of
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref
-from jvpipe.ir.plan import FATES, Fate
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs import weights
@@ -160,8 +159,8 @@ class Replay:
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
         """Reads for a backward what its forward read: recomputed if it was dropped."""
-        fate = self._fates.edges.get((self._stage[layer.id], ref.index), Fate.KEEP)
-        if ref.kind == ValueKind.TENSOR and FATES[fate].again:
+        edge = self._stage[layer.id], ref.index
+        if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
             return self._run_again(producer)[producer.writes.index(ref)]
         return self._read(layer, ref, Kind.B)

@@ -22,7 +22,7 @@ NOT_RUN = {
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
-LANGUAGES = {"python", "sh", "toml", "yaml", "{toctree}", "{eval-rst}"}
+LANGUAGES = {"python", "diff", "sh", "toml", "yaml", "{toctree}", "{eval-rst}"}
 
 
 def test_what_is_not_run_says_why() -> None:

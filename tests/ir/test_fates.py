@@ -19,7 +19,7 @@ def fates(cuts: list[int], **of_first: str) -> Fates:
 
 
 def test_what_is_not_named_is_kept() -> None:
-    assert fates([3]) == Fates((MADE,) * 3, (frozenset(),) * 3, frozenset(), {})
+    assert fates([3]) == Fates((MADE,) * 3, (frozenset(),) * 3, *(frozenset(),) * 3)
     assert fates([3], first_made="keep", t0="keep") == fates([3])
 
 
@@ -32,18 +32,16 @@ def test_a_swapped_residual_is_saved_and_a_recomputed_one_is_not() -> None:
 def test_a_recomputed_edge_runs_its_maker_again_which_then_leaves_all() -> None:
     resolved = fates([3], t0="recompute", first_made="swap")
     assert resolved.recomputed == {0}
-    assert resolved.edges == {(0, 0): Fate.RECOMPUTE}
+    assert resolved.dropped == {(0, 0)}
     assert (resolved.kept[0], resolved.swapped[0]) == (MADE, frozenset())
 
 
 def test_an_edge_that_comes_from_elsewhere_can_be_swapped_and_not_recomputed() -> None:
     plan = layout([1, 2]).plan
-    first, second = (replace(stage, fates={"t0": "swap"}) for stage in plan.stages)
-    assert Fates.of(GRAPH, replace(plan, stages=(first, second))).edges == {
-        (0, 0): Fate.SWAP,
-        (1, 0): Fate.SWAP,
-    }
-    second = replace(second, fates={"t0": "recompute"})
+    first, second = (replace(stage, fates={"t0": Fate.SWAP}) for stage in plan.stages)
+    resolved = Fates.of(GRAPH, replace(plan, stages=(first, second)))
+    assert resolved.away == {(0, 0), (1, 0)}
+    second = replace(second, fates={"t0": Fate.RECOMPUTE})
     with pytest.raises(
         ValueError, match="stage 1 cannot recompute 't0': it comes from layer 0 of another stage"
     ):

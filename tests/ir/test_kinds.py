@@ -1,4 +1,4 @@
-"""Kinds are told apart by their tables, or so that an unknown one is refused; docs/kinds.md lists where."""
+"""Kinds are told apart by their tables, or so that an unknown one is refused; docs/adding_a_kind.md says where."""
 
 import ast
 import re
