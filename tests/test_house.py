@@ -18,6 +18,7 @@ FLOORS = (
     "pipeline",
     "session",
     "report",
+    "exports",
     "papers",
     "profiles",
     "planners",

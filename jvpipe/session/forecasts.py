@@ -90,7 +90,7 @@ class Forecast:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
         best = self.answers[0]
         assert best.plan is not None
-        return replace(best.plan, splits=best.splits)
+        return replace(best.plan, splits=best.splits, outline=self.problem.costs.outline)
 
     @cached_property
     def held_bytes(self) -> list[int]:
