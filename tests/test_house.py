@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "jvpipe"
 FLOORS = (
     "__main__",  # shells
+    "command",
     "cli",
     "__init__",
     "replay",

@@ -1,6 +1,7 @@
 """The wheel holds jvpipe with jvpipe.models and nothing else; beside the core's packages alone it works."""
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,7 +68,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = source / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
+    shutil.copytree(ROOT / "releasing", source / "releasing")
+    build = "import sys; sys.path.append('releasing'); import build_readme; "
+    build += "build_readme.build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", build, str(out)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (path,) = out.glob("*.whl")

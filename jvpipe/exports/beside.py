@@ -52,13 +52,14 @@ def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
     known = {name for option in options for name in option.fates}
     fates = {name: fate for name, fate in dropped.items() if name in known}
     into = [x.name for x in costs.edges if x.producer == layer - 1 and layer in x.readers]
-    if into and all(dropped.get(name) == Fate.RECOMPUTE for name in into):
+    out = [x.name for x in costs.edges if x.producer == layer]
+    if any(dropped.get(name) == Fate.RECOMPUTE for name in into):
         return RECOMPUTE_CHAIN
+    if any(dropped.get(name) == Fate.RECOMPUTE for name in out):
+        return RECOMPUTE  # whoever reads what it makes has it made once more
     for number, option in enumerate(options):
         if dict(option.fates) == fates:
             return number
-    if fates and set(fates) == set(options[-1].fates) and set(fates.values()) == {Fate.RECOMPUTE}:
-        return RECOMPUTE
     raise ValueError(f"layer {layer} ({costs.layers[layer].name}) has no choice with fates {fates}")
 
 

@@ -44,14 +44,10 @@ def mark(value, after):
 
 SCHEDULE = Planned(num_stages=len(MARKS))
 '''
-_HEAD = """import dataclasses
-import re
-
-import jaxpp.api as jaxpp
-from jaxpp.schedules import Task
-from jaxpp.types import TaskType
-
-"""
+_HEAD = (
+    "import dataclasses\nimport re\n\n"
+    "import jaxpp.api as jaxpp\nfrom jaxpp.schedules import Task\nfrom jaxpp.types import TaskType\n\n"
+)
 
 
 def write(plan: Plan, outline: Outline) -> str:

@@ -64,7 +64,7 @@ def stack_of(outline: Outline, strict: bool = True) -> Stack:
 def _check_alike(outline: Outline, stack: Stack) -> None:
     """Raises ValueError unless all blocks have as many values, and about as many bytes.
 
-    The last one may have a norm more, which stands before the head: a trace has it in the layer that ends the block.
+    The last one may have more, a norm or a gather before the head: a trace has these in the layer that ends the block.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values, sizes = (
@@ -72,7 +72,9 @@ def _check_alike(outline: Outline, stack: Stack) -> None:
         [sum(layer.parameter_bytes for layer in block) for block in blocks],
     )
     for k in range(1, len(blocks)):
-        if values[k] != values[0] or abs(sizes[k] - sizes[0]) > _NORM * sizes[0]:
+        ends = k == len(blocks) - 1 and len(values[k]) == len(values[0])
+        alike = values[k] == values[0] or (ends and values[k][:-1] == values[0][:-1])
+        if not alike or abs(sizes[k] - sizes[0]) > _NORM * sizes[0]:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 

@@ -1,10 +1,15 @@
 """What formats say of a plan, what they refuse, and what of theirs is read."""
 
+import re
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 
+from jvpipe import Forecast, models, plan_for
+from jvpipe.cli.plan import main
+from jvpipe.exports.beside import judged
 from jvpipe.exports.registry import FORMATS, find_format
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules import find_schedule
@@ -188,3 +193,66 @@ def test_formats_and_models_that_are_not_known_are_named() -> None:
         plan(EVEN).export("megatorn")
     with pytest.raises(ValueError, match="does not know its model's layers"):
         Plan.from_cuts([1, 1]).export("megatron")
+
+
+def of_tiny_llama(*options: str) -> int:
+    base = ["--model", "llama", "--size", "tiny", "--stages", "2", "--hardware", "h100"]
+    return main([*base, *options])
+
+
+def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert of_tiny_llama("--export", "megatron") == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == "# jvpipe megatron 1"
+    (tmp_path / "layout.txt").write_text("Et|t*3L")
+    assert of_tiny_llama("--import", f"megatron:{tmp_path / 'layout.txt'}") == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"megatron: .* ms, .* GiB; jvpipe: .*; gain .* ms \(.*%\), .* GiB", told)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--export", "megatorn"], "error: unknown format 'megatorn'"),
+        (["--export", "maxtext"], "error: maxtext cannot say all of this plan; lost would be"),
+        (["--lossy"], "error: --lossy is for --export"),
+        (["--import", "megatron"], "error: --import megatron: give FORMAT:FILE"),
+        (["--import", "megatron:nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_the_command_names_mistakes_in_one_line(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert of_tiny_llama(*options) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert told in error
+
+
+def test_what_is_imported_is_simulated_as_planners_do() -> None:
+    """Our own plan, through a file, takes what it took; everything computed again takes longer and holds less."""
+    found = small_forecast()
+    own = judged(found.problem, found.plan)
+    text = found.plan.export("megatron")
+    outline_there = found.plan.outline
+    assert outline_there is not None
+    assert judged(found.problem, find_format("megatron").load(text, outline_there)) == own
+    full = "\n--recompute-granularity full --recompute-method uniform --recompute-num-layers 1\n"
+    again_all = judged(found.problem, find_format("megatron").load(text + full, outline_there))
+    assert again_all.step_s > own.step_s
+    assert again_all.peak_bytes < own.peak_bytes
+
+
+def small_forecast() -> Forecast:
+    work = models.load("bert", "mini")
+    batch = work.abstract_batch(64)
+    more = {"has_aux": work.has_aux, "has_state": work.has_state, "planner": "even"}
+    found = plan_for(work.loss_fn, work.init, batch, 2, hardware="h100", microbatches=4, **more)
+    assert isinstance(found, Forecast)
+    cuts = [5, 6]  # between blocks, of which the embedding's stage has two
+    return replace(found, answers=(replace(found.answers[0], plan=given_cuts(found, cuts)),))
+
+
+def given_cuts(found: Forecast, cuts: list[int]) -> Plan:
+    return Plan.from_cuts(cuts, schedule="1f1b", outline=found.problem.costs.outline)
