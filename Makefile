@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 DEVELOPS := $(VENV)/.develops
 
-.PHONY: bert test thorough docs wheel clean
+.PHONY: bert test thorough peers docs wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,11 +33,21 @@ test: $(DEVELOPS)
 thorough: $(DEVELOPS)
 	$(BIN)/pytest --thorough
 
+# Environments of other systems, whose parsers read our exports; what cannot be had is left out, and its tests are skipped.
+peers:
+	for peer in torch megatron; do $(PYTHON) -m venv build/peers/$$peer; done
+	-build/peers/torch/bin/python -m pip install torch==2.13.0
+	-build/peers/megatron/bin/python -m pip install --no-deps megatron-core && \
+		build/peers/megatron/bin/python -m pip install torch==2.13.0 numpy
+	-test -n "$(JAXPP)" && $(PYTHON) -m venv build/peers/jaxpp && build/peers/jaxpp/bin/python -m pip install "$(JAXPP)"
+
 docs: $(DEVELOPS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going docs build/docs
 
 wheel: $(DEVELOPS)
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,8 +1,8 @@
-"""`python -m jvpipe`: says what there is to run."""
+"""`python -m jvpipe`: the command, as `jvpipe` is."""
 
 import sys
 
-from jvpipe.cli.shell import run
+from jvpipe.command import main
 
 if __name__ == "__main__":
-    sys.exit(run("overview"))
+    sys.exit(main())

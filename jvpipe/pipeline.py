@@ -1,6 +1,7 @@
 """The facade: checks what the user gives. Pytrees end here; below are flat arrays per layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jvpipe._jax import Device
 from jvpipe.ir.given import check_callback, checked_flags, checked_frozen, checked_path
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.sizes import parse_bytes, parse_limits
@@ -222,7 +224,9 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The plan in use, with the layers and devices of each stage and the fates of its residuals."""
-        return self.session.compiled.plan
+        session = self.session
+        outline = outline_of(session.graph, session.settings.microbatches)
+        return replace(session.compiled.plan, outline=outline)
 
     def explain(self) -> str:
         """Says what runs where, what it costs and why."""

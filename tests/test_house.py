@@ -12,12 +12,14 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "jvpipe"
 FLOORS = (
     "__main__",  # shells
+    "command",
     "cli",
     "__init__",
     "replay",
     "pipeline",
     "session",
     "report",
+    "exports",
     "papers",
     "profiles",
     "planners",

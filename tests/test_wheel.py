@@ -1,6 +1,7 @@
 """The wheel holds jvpipe with jvpipe.models and nothing else; beside the core's packages alone it works."""
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,7 +68,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = source / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
+    shutil.copytree(ROOT / "releasing", source / "releasing")
+    build = "import sys; sys.path.append('releasing'); import build_readme; "
+    build += "build_readme.build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", build, str(out)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (path,) = out.glob("*.whl")
@@ -187,3 +190,50 @@ def test_the_environment_is_that_of_the_core(python: Path) -> None:
         "tensorstore",
         "scipy",
     }
+
+
+FIVE = """
+import jax, jax.numpy as jnp, numpy as np, optax, jvpipe
+def loss_fn(params, batch, rng):
+    for w in params:
+        batch = jnp.tanh(batch @ w)
+    return jnp.mean(batch**2)
+
+params, batches = [jnp.eye(4)] * 8, [np.ones((8, 4), np.float32)] * 2
+batch = batches[0]
+pipe = jvpipe.Pipeline(loss_fn, optax.adamw(1e-3), stages=4, microbatches=8, memory_limit="16GiB")
+state = pipe.init(params, batch, jax.random.key(0))
+for batch in batches:
+    state, metrics = pipe.step(state, batch)  # returns at once; reading metrics["loss"] waits
+print(pipe.explain())  # what runs where, what it holds, and why
+"""
+
+
+@pytest.mark.thorough
+def test_a_wheel_in_an_empty_environment_has_the_command_plans_and_trains(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """With pip and a registry: skipped where there is none."""
+    venv.create(tmp_path / "env", with_pip=True)
+    pip = [str(tmp_path / "env/bin/python"), "-m", "pip", "install", "--quiet"]
+    done = subprocess.run([*pip, f"{wheel}[cli,models]"], capture_output=True, text=True)
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip("no registry of packages is reached")
+    assert done.returncode == 0, done.stderr
+    flags = "--xla_force_host_platform_device_count=4"
+    where = {"cwd": tmp_path, "env": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PATH": ""}}
+
+    def told(*command: str) -> str:
+        call = [str(tmp_path / "env/bin" / command[0]), *command[1:]]
+        ran = subprocess.run(call, capture_output=True, text=True, timeout=300, **where)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    assert told("jvpipe", "--version").startswith("jvpipe ")
+    plan = ("plan", "--model", "bert", "--size", "mini", "--stages", "2", "--hardware", "h100")
+    assert "--pipeline-model-parallel-layout" in told(
+        "jvpipe", *plan, "--export", "megatron", "--lossy"
+    )
+    assert "stage 3" in told("python", "-c", FIVE)
+    readme = (ROOT / "README.md").read_text()
+    assert "\n".join(FIVE.strip().splitlines()[-5:]) in readme

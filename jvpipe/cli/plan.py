@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -12,6 +13,8 @@ from jvpipe.cli.named import parsed
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.plan_options import Options, check
 from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.exports.beside import beside, judged
+from jvpipe.exports.registry import find_format
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
@@ -28,12 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    forecast.show(Console(width=160))
+    piped = options.export is not None and ":" not in options.export
+    forecast.show(Console(width=160, stderr=piped))  # what is exported is alone on stdout
     if not forecast.fits:
         print("no plan:", forecast.why_not(), file=sys.stderr)
     try:
         _write(options, forecast)
-    except OSError as mistake:
+        _exchange(options, forecast)
+    except (ValueError, OSError) as mistake:
         return _error(mistake)
     return 0 if forecast.fits else 1
 
@@ -84,6 +89,25 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     return asked(
         problem if cluster is None else on_cluster(problem, cluster), names, str(options.graph)
     )
+
+
+def _exchange(options: Options, forecast: Forecast) -> None:
+    """Writes the plan for another system, and puts the layout of another one beside it."""
+    if options.import_ is not None:
+        if forecast.problem.replicated or forecast.problem.costs.outline is None:
+            raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
+        format, _, file = options.import_.partition(":")
+        plan = find_format(format).load(Path(file).read_text(), forecast.problem.costs.outline)
+        theirs, ours = (judged(forecast.problem, each) for each in (plan, forecast.plan))
+        print(beside(format, theirs, ours))
+    if options.export is not None and forecast.fits:
+        format, _, file = options.export.partition(":")
+        text = forecast.plan.export(format, options.lossy)
+        if not file:
+            print(text, end="")
+            return
+        with writing("--export", file) as path:
+            path.write_text(text)
 
 
 def _write(options: Options, forecast: Forecast) -> None:

@@ -1,10 +1,12 @@
 """The options of `python -m jvpipe.plan`, and the checks of them that need no planner."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
 from jvpipe.cli.outputs import check_outputs
+from jvpipe.exports.registry import find_format
 from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
@@ -65,6 +67,13 @@ class Options:
     """A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
+    export: str | None = None
+    """FORMAT[:FILE] writes the plan for another system, to stdout without a file: megatron, torchtitan,
+    torch-csv, maxtext or jaxpp."""
+    lossy: bool = False
+    """With --export: what the format cannot say is lost, and told in a comment."""
+    import_: Annotated[str | None, tyro.conf.arg(name="import")] = None
+    """FORMAT:FILE simulates the layout of another system beside the plan."""
     json: str | None = None
     """Writes the plan to this file; of several planners all plans, the best first."""
     timeline: str | None = None
@@ -117,9 +126,26 @@ def check(options: Options) -> list[str]:
         schedule.check(stages, options.microbatches or MICROBATCHES)
         limits_of_each(parse_limits(options.memory_limit), stages)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
-    check_outputs(outputs, {"--graph": options.graph, "--hardware": options.hardware})
+    outputs["--export"], imported = _files(options)
+    inputs = {"--graph": options.graph, "--hardware": options.hardware, "--import": imported}
+    check_outputs(outputs, inputs)
     if options.figure is not None:
         with extra("figures"):
             from jvpipe.report.figures import check_format
         check_format(options.figure)
     return names
+
+
+def _files(options: Options) -> tuple[str | None, str | None]:
+    """The files of --export and --import. Raises ValueError for formats that there are not, and options without one."""
+    export, _, target = (options.export or "").partition(":")
+    format, _, source = (options.import_ or "").partition(":")
+    for name in filter(None, (export, format)):
+        find_format(name)
+    if options.lossy and not export:
+        raise ValueError("--lossy is for --export: give a format")
+    if format and not source:
+        raise ValueError(
+            f"--import {options.import_}: give FORMAT:FILE, such as megatron:layout.txt"
+        )
+    return target or None, source or None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
+from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import FATES, Fate
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class Costs:
 
     `together` are groups of layers that must share a stage. `ids` are what the layers are called outside: the nodes
     of a graph file, or the ids of a layer graph. Model state goes through the groups of layers in `carried` on its way
-    to the next micro-batch: they share a stage where a device runs several.
+    to the next micro-batch: they share a stage where a device runs several. `outline` is what exports must know.
     """
 
     layers: tuple[LayerCost, ...]
@@ -142,6 +143,7 @@ class Costs:
     together: tuple[tuple[int, ...], ...] = ()
     ids: tuple[int, ...] = ()
     carried: tuple[tuple[int, ...], ...] = ()
+    outline: Outline | None = field(default=None, compare=False, repr=False)
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
         """The edges that layers [i, j) make or read, each once."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.outline import outline_of
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.optimizer import OptimizerCut
@@ -87,7 +88,8 @@ def costs_of(
         for t in graph.tensors
     )
     ids = tuple(layer.id for layer in graph.layers)
-    return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, carried=carried(graph))
+    told = {"carried": carried(graph), "outline": outline_of(graph, microbatches)}
+    return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, **told)
 
 
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:

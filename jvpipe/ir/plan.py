@@ -1,7 +1,7 @@
 """A plan: which layers run on which devices, each tensor's fate, and the schedule."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -10,6 +10,8 @@ from typing import Any
 
 from jvpipe.ir.brief import brief
 from jvpipe.ir.given import checked_flags, checked_path, is_whole, several, whole_numbers
+from jvpipe.ir.names import did_you_mean
+from jvpipe.ir.outline import Outline
 
 
 class Fate(StrEnum):
@@ -63,7 +65,8 @@ class Plan:
     With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
     places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves. `tasks`
     are those of each device in order, as text (none: as the schedule's rule has them); where they split backwards,
-    those of the layers in `unsplit` stay whole.
+    those of the layers in `unsplit` stay whole. `outline` is what exporting it must know of its model; it is no part of
+    the plan, and is not saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -76,6 +79,7 @@ class Plan:
     splits: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
     unsplit: tuple[int, ...] = ()
+    outline: Outline | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def from_cuts(
@@ -225,7 +229,23 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Turns the plan into plain data, as JSON knows it."""
-        return asdict(self)
+        data = asdict(replace(self, outline=None))
+        del data["outline"]
+        return data
+
+    def export(self, format: str, lossy: bool = False) -> str:
+        """Writes the plan for another system: docs/export.md says what each can say.
+
+        Args:
+            format: "megatron", "torchtitan", "torch-csv", "maxtext" or "jaxpp".
+            lossy: write the nearest that can be said, and what is lost in a comment.
+
+        Raises:
+            ValueError: the format cannot say all of it; the message names what would be lost.
+        """
+        if format not in EXPORTS:
+            raise ValueError(did_you_mean("format", format, list(EXPORTS)))
+        return EXPORTS[format](self, lossy)
 
     @staticmethod
     def from_json(data: Any) -> "Plan":
@@ -273,6 +293,10 @@ class Plan:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not a plan that jvpipe saved: {error}") from error
+
+
+EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
+"""How a plan is written in each format: `jvpipe.exports` fills it, whose floor is above this one."""
 
 
 def _stage(s: int, data: Any) -> Stage:

@@ -94,7 +94,7 @@ class Forecast:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
         best = self.answers[0]
         assert best.plan is not None
-        return replace(best.plan, splits=best.splits)
+        return replace(best.plan, splits=best.splits, outline=self.problem.costs.outline)
 
     @property
     def microbatches(self) -> int:

@@ -1,0 +1,1 @@
+"""Plans in the words of other systems, and their default layouts beside ours."""

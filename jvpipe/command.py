@@ -1,0 +1,14 @@
+"""`jvpipe`: the command `jvpipe train | plan | --version`, the shell of `jvpipe.cli.overview`."""
+
+import sys
+from importlib.metadata import version
+
+
+def main() -> int:
+    """Runs it; the version is told without any extra."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"jvpipe {version('jvpipe')}")
+        return 0
+    from jvpipe.cli.shell import run
+
+    return run("overview")

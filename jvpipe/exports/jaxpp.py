@@ -1,0 +1,104 @@
+"""JaxPP's marks and schedule: a Python file whose tables are literals, and the few lines that tell JaxPP."""
+
+import ast
+from itertools import accumulate, pairwise
+from typing import Any
+
+from jvpipe.exports.format import Format, lists_for, with_lists
+from jvpipe.exports.torch_csv import RULES
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.outline import Outline
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.task import Task, text
+from jvpipe.schedules.halves import merged
+
+_CODE = '''
+
+@dataclasses.dataclass(frozen=True)
+class Planned(jaxpp.BaseSchedule):
+    """The order of tasks, device by device."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        split = any("I" in line for line in ORDER)
+        object.__setattr__(self, "is_partial_bwd", split)
+
+    def get_mpmd_idx(self, stage_id):
+        return DEVICES[stage_id]
+
+    def tasks(self, n_mubatches):
+        assert n_mubatches == MICROBATCHES
+        return [[_task(word) for word in line.split()] for line in ORDER]
+
+
+def _task(word):
+    stage, kind, microbatch = re.fullmatch(r"(\\d+)([FBIW])(\\d+)", word).groups()
+    kinds = {"F": TaskType.FWD, "B": TaskType.BWD, "I": TaskType.BWD_I, "W": TaskType.BWD_W}
+    return Task.make(int(stage), int(microbatch), kinds[kind])
+
+
+def mark(value, after):
+    """Call it with what each layer returns, and the layer's name."""
+    return jaxpp.mark_stage_end(value) if after in MARKS else value
+
+
+SCHEDULE = Planned(num_stages=len(MARKS))
+'''
+_HEAD = (
+    "import dataclasses\nimport re\n\n"
+    "import jaxpp.api as jaxpp\nfrom jaxpp.schedules import Task\nfrom jaxpp.types import TaskType\n\n"
+)
+
+
+def write(plan: Plan, outline: Outline) -> str:
+    """The file: each stage's last layer is marked."""
+    names = [layer.name for layer in outline.layers]
+    marks = [names[end - 1] for end in accumulate(plan.cuts)]
+    lists = lists_for(plan, outline.microbatches)
+    if any(task.kind in (Kind.I, Kind.W) for tasks in lists for task in tasks):
+        lists = tuple(tuple(part for task in tasks for part in _halves(task)) for tasks in lists)
+    tables = {
+        "MICROBATCHES": outline.microbatches,
+        "MARKS": marks,
+        "DEVICES": [stage.devices[0] for stage in plan.stages],
+        "ORDER": [text(tasks) for tasks in lists],
+    }
+    body = "".join(f"{name} = {value!r}\n" for name, value in tables.items())
+    return _HEAD + body + _CODE
+
+
+def _halves(task: Task) -> tuple[Task, ...]:
+    """The first stage's whole backward as JaxPP wants it where others are split: I and W, one after the other."""
+    if task.kind == Kind.B:
+        return task._replace(kind=Kind.I), task._replace(kind=Kind.W)
+    return (task,)
+
+
+def read(text: str, outline: Outline) -> Plan:
+    """Reads the tables; nothing of the file is run."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"this is no Python: {error.msg} in line {error.lineno}") from None
+    tables = dict[str, Any]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                tables[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    if missing := [name for name in ("MARKS", "DEVICES", "ORDER") if name not in tables]:
+        raise ValueError(f"the file lacks {', '.join(missing)}, as literals")
+    names = [layer.name for layer in outline.layers]
+    if unknown := [mark for mark in tables["MARKS"] if mark not in names]:
+        raise ValueError(f"the mark '{unknown[0]}' is after no layer of the model")
+    ends = [0, *(1 + names.index(mark) for mark in tables["MARKS"])]
+    if ends[-1] != len(names) or sorted(set(ends)) != ends:
+        raise ValueError(f"the marks must go up to the last layer, '{names[-1]}', in order")
+    counts = [b - a for a, b in pairwise(ends)]
+    plan = Plan.from_cuts(counts, tables["DEVICES"], outline=outline)
+    lists = tuple(tuple(map(Task.parse, line.split())) for line in tables["ORDER"])
+    return with_lists(plan, merged(lists), RULES)
+
+
+JAXPP = Format("jaxpp", write, read)

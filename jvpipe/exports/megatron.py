@@ -1,0 +1,98 @@
+"""Megatron-LM's options: `E` embedding, `t` a block, `L` head and loss, `|` between stages.
+
+Stages go round the ranks, chunk after chunk. `full` recomputation by `block` keeps the inputs of the first blocks of
+each stage alone.
+"""
+
+import re
+import shlex
+
+from jvpipe.exports.format import Format
+from jvpipe.exports.stack import Layout, layout_of, plan_of
+from jvpipe.ir.outline import Outline
+from jvpipe.ir.plan import Plan
+
+SCHEDULES = ("1f1b", "interleaved")
+_WORD = re.compile(r"\(([^)]+)\)\*(\d+)|([EtL|])(?:\*(\d+))?")
+_MOST = 10**6
+
+
+def write(plan: Plan, outline: Outline) -> str:
+    """The options of the nearest layout."""
+    layout = layout_of(plan, outline, SCHEDULES)
+    stages = ["t" * count if count < 2 else f"t*{count}" for count in layout.counts]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    options = {
+        "num-layers": sum(layout.counts),
+        "pipeline-model-parallel-size": layout.devices,
+        "pipeline-model-parallel-layout": shlex.quote("|".join(stages)),
+    }
+    if layout.again:
+        options |= {"recompute-granularity": "full", "recompute-method": "block"}
+        options["recompute-num-layers"] = layout.again
+    return "".join(f"--{name} {value}\n" for name, value in options.items())
+
+
+def read(text: str, outline: Outline) -> Plan:
+    """Reads options, or a layout alone (then there are as many ranks as stages)."""
+    words = shlex.split(text, comments=True)
+    if len(words) == 1 and not words[0].startswith("--"):
+        words = ["--pipeline-model-parallel-layout", words[0]]
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    if "--pipeline-model-parallel-layout" not in options:
+        raise ValueError("there is no --pipeline-model-parallel-layout among these options")
+    stages = _unrolled(options["--pipeline-model-parallel-layout"]).split("|")
+    joined = "".join(stages)
+    if not re.fullmatch("Et*L", joined):
+        raise ValueError(f"the layout must be one E, blocks t and one L, it is '{joined}'")
+    devices = _number(options, "--pipeline-model-parallel-size", len(stages))
+    chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
+    if rest or chunks > 2:
+        raise ValueError(
+            f"{len(stages)} stages on {devices} ranks: there can be one or two for each"
+        )
+    rule = SCHEDULES[chunks - 1]
+    again = _again(options, max(stage.count("t") for stage in stages))
+    counts = tuple(stage.count("t") for stage in stages)
+    return plan_of(Layout(counts, again, rule, devices), outline, strict=False)
+
+
+def _again(options: dict[str, str], most: int) -> int:
+    """How many blocks of each stage are computed again."""
+    granularity = options.get("--recompute-granularity")
+    if granularity is None:
+        return 0
+    method, count = options.get("--recompute-method"), _number(options, "--recompute-num-layers", 1)
+    if granularity == "full" and method == "uniform" and count == 1:
+        return most
+    if granularity != "full" or method != "block":
+        raise ValueError(
+            f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: full by block can"
+        )
+    return min(count, most)
+
+
+def _number(options: dict[str, str], name: str, usual: int) -> int:
+    value = options.get(name, str(usual))
+    if not value.isdecimal():
+        raise ValueError(f"{name} must be a whole number, not '{value}'")
+    return int(value)
+
+
+def _unrolled(layout: str) -> str:
+    """The layout without repetitions: (tt|)*2 is tt|tt|."""
+    layout, parts, at = layout.replace(",", "").replace(" ", ""), [], 0
+    while at < len(layout):
+        match = _WORD.match(layout, at)
+        if match is None:
+            raise ValueError(f"'{layout[at:]}' is no layout: E, t, L and | can be read, m cannot")
+        group, times, letter, count = match.groups()
+        number = int(times or count or 1)
+        if number > _MOST:
+            raise ValueError(f"{number} times a block are more than a model has")
+        parts.append(_unrolled(group) * number if group else letter * number)
+        at = match.end()
+    return "".join(parts)
+
+
+MEGATRON = Format("megatron", write, read)

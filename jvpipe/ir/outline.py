@@ -1,0 +1,71 @@
+"""The outline of a model that a plan is for: what other systems must know of its layers to be told the plan."""
+
+import re
+from dataclasses import dataclass
+
+from jvpipe.ir.layers import LayerGraph
+
+Block = tuple[str, int]
+"""A module that is repeated: what its name begins with, and its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutline:
+    """A layer by name; `block` is that of its parameters, if they are of a numbered module.
+
+    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are the tensors that
+    no layer of another block reads.
+    """
+
+    name: str
+    block: Block | None
+    values: tuple[str, ...]
+    inner: tuple[str, ...]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The layers of a model, and the micro-batches of a step."""
+
+    layers: tuple[LayerOutline, ...]
+    microbatches: int
+
+
+def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
+    """The outline of a layer graph."""
+    blocks = [_block(graph, layer.id) for layer in graph.layers]
+    inner: list[list[str]] = [[] for _ in graph.layers]
+    for tensor in graph.tensors:
+        around = {blocks[layer] for layer in (tensor.producer, *tensor.readers)}
+        if len(around) == 1 and None not in around:
+            inner[tensor.producer].append(tensor.array.name)
+    layers = []
+    for layer in graph.layers:
+        label = graph.label(layer)
+        size = sum(graph.parameters[i].array.bytes for i in graph.owned(layer.id))
+        values = tuple(f"{label}/{value.name}" for value in layer.candidates)
+        layers.append(LayerOutline(label, blocks[layer.id], values, tuple(inner[layer.id]), size))
+    return Outline(tuple(layers), microbatches)
+
+
+def block_of(path: str) -> Block | None:
+    """The numbered module of a parameter's path; a whole number comes before a number at the end of a word.
+
+    >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
+    (('blocks', 3), ('blocks', 3), ('h', 2))
+    """
+    parts = path.split("/")
+    whole = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    if whole is not None:
+        return parts[0] if whole else "", int(parts[whole])
+    for part in parts:
+        if match := re.fullmatch(r"(\D+?)_?(\d+)(\D.*)?", part):
+            return match[1], int(match[2])
+    return None
+
+
+def _block(graph: LayerGraph, layer: int) -> Block | None:
+    """The block of a layer: of the first of its parameters that are in one."""
+    paths = (graph.parameters[i].array.name for i in graph.owned(layer))
+    return next(filter(None, map(block_of, paths)), None)
