@@ -113,6 +113,8 @@ class Cluster:
         >>> [round(cluster.reducing(devices).seconds(8e9), 9) for devices in ([0, 1, 2, 3], [0, 4], [3])]
         [1.5, 8.0, 0.0]
         """
+        if len(devices) < 2:
+            return INFINITE
         held = Counter(self.machines_of(devices))
         inside = _ring(self.peer, max(held.values()))
         between = _ring(self.network, len(held), min(*held.values(), self.networks))

@@ -77,7 +77,7 @@ class ShapeEffort:
     neighbours: int = 6
     worth_a_climb: float = 1.3
     worth_a_path: float = 1.15
-    planned: int = 3
+    planned: int = 2
     microbatches: int = 6
 
 
@@ -159,6 +159,8 @@ class _Search:
         self.simulate(self.best_of_each_kind())
         if not self.simulated:
             self.simulate(self.ranked(self.paths(sizes[-1], every))[:1])
+        for plan in of_each_kind(self.ranked_simulated()).values():
+            self.simulate(self.recut(plan.shape))
         begin = self.ranked_simulated()
         for plan in [*begin[:2], *of_each_kind(begin[2:]).values()]:
             if plan.step_s < self.effort.worth_a_climb * begin[0].step_s:
