@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jvpipe.papers.knapsack import Recomputation
-from jvpipe.planners.model.limits import plan_or_raise
+from jvpipe.papers.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 

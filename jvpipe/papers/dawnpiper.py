@@ -14,8 +14,8 @@ from itertools import chain, pairwise
 import numpy as np
 
 from jvpipe.papers.capuchin import optimise
+from jvpipe.papers.limits import plan_or_raise
 from jvpipe.papers.selection import FateChanges, Selection
-from jvpipe.planners.model.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 

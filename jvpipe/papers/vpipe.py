@@ -12,8 +12,8 @@ from functools import cache
 from itertools import chain, pairwise
 
 from jvpipe.papers.kernighan_lin import initial_bounds
+from jvpipe.papers.limits import plan_or_raise
 from jvpipe.papers.selection import FateChanges, Selection
-from jvpipe.planners.model.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 

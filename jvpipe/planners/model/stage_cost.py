@@ -164,15 +164,12 @@ def needed_limit_bytes(problem: Problem, held: Sequence[int]) -> int:
     return max(size + each.less_bytes for size, each in zip(held, problem.groups, strict=True))
 
 
-def joint_bytes(
-    held: Sequence[StageBytes[int]], vectors: Sequence[Holding], share: float = 1.0
-) -> int:
+def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
     """Counts the most that the stages of one device hold at once.
 
     Args:
         held: what each of its stages holds.
         vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
-        share: of these that is counted.
     """
     most = max(
         sum(
@@ -181,7 +178,7 @@ def joint_bytes(
         )
         for vector in vectors
     )
-    training = share * most + max(x.beyond for x in held)
+    training = most + max(x.beyond for x in held)
     return int(sum(x.static for x in held) + max(training, *(x.reducing for x in held)))
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.papers.limits import plan_or_raise
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.limits import plan_or_raise
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from tests.planners.small import chain, limited
