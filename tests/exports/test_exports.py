@@ -64,7 +64,7 @@ def test_maxtext_is_told_equal_stages_under_gpipe() -> None:
     assert even.export("maxtext") == (
         "# jvpipe maxtext 1\nbase_num_decoder_layers: 6\nici_pipeline_parallelism: 3\n"
         "num_layers_per_pipeline_stage: 2\nnum_pipeline_repeats: 1\nnum_pipeline_microbatches: 6\n"
-        "remat_policy: 'none'\n"
+        "remat_policy: 'none'\nset_remat_policy_on_pipeline_iterations: false\n"
     )
 
 
@@ -177,7 +177,43 @@ WRONG = [
         "MARKS = ['a']\nDEVICES = [0]\nORDER = ['0F0 0B0']",
         "the mark 'a' is after no layer",
     ),
-    ("jaxpp", "MARKS = [__import__('os').getcwd()]", "the file lacks MARKS, DEVICES, ORDER"),
+    ("jaxpp", "MARKS = [__import__('os').getcwd()]", "the file lacks MARKS, a literal list of str"),
+    (
+        "jaxpp",
+        "MARKS = 5\nDEVICES = [0]\nORDER = []",
+        "the file lacks MARKS, a literal list of str",
+    ),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = [5]", "the file lacks ORDER"),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [1]\nORDER = ['0F0 0B0']", r"DEVICES are \[1\]"),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = ['0F0']", "hold .* times F, B, I and W"),
+    ("jaxpp", "MARKS = " + "-" * 10**5 + "1", "this is no Python: it nests too deeply"),
+    ("torch-csv", "0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
+    ("torch-csv", "0F0,0B0,0F99999999,0B99999999\n", "of micro-batch 99999999, and none of 1"),
+    (
+        "torch-csv",
+        "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+        "rank 0 must send and receive other values: 0SEND_F0 2 times, not 1",
+    ),
+    ("megatron", "E(t*999999)*999999L", "of more than the 1000000 layers that a model may have"),
+    ("megatron", "Ettt|tttL --num-layers 12", "--num-layers is 12, the layout has 6 blocks t"),
+    ("megatron", "Ett|tt|ttL --pipeline-model-parallel-size 2", "3 stages cannot be shared by 2"),
+    ("torchtitan", "parallelism = 3", r"\[parallelism\] must be a table, not 3"),
+    (
+        "torchtitan",
+        '[parallelism]\nmodule_fqns_per_model_part = [["tok_embeddings", "layers.0", "layers.1"]]',
+        r"part 0 must have \['tok_embeddings', 'norm', 'lm_head'\] beside layers.N",
+    ),
+    (
+        "torchtitan",
+        '[parallelism]\npipeline_parallel_schedule = ["1F1B"]\n'
+        'module_fqns_per_model_part = [["tok_embeddings", "norm", "output"]]',
+        r"schedule \['1F1B'\] cannot be read",
+    ),
+    (
+        "maxtext",
+        "ici_pipeline_parallelism: 6\nset_remat_policy_on_pipeline_iterations: maybe",
+        "set_remat_policy_on_pipeline_iterations must be true or false, not 'maybe'",
+    ),
 ]
 
 
@@ -186,6 +222,34 @@ def test_what_cannot_be_read_is_named_in_one_line(name: str, text: str, told: st
     with pytest.raises(ValueError, match=told) as refused:
         find_format(name).load(text, outline())
     assert "\n" not in str(refused.value)
+
+
+def test_maxtext_keeps_what_it_is_told_to_keep_in_iterations_alone() -> None:
+    """Their usual iterations keep the inputs of blocks, whatever the policy of blocks is."""
+    base = "num_layers_per_pipeline_stage=2\nici_pipeline_parallelism=3\nremat_policy=none\n"
+    there = outline(6, microbatches=6)
+    assert find_format("maxtext").load(base, there).stages[1].fates == again(2) | again(3)
+    kept = base + "set_remat_policy_on_pipeline_iterations=false\n"
+    assert find_format("maxtext").load(kept, there).stages[1].fates == {}
+
+
+def test_options_of_a_whole_command_are_read_past_flags() -> None:
+    text = "--use-flash-attn --pipeline-model-parallel-layout='Ettt|tttL' --swiglu --lr 1e-3 2e-4"
+    assert find_format("megatron").load(text, outline()).cuts == (7, 7)
+
+
+def test_one_stage_has_the_embedding_and_the_head() -> None:
+    one = plan([14])
+    assert "--pipeline-model-parallel-layout 'Et*6L'\n" in one.export("megatron")
+    assert '["tok_embeddings", "layers.0", ' in one.export("torchtitan")
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
+def test_chunks_are_refused_where_rounds_of_micro_batches_are_others(name: str) -> None:
+    chunks = plan([3, 4, 2, 5], "interleaved")
+    assert chunks.export(name)
+    with pytest.raises(ValueError, match=r"5 micro-batches pass 2 chunks .* use --microbatches 6"):
+        replace(chunks, outline=outline(6, microbatches=5)).export(name)
 
 
 def test_formats_and_models_that_are_not_known_are_named() -> None:
