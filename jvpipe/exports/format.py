@@ -170,6 +170,8 @@ def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
         yield f"updates before the step ends: schedule {plan.schedule}"
     elif Part.ORDER not in silent and lists_for(plan, microbatches) != _same(back, microbatches):
         yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
+    if plan.unsplit != back.unsplit:
+        yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
     fates, told = ([dict(stage.fates) for stage in each.stages] for each in (plan, back))
     if Part.FATES not in silent and fates != told:
         count = sum(map(len, fates))
