@@ -16,6 +16,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import lists_of
 from tests.exports.plans import again, outline, plan
 
+HERE = Path(__file__).parent
 # The stage boundaries 5 and 9 are before blocks 2 and 4 of six.
 EVEN, UNEVEN, INSIDE = [5, 4, 5], [3, 6, 5], [4, 5, 5]
 
@@ -267,9 +268,10 @@ def of_tiny_llama(*options: str) -> int:
 def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert of_tiny_llama("--export", "megatron") == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[0] == "# jvpipe megatron 1"
+    for nowhere in ("", ":"):
+        assert of_tiny_llama("--export", f"megatron{nowhere}") == 0
+        text = capsys.readouterr().out
+        assert text.splitlines()[0] == "# jvpipe megatron 1"
     (tmp_path / "layout.txt").write_text("Et|t*3L")
     assert of_tiny_llama("--import", f"megatron:{tmp_path / 'layout.txt'}") == 0
     told = capsys.readouterr().out.splitlines()[-1]
@@ -283,7 +285,19 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         (["--export", "maxtext"], "error: maxtext cannot say all of this plan; lost would be"),
         (["--lossy"], "error: --lossy is for --export"),
         (["--import", "megatron"], "error: --import megatron: give FORMAT:FILE"),
-        (["--import", "megatron:nowhere.txt"], "nowhere.txt"),
+        (
+            ["--import", "megatron:nowhere.txt"],
+            "error: --import megatron:nowhere.txt: this cannot be read (No such file or directory)",
+        ),
+        (["--import", f"megatron:{HERE}"], "exports: this cannot be read (Is a directory)"),
+        (
+            ["--import", f"torch-csv:{HERE.parents[1] / 'docs' / 'plan.png'}"],
+            "plan.png: this is no file of text",
+        ),
+        (
+            ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],
+            "vee.jaxpp: the mark 'blocks/0@2' is after no layer of the model",
+        ),
     ],
 )
 def test_the_command_names_mistakes_in_one_line(
