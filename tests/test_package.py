@@ -88,6 +88,16 @@ def test_the_changes_begin_with_this_version() -> None:
     assert versions[0] == jvpipe.__version__
 
 
+def test_who_cites_it_cites_this_version_and_its_licence() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cited["version"] == jvpipe.__version__
+    assert cited["license"] == project["license"]
+    assert [each["name"] for each in cited["authors"]] == [
+        each["name"] for each in project["authors"]
+    ]
+
+
 def test_continuous_integration_calls_the_makefile() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     commands = [

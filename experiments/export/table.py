@@ -20,6 +20,8 @@ WORDS = {
     "be devices": "devices",
     "be the order": "order",
     "be fates": "fates",
+    "be which backwards": "halves",
+    "in another order elsewhere": "rounds",
 }
 """What is refused: the first thing that a message names, in a word."""
 

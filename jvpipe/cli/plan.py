@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -11,7 +10,7 @@ from jvpipe.cli.found_model import find_model
 from jvpipe.cli.model_options import fields_of
 from jvpipe.cli.named import parsed
 from jvpipe.cli.outputs import writing
-from jvpipe.cli.plan_options import Options, check
+from jvpipe.cli.plan_options import Options, check, read_import
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    piped = options.export is not None and ":" not in options.export
+    piped = options.export is not None and not options.export.partition(":")[2]
     forecast.show(Console(width=160, stderr=piped))  # what is exported is alone on stdout
     if not forecast.fits:
         print("no plan:", forecast.why_not(), file=sys.stderr)
@@ -96,8 +95,11 @@ def _exchange(options: Options, forecast: Forecast) -> None:
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
             raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
-        format, _, file = options.import_.partition(":")
-        plan = find_format(format).load(Path(file).read_text(), forecast.problem.costs.outline)
+        format, text = read_import(options.import_)
+        try:
+            plan = find_format(format).load(text, forecast.problem.costs.outline)
+        except ValueError as mistake:
+            raise ValueError(f"--import {options.import_}: {mistake}") from None
         theirs, ours = (judged(forecast.problem, each) for each in (plan, forecast.plan))
         print(beside(format, theirs, ours))
     if options.export is not None and forecast.fits:

@@ -1,6 +1,7 @@
 """The options of `python -m jvpipe.plan`, and the checks of them that need no planner."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -148,4 +149,17 @@ def _files(options: Options) -> tuple[str | None, str | None]:
         raise ValueError(
             f"--import {options.import_}: give FORMAT:FILE, such as megatron:layout.txt"
         )
+    if options.import_ is not None:
+        read_import(options.import_)  # what cannot be read is told before a plan is made
     return target or None, source or None
+
+
+def read_import(given: str) -> tuple[str, str]:
+    """The format that --import names, and the text of its file; ValueError if there is none."""
+    format, _, file = given.partition(":")
+    try:
+        return format, Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--import {given}: this cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"--import {given}: this is no file of text") from None

@@ -1,6 +1,7 @@
 """A format of another system: what of a plan it speaks of, and the one function that refuses what it cannot say."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -9,7 +10,10 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import TaskLists
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import lines_of
+from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.planned import lists_of
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.vee import VSchedule
 
 VERSION = 1
 """Of what is written: a file of another version is refused."""
@@ -78,10 +82,49 @@ def outline_for(plan: Plan) -> Outline:
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
     """The lists of a plan's step; those of 1F1B where it is for any schedule, or has updates within a step."""
-    schedule = find_schedule(plan.schedule or "1f1b")
+    schedule = rule_named(plan.schedule or "1f1b")
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
+
+
+def rule_named(name: str) -> Schedule:
+    """The schedule of a name, also where that says how many chunks there are.
+
+    >>> rule_named("interleaved-3").chunks, rule_named("v-min").name
+    (3, 'v-min')
+    """
+    if match := re.fullmatch(r"interleaved-(\d{1,6})", name):
+        return Interleaved(chunks=int(match[1]))
+    return VSchedule(memory="least") if name == "v-min" else find_schedule(name)
+
+
+def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
+    """The schedules of some names that run so many stages per device; "interleaved" is any number from two on."""
+    rules = [
+        Interleaved(chunks=chunks) if name == "interleaved" and chunks > 2 else find_schedule(name)
+        for name in names
+    ]
+    return [rule for rule in rules if rule.chunks == chunks]
+
+
+def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
+    """Lists in the order of their devices, where others look for them; plans have that of the first stages."""
+    return tuple(sorted(lists, key=lambda tasks: plan.stages[tasks[0].stage].devices))
+
+
+def ranks_of(lists: TaskLists) -> dict[int, int]:
+    """The list of each stage; ValueError if a stage has none, or several."""
+    rank: dict[int, int] = {}
+    for r, tasks in enumerate(lists):
+        for task in tasks:
+            if rank.setdefault(task.stage, r) != r:
+                raise ValueError(
+                    f"stage {task.stage} is on rank {rank[task.stage]} and on rank {r}"
+                )
+    if missing := set(range(len(rank))) - set(rank):
+        raise ValueError(f"there are stages {sorted(rank)}, and no stage {min(missing)}")
+    return rank
 
 
 def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
@@ -94,8 +137,7 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
-    rules = [find_schedule(name) for name in names]
-    fitting = [rule for rule in rules if rule.chunks == chunks and not rule.vee]
+    fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
             f"there is nothing near {chunks} stages per device: the orders are {', '.join(names)}"
@@ -124,10 +166,12 @@ def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
     places, there = ([stage.devices for stage in each.stages] for each in (plan, back))
     if Part.PLACES not in silent and places != there:
         yield f"devices of the stages: {[d for (d,) in places]}"
-    if not find_schedule(plan.schedule or "1f1b").synchronous:
+    if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
     elif Part.ORDER not in silent and lists_for(plan, microbatches) != _same(back, microbatches):
         yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
+    if plan.unsplit != back.unsplit:
+        yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
     fates, told = ([dict(stage.fates) for stage in each.stages] for each in (plan, back))
     if Part.FATES not in silent and fates != told:
         count = sum(map(len, fates))
@@ -151,13 +195,20 @@ def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
 
     Args:
         plan: whose stages are those of the lists.
-        lists: of each device.
+        lists: of each device, in any order.
         names: of the rules.
+
+    Raises:
+        ValueError: a stage, a micro-batch or a task is missing, or there too often.
     """
-    count = 1 + max(task.microbatch for tasks in lists for task in tasks)
-    chunks = len(plan.stages) // len(lists)
-    rules = (find_schedule(name) for name in names)
-    for rule in rules:
-        if rule.chunks == chunks and rule.tasks(len(lists), count) == lists:
+    ranks_of(lists)
+    there = {task.microbatch for tasks in lists for task in tasks}
+    if missing := set(range(len(there))) - there:
+        raise ValueError(f"there are tasks of micro-batch {max(there)}, and none of {min(missing)}")
+    lists = tuple(sorted(lists, key=lambda tasks: min(task.stage for task in tasks)))
+    for rule in rules_with(names, len(plan.stages) // len(lists)):
+        if rule.tasks(len(lists), len(there)) == lists:
             return replace(plan, schedule=rule.name)
-    return replace(plan, schedule="auto", tasks=lines_of(lists))
+    own = replace(plan, schedule="auto", tasks=lines_of(lists))
+    lists_for(own, len(there))  # refuses what is no step
+    return own

@@ -4,8 +4,9 @@ import ast
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jvpipe.exports.format import Format, lists_for, with_lists
-from jvpipe.exports.torch_csv import RULES
+from jvpipe.exports.format import Format, by_device, lists_for, ranks_of, with_lists
+from jvpipe.exports.torch_csv import RULES, with_sends
+from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
@@ -54,13 +55,13 @@ def write(plan: Plan, outline: Outline) -> str:
     """The file: each stage's last layer is marked."""
     names = [layer.name for layer in outline.layers]
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
-    lists = lists_for(plan, outline.microbatches)
+    lists = by_device(plan, lists_for(plan, outline.microbatches))
     if any(task.kind in (Kind.I, Kind.W) for tasks in lists for task in tasks):
         lists = tuple(tuple(part for task in tasks for part in _halves(task)) for tasks in lists)
     tables = {
         "MICROBATCHES": outline.microbatches,
         "MARKS": marks,
-        "DEVICES": [stage.devices[0] for stage in plan.stages],
+        "DEVICES": [line for _, line in sorted(ranks_of(lists).items())],
         "ORDER": [text(tasks) for tasks in lists],
     }
     body = "".join(f"{name} = {value!r}\n" for name, value in tables.items())
@@ -76,29 +77,46 @@ def _halves(task: Task) -> tuple[Task, ...]:
 
 def read(text: str, outline: Outline) -> Plan:
     """Reads the tables; nothing of the file is run."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"this is no Python: {error.msg} in line {error.lineno}") from None
-    tables = dict[str, Any]()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                tables[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue
-    if missing := [name for name in ("MARKS", "DEVICES", "ORDER") if name not in tables]:
-        raise ValueError(f"the file lacks {', '.join(missing)}, as literals")
+    tables = _tables(text)
+    marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
     names = [layer.name for layer in outline.layers]
-    if unknown := [mark for mark in tables["MARKS"] if mark not in names]:
-        raise ValueError(f"the mark '{unknown[0]}' is after no layer of the model")
-    ends = [0, *(1 + names.index(mark) for mark in tables["MARKS"])]
+    if unknown := [mark for mark in marks if mark not in names]:
+        raise ValueError(f"the mark {brief(unknown[0])} is after no layer of the model")
+    ends = [0, *(1 + names.index(mark) for mark in marks)]
     if ends[-1] != len(names) or sorted(set(ends)) != ends:
         raise ValueError(f"the marks must go up to the last layer, '{names[-1]}', in order")
     counts = [b - a for a, b in pairwise(ends)]
-    plan = Plan.from_cuts(counts, tables["DEVICES"], outline=outline)
-    lists = tuple(tuple(map(Task.parse, line.split())) for line in tables["ORDER"])
-    return with_lists(plan, merged(lists), RULES)
+    lists = tuple(tuple(map(Task.parse, line.split())) for line in order)
+    if not lists or not all(lists):
+        raise ValueError("ORDER has a device without tasks: write a line for each")
+    if (rank := ranks_of(lists)) != dict(enumerate(devices)):
+        raise ValueError(f"DEVICES are {devices}, the lines of ORDER are of {sorted(rank.items())}")
+    with_sends(lists)  # refuses tasks that wait for each other
+    return with_lists(Plan.from_cuts(counts, devices, outline=outline), merged(lists), RULES)
+
+
+def _tables(text: str) -> dict[str, list[Any]]:
+    """The lists that a file gives names to, as literals."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(
+            f"this is no Python: {getattr(error, 'msg', 'it nests too deeply')}"
+        ) from None
+    tables = dict[str, list[Any]]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                value = ast.literal_eval(node.value)
+            except (ValueError, MemoryError, RecursionError):
+                continue
+            if isinstance(value, list):
+                tables[node.targets[0].id] = value
+    kinds = {"MARKS": str, "DEVICES": int, "ORDER": str}
+    for name, kind in kinds.items():
+        if name not in tables or not all(isinstance(each, kind) for each in tables[name]):
+            raise ValueError(f"the file lacks {name}, a literal list of {kind.__name__}")
+    return tables
 
 
 JAXPP = Format("jaxpp", write, read)

@@ -1,6 +1,8 @@
 """MaxText's configuration: equal stages of a stack, each of which runs all micro-batches before any backward.
 
 The embedding and the head run outside of its pipeline; here they count to the first and to the last stage.
+Unless `set_remat_policy_on_pipeline_iterations` is false, no more than the inputs of blocks is kept, also
+where `remat_policy` is none.
 """
 
 import re
@@ -27,6 +29,7 @@ def write(plan: Plan, outline: Outline) -> str:
         "num_pipeline_repeats": 1,
         "num_pipeline_microbatches": outline.microbatches,
         "remat_policy": "'full'" if layout.again else "'none'",
+        "set_remat_policy_on_pipeline_iterations": "true" if layout.again else "false",
     }
     return "".join(f"{name}: {value}\n" for name, value in fields.items())
 
@@ -37,9 +40,12 @@ def read(text: str, outline: Outline) -> Plan:
     for line in text.splitlines():
         if match := _LINE.fullmatch(line.strip()):
             fields[match[1]] = match[2]
-    stages = _number(fields, "ici_pipeline_parallelism", 0)
+    within, across = (
+        _number(fields, f"{where}_pipeline_parallelism", 1) for where in ("ici", "dcn")
+    )
+    stages = within * across
     blocks = stack_of(outline, strict=False).blocks
-    if stages < 1:
+    if stages < 1 or not {"ici_pipeline_parallelism", "dcn_pipeline_parallelism"} & set(fields):
         raise ValueError("ici_pipeline_parallelism must say how many stages there are")
     told = _number(fields, "base_num_decoder_layers", blocks)
     each = _number(fields, "num_layers_per_pipeline_stage", 1)
@@ -56,7 +62,9 @@ def read(text: str, outline: Outline) -> Plan:
     policy = fields.get("remat_policy", "full")
     if policy not in ("none", "full"):
         raise ValueError(f"remat_policy '{policy}' cannot be read: none and full can")
-    again = each if policy == "full" else 0
+    iterations = _flag(fields, "set_remat_policy_on_pipeline_iterations", True)
+    layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
+    again = each if iterations or (layers and policy == "full") else 0
     return plan_of(Layout((each,) * stages, again, "gpipe", stages), outline, strict=False)
 
 
@@ -65,6 +73,14 @@ def _number(fields: dict[str, str], name: str, usual: int) -> int:
     if not value.lstrip("-").isdecimal():
         raise ValueError(f"{name} must be a whole number, not '{value}'")
     return int(value)
+
+
+def _flag(fields: dict[str, str], name: str, usual: bool) -> bool:
+    """A field that is true or false."""
+    value = fields.get(name, str(usual)).lower()
+    if value not in ("true", "false"):
+        raise ValueError(f"{name} must be true or false, not '{value}'")
+    return value == "true"
 
 
 MAXTEXT = Format("maxtext", write, read)

@@ -6,22 +6,25 @@ each stage alone.
 
 import re
 import shlex
+from collections.abc import Sequence
 
 from jvpipe.exports.format import Format
 from jvpipe.exports.stack import Layout, layout_of, plan_of
+from jvpipe.ir.brief import brief
 from jvpipe.ir.outline import Outline
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import MOST_LAYERS, Plan
+from jvpipe.schedules.interleaved import Interleaved
 
 SCHEDULES = ("1f1b", "interleaved")
-_WORD = re.compile(r"\(([^)]+)\)\*(\d+)|([EtL|])(?:\*(\d+))?")
-_MOST = 10**6
+_WORD = re.compile(r"\(([^)]+)\)\*(\d{1,7})|([EtL|])(?:\*(\d{1,7}))?")
 
 
 def write(plan: Plan, outline: Outline) -> str:
     """The options of the nearest layout."""
     layout = layout_of(plan, outline, SCHEDULES)
     stages = ["t" * count if count < 2 else f"t*{count}" for count in layout.counts]
-    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
     options = {
         "num-layers": sum(layout.counts),
         "pipeline-model-parallel-size": layout.devices,
@@ -35,26 +38,38 @@ def write(plan: Plan, outline: Outline) -> str:
 
 def read(text: str, outline: Outline) -> Plan:
     """Reads options, or a layout alone (then there are as many ranks as stages)."""
-    words = shlex.split(text, comments=True)
-    if len(words) == 1 and not words[0].startswith("--"):
-        words = ["--pipeline-model-parallel-layout", words[0]]
-    options = dict(zip(words[::2], words[1::2], strict=False))
+    options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         raise ValueError("there is no --pipeline-model-parallel-layout among these options")
     stages = _unrolled(options["--pipeline-model-parallel-layout"]).split("|")
     joined = "".join(stages)
     if not re.fullmatch("Et*L", joined):
-        raise ValueError(f"the layout must be one E, blocks t and one L, it is '{joined}'")
+        raise ValueError(f"the layout must be one E, blocks t and one L, it is {brief(joined)}")
+    blocks = _number(options, "--num-layers", len(joined) - 2)
+    if blocks != len(joined) - 2:
+        raise ValueError(f"--num-layers is {blocks}, the layout has {len(joined) - 2} blocks t")
     devices = _number(options, "--pipeline-model-parallel-size", len(stages))
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
-    if rest or chunks > 2:
-        raise ValueError(
-            f"{len(stages)} stages on {devices} ranks: there can be one or two for each"
-        )
-    rule = SCHEDULES[chunks - 1]
+    if rest:
+        raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
+    rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
     again = _again(options, max(stage.count("t") for stage in stages))
     counts = tuple(stage.count("t") for stage in stages)
     return plan_of(Layout(counts, again, rule, devices), outline, strict=False)
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """Options by name, flags with an empty value; what comes before the first one is the layout."""
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
+    name = ""
+    for word in words[first:]:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            options[name] = value
+        else:
+            options[name] = (options[name] + " " + word).strip()
+    return options
 
 
 def _again(options: dict[str, str], most: int) -> int:
@@ -81,16 +96,21 @@ def _number(options: dict[str, str], name: str, usual: int) -> int:
 
 def _unrolled(layout: str) -> str:
     """The layout without repetitions: (tt|)*2 is tt|tt|."""
-    layout, parts, at = layout.replace(",", "").replace(" ", ""), [], 0
+    layout, parts, at, length = layout.replace(",", "").replace(" ", ""), list[str](), 0, 0
     while at < len(layout):
         match = _WORD.match(layout, at)
         if match is None:
-            raise ValueError(f"'{layout[at:]}' is no layout: E, t, L and | can be read, m cannot")
+            raise ValueError(
+                f"{brief(layout[at:])} is no layout: E, t, L and | can be read, m cannot"
+            )
         group, times, letter, count = match.groups()
-        number = int(times or count or 1)
-        if number > _MOST:
-            raise ValueError(f"{number} times a block are more than a model has")
-        parts.append(_unrolled(group) * number if group else letter * number)
+        number, part = int(times or count or 1), _unrolled(group) if group else letter
+        length += number * len(part)
+        if length > MOST_LAYERS:
+            raise ValueError(
+                f"'{match[0]}' is of more than the {MOST_LAYERS} layers that a model may have"
+            )
+        parts.append(part * number)
         at = match.end()
     return "".join(parts)
 

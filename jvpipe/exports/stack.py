@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jvpipe.exports.format import rule_of
+from jvpipe.exports.format import rule_named, rule_of
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Fate, Plan
-from jvpipe.schedules import find_schedule
+from jvpipe.schedules.schedule import Schedule
 
 _NORM = 0.1
 """The share of a block that a norm may be."""
@@ -134,7 +134,8 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     for count in layout.counts:
         ends.append(ends[-1] + count)
     bounds = [0, *(stack.starts[k] for k in ends[1:-1]), stack.layers]
-    rule = find_schedule(layout.schedule)
+    rule = rule_named(layout.schedule)
+    _check_rounds(rule, layout.devices, outline.microbatches)
     where = [rule.device_of(s, layout.devices) for s in range(stages)]
     plan = Plan.from_cuts(
         [j - i for i, j in pairwise(bounds)], where, schedule=rule.name, outline=outline
@@ -144,6 +145,15 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
         names = [x for k in range(a, min(b, a + layout.again)) for x in _values(outline, stack, k)]
         told.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
     return replace(plan, stages=tuple(told))
+
+
+def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
+    """Raises ValueError where others make other rounds of micro-batches than jvpipe, which makes them even."""
+    if rule.chunks > 1 and microbatches % devices:
+        raise ValueError(
+            f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "
+            f"elsewhere: use --microbatches {-(-microbatches // devices) * devices}, a multiple of {devices}"
+        )
 
 
 def _values(outline: Outline, stack: Stack, block: int) -> list[str]:

@@ -1,35 +1,47 @@
 """torch.distributed.pipelining's CSV of a schedule, with sends (`compute_comms`): a line per rank, `2F0` in its cells.
 
-    0F0,0SEND_F0,0RECV_B0,0B0       the first rank: RECV_B is what the second one has sent back
-    1RECV_F0,1F0,1B0,1SEND_B0
+    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      the first rank: RECV_B is what the second one has sent back
+    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
 
-A RECV stands where its SEND is issued, behind what its rank does before: so no two ranks wait for each other.
+A RECV stands where its SEND is issued, behind what its rank does before: so no two ranks wait for each
+other. Behind the last backward of a stage REDUCE_GRAD divides its gradients by the number of
+micro-batches: to a file with sends torch adds nothing itself, and they would be that much too large.
 The file is about the order alone. Which layers a stage has is told by the modules that torch is given.
 """
 
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable
 
-from jvpipe.exports.format import Format, Part, lists_for, with_lists
+from jvpipe.exports.format import (
+    Format,
+    Part,
+    by_device,
+    lists_for,
+    ranks_of,
+    with_lists,
+)
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 
+_ADDS = (Kind.B, Kind.W)
+"""What adds to the gradients of weights."""
 RULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half")
 _CELL = re.compile(
     r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)|\d+(UNSHARD|RESHARD|REDUCE_GRAD)"
 )
+_SENDS = re.compile("SEND|RECV")
 
 
 def write(plan: Plan, outline: Outline) -> str:
-    """The lists of a plan with sends; a plan that updates within a step has those of 1F1B."""
+    """The lists of a plan with sends, rank by rank; a plan that updates within a step has those of 1F1B."""
+    lists = by_device(plan, lists_for(plan, outline.microbatches))
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(
-        with_sends(lists_for(plan, outline.microbatches))
-    )
+    csv.writer(out, lineterminator="\n").writerows(with_sends(lists))
     return out.getvalue()
 
 
@@ -38,6 +50,7 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
     rows: list[list[str]] = [[] for _ in lists]
     done, at, last = set[Task](), [0] * len(lists), max(rank, default=0)
+    backwards = Counter(task.stage for tasks in lists for task in tasks if task.kind in _ADDS)
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -52,6 +65,9 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
                 letter = "F" if task.kind == Kind.F else "B"
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
                 rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
+            backwards[task.stage] -= task.kind in _ADDS
+            if task.kind in _ADDS and not backwards[task.stage]:
+                rows[r].append(f"{task.stage}REDUCE_GRAD")
         if sum(at) == before:  # each round runs a task, or none ever will
             stuck = [tasks[at[r]] for r, tasks in enumerate(lists) if at[r] < len(tasks)]
             raise cannot_progress({task: _needs(task, last) for task in stuck})
@@ -91,21 +107,16 @@ def read(text: str, outline: Outline) -> Plan:
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
         raise ValueError("the CSV has a rank without tasks: write a line for each")
-    rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
+    rank = ranks_of(lists)
     stages, layers = len(rank), len(outline.layers)
-    if set(rank) != set(range(stages)) or stages > layers:
-        raise ValueError(f"the CSV has stages {sorted(rank)}, of a model of {layers} layers")
+    if stages > layers:
+        raise ValueError(f"the CSV has {stages} stages, the model has {layers} layers")
     sent = with_sends(lists)  # refuses tasks that wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
-    where = [rank[s] for s in range(stages)]
-    plan = Plan.from_cuts(counts, where, outline=outline)
-    named = with_lists(plan, lists, RULES)
-    lists_for(
-        named, 1 + max(task.microbatch for row in lists for task in row)
-    )  # all are there, once
-    return named
+    plan = Plan.from_cuts(counts, [rank[s] for s in range(stages)], outline=outline)
+    return with_lists(plan, lists, RULES)
 
 
 def _tasks(row: Iterable[str]) -> Iterable[Task]:
@@ -120,10 +131,13 @@ def _tasks(row: Iterable[str]) -> Iterable[Task]:
 def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
     """Raises ValueError unless the sends are those that the tasks need, and no rank waits for ever."""
     for r, (row, need) in enumerate(zip(rows, sent, strict=True)):
-        there = {cell for cell in row if "_" in cell and cell[-1].isdecimal()}
-        if there != (want := {cell for cell in need if "_" in cell}):
+        there, want = (
+            Counter(cell for cell in each if _SENDS.search(cell)) for each in (row, need)
+        )
+        if there != want:
+            cell = min((there - want) + (want - there))
             raise ValueError(
-                f"rank {r} must send and receive other values: {sorted(there ^ want)[0]}"
+                f"rank {r} must send and receive other values: {cell} {there[cell]} times, not {want[cell]}"
             )
     at, done = [0] * len(rows), set[str]()
     last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)

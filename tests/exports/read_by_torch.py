@@ -6,6 +6,7 @@ A line of JSON per file: the number of stages and micro-batches that it is for c
 import csv
 import json
 import sys
+from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_s  # pyright: ignore[reportMissingImports]
 
@@ -18,16 +19,27 @@ def main() -> None:
         with open(path, newline="") as file:
             runtime.pp_group_size = len(list(csv.reader(file)))
         runtime._load_csv(path, format="compute_comms")
-        took = runtime._simulate()
+        took = simulated(runtime)
         action = torch_s._Action.from_str
         alone = {rank: list(map(action, line.split())) for rank, line in enumerate(lists)}
-        mapping = runtime.stage_index_to_group_rank
-        expected = torch_s._add_send_recv(alone, lambda s, m=mapping: m[s], count[0])
-        same = {rank: list(map(str, row)) for rank, row in expected.items()}
-        read = {
-            rank: list(map(str, row)) for rank, row in runtime.pipeline_order_with_comms.items()
-        }
-        print(json.dumps({"steps": max(map(len, took.values())), "as_torch": same == read}))
+        mapping, rows = runtime.stage_index_to_group_rank, runtime.pipeline_order_with_comms
+        reduced = {rank: torch_s._add_reduce_grad(row, count[1]) for rank, row in alone.items()}
+        sent = torch_s._add_send_recv(alone, lambda s, m=mapping: m[s], count[0])
+        sends = (torch_s.SEND_F, torch_s.RECV_F, torch_s.SEND_B, torch_s.RECV_B)
+        same = sent == without(rows, torch_s.REDUCE_GRAD) and reduced == without(rows, *sends)
+        print(json.dumps({"steps": max(map(len, took.values())), "as_torch": same}))
+
+
+def without(rows: dict[int, list[Any]], *kinds: Any) -> dict[int, list[Any]]:
+    """The actions of each rank that are of none of some kinds."""
+    return {rank: [x for x in row if x.computation_type not in kinds] for rank, row in rows.items()}
+
+
+def simulated(runtime: Any) -> dict[int, list[Any]]:
+    """What its simulator makes of the actions that it knows; it raises if ranks wait for ever."""
+    known = without(runtime.pipeline_order_with_comms, torch_s.REDUCE_GRAD)
+    mapping = runtime.stage_index_to_group_rank
+    return torch_s._simulate_comms_compute(known, lambda s: mapping[s], runtime._num_stages)
 
 
 main()

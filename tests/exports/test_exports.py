@@ -16,6 +16,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import lists_of
 from tests.exports.plans import again, outline, plan
 
+HERE = Path(__file__).parent
 # The stage boundaries 5 and 9 are before blocks 2 and 4 of six.
 EVEN, UNEVEN, INSIDE = [5, 4, 5], [3, 6, 5], [4, 5, 5]
 
@@ -47,9 +48,9 @@ module_fqns_per_model_part = [
 mode = "none"
 """,
     "torch-csv": """\
-0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0B0,0F3,0SEND_F3,0RECV_B1,0B1,0RECV_B2,0B2,0RECV_B3,0B3
-1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,1RECV_B0,1RECV_F2,1B0,1SEND_B0,1F2,1SEND_F2,1RECV_B1,1RECV_F3,1B1,1SEND_B1,1F3,1SEND_F3,1RECV_B2,1B2,1SEND_B2,1RECV_B3,1B3,1SEND_B3
-2RECV_F0,2F0,2RECV_F1,2B0,2SEND_B0,2F1,2RECV_F2,2B1,2SEND_B1,2F2,2RECV_F3,2B2,2SEND_B2,2F3,2B3,2SEND_B3
+0F0,0SEND_F0,0F1,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0B0,0F3,0SEND_F3,0RECV_B1,0B1,0RECV_B2,0B2,0RECV_B3,0B3,0REDUCE_GRAD
+1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,1RECV_B0,1RECV_F2,1B0,1SEND_B0,1F2,1SEND_F2,1RECV_B1,1RECV_F3,1B1,1SEND_B1,1F3,1SEND_F3,1RECV_B2,1B2,1SEND_B2,1RECV_B3,1B3,1SEND_B3,1REDUCE_GRAD
+2RECV_F0,2F0,2RECV_F1,2B0,2SEND_B0,2F1,2RECV_F2,2B1,2SEND_B1,2F2,2RECV_F3,2B2,2SEND_B2,2F3,2B3,2SEND_B3,2REDUCE_GRAD
 """,
 }
 
@@ -64,7 +65,7 @@ def test_maxtext_is_told_equal_stages_under_gpipe() -> None:
     assert even.export("maxtext") == (
         "# jvpipe maxtext 1\nbase_num_decoder_layers: 6\nici_pipeline_parallelism: 3\n"
         "num_layers_per_pipeline_stage: 2\nnum_pipeline_repeats: 1\nnum_pipeline_microbatches: 6\n"
-        "remat_policy: 'none'\n"
+        "remat_policy: 'none'\nset_remat_policy_on_pipeline_iterations: false\n"
     )
 
 
@@ -177,7 +178,43 @@ WRONG = [
         "MARKS = ['a']\nDEVICES = [0]\nORDER = ['0F0 0B0']",
         "the mark 'a' is after no layer",
     ),
-    ("jaxpp", "MARKS = [__import__('os').getcwd()]", "the file lacks MARKS, DEVICES, ORDER"),
+    ("jaxpp", "MARKS = [__import__('os').getcwd()]", "the file lacks MARKS, a literal list of str"),
+    (
+        "jaxpp",
+        "MARKS = 5\nDEVICES = [0]\nORDER = []",
+        "the file lacks MARKS, a literal list of str",
+    ),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = [5]", "the file lacks ORDER"),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [1]\nORDER = ['0F0 0B0']", r"DEVICES are \[1\]"),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = ['0F0']", "hold .* times F, B, I and W"),
+    ("jaxpp", "MARKS = " + "-" * 10**5 + "1", "this is no Python: it nests too deeply"),
+    ("torch-csv", "0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
+    ("torch-csv", "0F0,0B0,0F99999999,0B99999999\n", "of micro-batch 99999999, and none of 1"),
+    (
+        "torch-csv",
+        "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+        "rank 0 must send and receive other values: 0SEND_F0 2 times, not 1",
+    ),
+    ("megatron", "E(t*999999)*999999L", "of more than the 1000000 layers that a model may have"),
+    ("megatron", "Ettt|tttL --num-layers 12", "--num-layers is 12, the layout has 6 blocks t"),
+    ("megatron", "Ett|tt|ttL --pipeline-model-parallel-size 2", "3 stages cannot be shared by 2"),
+    ("torchtitan", "parallelism = 3", r"\[parallelism\] must be a table, not 3"),
+    (
+        "torchtitan",
+        '[parallelism]\nmodule_fqns_per_model_part = [["tok_embeddings", "layers.0", "layers.1"]]',
+        r"part 0 must have \['tok_embeddings', 'norm', 'lm_head'\] beside layers.N",
+    ),
+    (
+        "torchtitan",
+        '[parallelism]\npipeline_parallel_schedule = ["1F1B"]\n'
+        'module_fqns_per_model_part = [["tok_embeddings", "norm", "output"]]',
+        r"schedule \['1F1B'\] cannot be read",
+    ),
+    (
+        "maxtext",
+        "ici_pipeline_parallelism: 6\nset_remat_policy_on_pipeline_iterations: maybe",
+        "set_remat_policy_on_pipeline_iterations must be true or false, not 'maybe'",
+    ),
 ]
 
 
@@ -186,6 +223,34 @@ def test_what_cannot_be_read_is_named_in_one_line(name: str, text: str, told: st
     with pytest.raises(ValueError, match=told) as refused:
         find_format(name).load(text, outline())
     assert "\n" not in str(refused.value)
+
+
+def test_maxtext_keeps_what_it_is_told_to_keep_in_iterations_alone() -> None:
+    """Their usual iterations keep the inputs of blocks, whatever the policy of blocks is."""
+    base = "num_layers_per_pipeline_stage=2\nici_pipeline_parallelism=3\nremat_policy=none\n"
+    there = outline(6, microbatches=6)
+    assert find_format("maxtext").load(base, there).stages[1].fates == again(2) | again(3)
+    kept = base + "set_remat_policy_on_pipeline_iterations=false\n"
+    assert find_format("maxtext").load(kept, there).stages[1].fates == {}
+
+
+def test_options_of_a_whole_command_are_read_past_flags() -> None:
+    text = "--use-flash-attn --pipeline-model-parallel-layout='Ettt|tttL' --swiglu --lr 1e-3 2e-4"
+    assert find_format("megatron").load(text, outline()).cuts == (7, 7)
+
+
+def test_one_stage_has_the_embedding_and_the_head() -> None:
+    one = plan([14])
+    assert "--pipeline-model-parallel-layout 'Et*6L'\n" in one.export("megatron")
+    assert '["tok_embeddings", "layers.0", ' in one.export("torchtitan")
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
+def test_chunks_are_refused_where_rounds_of_micro_batches_are_others(name: str) -> None:
+    chunks = plan([3, 4, 2, 5], "interleaved")
+    assert chunks.export(name)
+    with pytest.raises(ValueError, match=r"5 micro-batches pass 2 chunks .* use --microbatches 6"):
+        replace(chunks, outline=outline(6, microbatches=5)).export(name)
 
 
 def test_formats_and_models_that_are_not_known_are_named() -> None:
@@ -203,9 +268,10 @@ def of_tiny_llama(*options: str) -> int:
 def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert of_tiny_llama("--export", "megatron") == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[0] == "# jvpipe megatron 1"
+    for nowhere in ("", ":"):
+        assert of_tiny_llama("--export", f"megatron{nowhere}") == 0
+        text = capsys.readouterr().out
+        assert text.splitlines()[0] == "# jvpipe megatron 1"
     (tmp_path / "layout.txt").write_text("Et|t*3L")
     assert of_tiny_llama("--import", f"megatron:{tmp_path / 'layout.txt'}") == 0
     told = capsys.readouterr().out.splitlines()[-1]
@@ -219,7 +285,19 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         (["--export", "maxtext"], "error: maxtext cannot say all of this plan; lost would be"),
         (["--lossy"], "error: --lossy is for --export"),
         (["--import", "megatron"], "error: --import megatron: give FORMAT:FILE"),
-        (["--import", "megatron:nowhere.txt"], "nowhere.txt"),
+        (
+            ["--import", "megatron:nowhere.txt"],
+            "error: --import megatron:nowhere.txt: this cannot be read (No such file or directory)",
+        ),
+        (["--import", f"megatron:{HERE}"], "exports: this cannot be read (Is a directory)"),
+        (
+            ["--import", f"torch-csv:{HERE.parents[1] / 'docs' / 'plan.png'}"],
+            "plan.png: this is no file of text",
+        ),
+        (
+            ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],
+            "vee.jaxpp: the mark 'blocks/0@2' is after no layer of the model",
+        ),
     ],
 )
 def test_the_command_names_mistakes_in_one_line(

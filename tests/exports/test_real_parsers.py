@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import text
 from jvpipe.schedules import find_schedule
 from tests.exports.plans import outline, plan
@@ -67,6 +68,25 @@ def test_torch_loads_and_simulates_every_csv_and_adds_the_same_sends(
     read = [json.loads(line) for line in told.splitlines()]
     assert len(read) == 6
     assert all(each["as_torch"] and each["steps"] > 0 for each in read), read
+
+
+@pytest.mark.parametrize(
+    ("cuts", "devices", "schedule"),
+    [
+        ([5, 4, 5], [0, 1, 2], "zb-h1"),
+        ([7, 7], [1, 0], "1f1b"),
+        ([3, 4, 2, 5], [0, 1, 1, 0], "v-half"),
+        ([3, 2, 2, 2, 2, 3], [0, 1, 0, 1, 0, 1], "interleaved-3"),
+    ],
+)
+def test_torch_runs_the_csv_and_has_the_gradients_of_the_whole_batch(
+    tmp_path: Path, cuts: list[int], devices: list[int], schedule: str
+) -> None:
+    """Without REDUCE_GRAD they were as many times too large as there are micro-batches."""
+    given = Plan.from_cuts(cuts, devices, schedule=schedule, outline=outline(6, 4))
+    (path := tmp_path / "schedule.csv").write_text(given.export("torch-csv"))
+    script = Path(__file__).with_name("run_by_torch.py")
+    assert float(run("torch", str(script), str(path), str(len(cuts)), "4")) < 1e-6
 
 
 @pytest.mark.parametrize(
