@@ -101,10 +101,8 @@ def rule_named(name: str) -> Schedule:
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     """The schedules of some names that run so many stages per device; "interleaved" is any number from two on."""
-    rules = [
-        Interleaved(chunks=chunks) if name == "interleaved" and chunks > 2 else find_schedule(name)
-        for name in names
-    ]
+    families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
+    rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]
 
 
