@@ -283,8 +283,9 @@ class Attendance:
                     missing = ascii(told["missing"]).strip("'")
                     _say(f"waiting for {missing}")
                 port = _port_in(told)
-            self._met.set_result(port)
-            await self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
+            bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
+            self._met.set_result(port)  # after it is held: who hears this may say farewell at once
+            await bond
         except AnotherSecretError as problem:
             raise ValueError(
                 f"process 0 at {where} has another secret than process {self._process}, or one of "
