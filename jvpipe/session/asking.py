@@ -143,9 +143,20 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
         for plan in plans or least_bytes_plans(shapes):
             # Of shapes that differ in which devices there are, the best is worth a plan.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
-        some = list(worth.values())[: ShapeEffort().planned]
+        some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
     return replace(best, shapes=of_each_kind(plans))
+
+
+def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
+    """Which rough plans of different shapes, the fastest first, are planned exactly.
+
+    Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
+    """
+    effort, first = ShapeEffort(), plans[0]
+    most_s = effort.worth_a_plan * first.step_s
+    again = any(choice < 0 for choice in first.decision.choices)
+    return [x for x in plans[: effort.planned] if again or x.step_s <= most_s]
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:

@@ -5,7 +5,7 @@ and networks. Shapes are ranked by that, and the best of them simulated.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,10 +13,18 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, Decision, Group, Problem
 from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_bytes import stage_bytes
-from jvpipe.planners.model.stage_cost import Evaluation, StageCost
+from jvpipe.planners.model.stage_cost import (
+    Evaluation,
+    StageCost,
+    device_bytes,
+    needed_limit_bytes,
+    slowest_s,
+    stage_cost,
+    surrogate,
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,16 @@ class RoughPlan:
 
     @property
     def least_s(self) -> float:
-        """Seconds that no simulation is below: all micro-batches on one stage, and the first one's way there."""
+        """Seconds that no simulation is below: all micro-batches on one stage, or on the link before it.
+
+        The first one has come there before, the last one's cotangent goes back from there.
+        """
         before_s = longest_s = 0.0
         for stage in self.evaluation.stages:
-            longest_s = max(longest_s, before_s + self.problem.microbatches * stage.compute_s)
+            link_s = before_s + self.problem.microbatches * stage.comm_s / 2
+            before_s += stage.comm_s
+            stage_s = before_s + self.problem.microbatches * stage.compute_s
+            longest_s = max(longest_s, link_s, stage_s)
             before_s += stage.compute_s
         return longest_s
 
@@ -79,6 +93,69 @@ def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
         if limit is not None and stage_bytes(problem, s, i, j, choices).peak > limit:
             choices[i:j] = [RECOMPUTE] * (j - i)
     return Decision(bounds, tuple(choices))
+
+
+class RoughStages:
+    """What `kept_or_again` and `evaluate` say of many shapes of a model, each stage counted once.
+
+    Shapes that are near each other have nearly all stages in common: a bound that moves changes two of them. Which
+    devices a stage has does not matter, only how many, how slow, and by which links.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Shape, list[int]] = {}
+        self._kind_of: dict[tuple[Hashable, ...], int] = {}
+        self._known: dict[tuple[int, int, int], tuple[int, StageCost]] = {}
+
+    def evaluate(
+        self, shape: Shape, problem: Problem, bounds: tuple[int, ...]
+    ) -> tuple[Decision, Evaluation]:
+        """Decides what stages keep, and counts what they take.
+
+        Args:
+            shape: whose stages they are; its problem is always the same.
+            problem: of the shape.
+            bounds: of the stages.
+        """
+        kinds = self._kinds_of(shape, problem)
+        every = [self._stage(problem, s, kind, bounds[s : s + 2]) for s, kind in enumerate(kinds)]
+        lengths = [j - i for i, j in pairwise(bounds)]
+        choices = [c for (c, _), n in zip(every, lengths, strict=True) for c in [c] * n]
+        stages = tuple(stage for _, stage in every)
+        held = device_bytes(problem, stages)
+        limit_bytes = needed_limit_bytes(problem, held)
+        step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
+        evaluation = Evaluation(stages, step_s, bottleneck_s, held, limit_bytes)
+        return Decision(bounds, tuple(choices)), evaluation
+
+    def _kinds_of(self, shape: Shape, problem: Problem) -> list[int]:
+        """Numbers for all that a stage's seconds and bytes depend on but its layers."""
+        if shape not in self._kinds:
+            alike = shape.size, problem.stages, problem.microbatches
+            self._kinds[shape] = [
+                self._kind_of.setdefault((*alike, s, *_apart(group)), len(self._kind_of))
+                for s, group in enumerate(problem.groups)
+            ]
+        return self._kinds[shape]
+
+    def _stage(
+        self, problem: Problem, s: int, kind: int, bounds: tuple[int, ...]
+    ) -> tuple[int, StageCost]:
+        """The choice for all layers of a stage of a kind, and what it takes."""
+        i, j = bounds
+        if (kind, i, j) not in self._known:
+            choice, limit = 0, problem.limit_of(problem.places[s])
+            stage = stage_cost(problem, s, i, j, [0] * j)
+            if limit is not None and stage.peak_bytes > limit:
+                choice = RECOMPUTE
+                stage = stage_cost(problem, s, i, j, [RECOMPUTE] * j)
+            self._known[kind, i, j] = choice, stage
+        return self._known[kind, i, j]
+
+
+def _apart(group: Group) -> tuple[Hashable, ...]:
+    """What tells devices apart that share micro-batches of the same size."""
+    return group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
 
 
 def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:

@@ -8,11 +8,11 @@ climb: other cuts of their shape, and a layer, a replica or the size of micro-ba
 Whoever asks has the best shapes planned exactly, as if they were given.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtyping import Int
 
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.joint.planner import jvpipe
-from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again, of_each_kind
+from jvpipe.planners.joint.rough_plan import RoughPlan, RoughStages, of_each_kind
 from jvpipe.planners.joint.shape_bound import least_bottleneck_s
 from jvpipe.planners.joint.shape_paths import Ground, paths
 from jvpipe.planners.model.chain_dp import least_path
@@ -32,9 +32,9 @@ from jvpipe.planners.model.local_segments import (
     least_through_s,
 )
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import seconds
+from jvpipe.planners.model.segments import seconds, sums
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate, keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
@@ -56,9 +56,11 @@ class ShapeEffort:
         paths: that are simulated of a size.
         climbs: steps of a climb.
         neighbours: of a plan that are simulated for each step.
+        regrouped: of those that have its stages in other groups, likewise.
         worth_a_climb: how many times slower than the best the best of another kind may be where it climbs.
         worth_a_path: the same of a path that is gone on with.
-        planned: shapes that are planned exactly.
+        planned: shapes that are planned exactly at most.
+        worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
         microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
 
     """
@@ -75,10 +77,12 @@ class ShapeEffort:
     paths: int = 10
     climbs: int = 12
     neighbours: int = 6
+    regrouped: int = 2
     worth_a_climb: float = 1.3
     worth_a_path: float = 1.15
-    planned: int = 2
-    microbatches: int = 6
+    planned: int = 3
+    worth_a_plan: float = 1.005
+    microbatches: int = 4
 
 
 def rough_plans(shapes: Shapes, effort: ShapeEffort | None = None) -> list[RoughPlan]:
@@ -141,9 +145,11 @@ class _Search:
         self.seen: dict[Path, RoughPlan | None] = {}
         self.simulated: dict[Path, RoughPlan] = {}
         self.bottleneck_s = cache(self._bottleneck_s)
+        self.proportional = cache(self._proportional)
         self._problems: dict[Shape, Problem] = {}
         self._few: dict[Shape, Problem] = {}
         self._recut = set[Shape]()
+        self._stages = RoughStages()
 
     def run(self) -> None:
         """Looks at every size once, at the best ones well, and climbs."""
@@ -206,14 +212,13 @@ class _Search:
             yield from self._straight(size, at)
 
     def counts(self, size: int, unit: int, *, hasty: bool) -> list[int]:
-        """The replica counts that are looked at: of many devices, few of a machine or whole machines.
+        """The replica counts that are looked at: of many devices, those that end where stages may begin.
 
         In haste those alone that are powers of two, or leave one.
         """
-        devices, each = self.shapes.devices, self.shapes.cluster.devices_per_machine
-        every = self.segments.counts(size)
+        devices, every = self.shapes.devices, self.segments.counts(size)
         if unit > 1:
-            return [r for r in every if r % max(1, each // 2) == 0 or r % unit == 0]
+            return [r for r in every if r % unit == 0]
         if not hasty:
             return list(every)
         left = {r: devices - r for r in every}
@@ -277,13 +282,14 @@ class _Search:
         if path not in self.seen:
             shape, bounds = path
             allowed = self.shapes.pins.allow(bounds, shape.replicas, shape.size)
-            decision = kept_or_again(self.few(shape), bounds) if allowed else None
-            self.seen[path] = decision and self._judged(shape, decision)
+            counted = self._stages.evaluate(shape, self.few(shape), bounds) if allowed else None
+            self.seen[path] = self._fitting(shape, *counted) if counted else None
         return self.seen[path]
 
-    def _judged(self, shape: Shape, decision: Decision) -> RoughPlan | None:
+    def _fitting(
+        self, shape: Shape, decision: Decision, evaluation: Evaluation
+    ) -> RoughPlan | None:
         problem, few = self.problem(shape), self.few(shape)
-        evaluation = evaluate(few, decision)
         fits = keeps_limits(few, evaluation)
         return RoughPlan(shape, problem, few, decision, evaluation) if fits else None
 
@@ -312,16 +318,27 @@ class _Search:
                 self.simulate([plan])
 
     def climb(self, plan: RoughPlan) -> None:
-        """Goes on to better neighbours while there are any: each step takes less, so it ends."""
+        """Goes on to better neighbours while there are any: each step takes less, so it ends.
+
+        Where no neighbour is better, the same devices are tried in other groups.
+        """
         for _ in range(self.effort.climbs):
             near = self.recut(plan.shape)
             near += self.ranked(self.neighbours(plan))[: self.effort.neighbours]
-            self.simulate_if_fast(near)
-            known = (self.simulated[x.path] for x in near if x.path in self.simulated)
-            best = min(known, key=lambda x: x.step_s, default=plan)
-            if best.step_s >= plan.step_s:
+            best = self._best_of(plan, near)
+            if best is plan:
+                near = self.ranked(self.regrouped(plan.shape))[: self.effort.regrouped]
+                best = self._best_of(plan, near)
+            if best is plan:
                 return
             plan = best
+
+    def _best_of(self, plan: RoughPlan, near: Sequence[RoughPlan]) -> RoughPlan:
+        """The fastest of some plans by simulation; the given one if none is faster."""
+        self.simulate_if_fast(near)
+        known = (self.simulated[x.path] for x in near if x.path in self.simulated)
+        best = min(known, key=lambda x: x.step_s, default=plan)
+        return best if best.step_s < plan.step_s else plan
 
     def recut(self, shape: Shape) -> list[RoughPlan]:
         """The best plans of a shape with other cuts; none if they are given, or if it has been asked before."""
@@ -331,7 +348,8 @@ class _Search:
         plans = self.ranked(self._cuts_under_caps(shape))[: self.effort.recuts]
         with suppress(Infeasible):
             decision = jvpipe(self.problem(shape), refine=False)
-            plans += filter(None, [self._judged(shape, decision)])
+            evaluation = evaluate(self.few(shape), decision)
+            plans += filter(None, [self._fitting(shape, decision, evaluation)])
         return plans
 
     def _cuts_under_caps(self, shape: Shape) -> Iterator[Path]:
@@ -365,10 +383,32 @@ class _Search:
             if size >= max(shape.replicas):
                 yield replace(shape, size=size), bounds
         for replicas in (shape.replicas, *_moved(shape.replicas, self.shapes.devices)):
-            starts = [0, *accumulate(replicas)][:-1]
+            yield from self._placed(shape.size, replicas, bounds)
+
+    def regrouped(self, shape: Shape) -> Iterator[Path]:
+        """Yields paths with neighbours exchanged, made one, or one made two, and work in proportion to devices."""
+        for replicas in _regrouped(shape.replicas):
+            if bounds := self.proportional(shape.size, replicas):
+                yield from self._placed(shape.size, replicas, bounds)
+
+    def _placed(
+        self, size: int, replicas: tuple[int, ...], bounds: tuple[int, ...]
+    ) -> Iterator[Path]:
+        """Yields the paths of some replicas, along all orders."""
+        starts = [0, *accumulate(replicas)][:-1]
+        if max(replicas) <= size:
             for order in self.shapes.orders:
-                if max(replicas) <= shape.size:
-                    yield Shape.along(order, starts, replicas, shape.size), bounds
+                yield Shape.along(order, starts, replicas, size), bounds
+
+    def _proportional(self, size: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
+        """The bounds with as much work for each stage as it has replicas, about; none if there are too few cuts."""
+        cuts = self.segments.cuts
+        work_s = sums(self.segments.compute_s(size))[cuts]
+        shares = np.cumsum(replicas)[:-1] / sum(replicas) * work_s[-1]
+        at = np.abs(work_s[:, None] - shares).argmin(0)
+        places = (0, *at.tolist(), len(cuts) - 1)
+        rising = all(a < b for a, b in pairwise(places))
+        return tuple(int(cuts[place]) for place in places) if rising else ()
 
 
 def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
@@ -384,3 +424,19 @@ def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]
         for b, less in enumerate(replicas):
             if a != b and less > 1:
                 yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))
+
+
+def _regrouped(replicas: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields counts with two neighbours exchanged or made one, or one place halved or one device apart.
+
+    Args:
+        replicas: the counts.
+    """
+    for s, (a, b) in enumerate(pairwise(replicas)):
+        before, after = replicas[:s], replicas[s + 2 :]
+        if a != b:
+            yield (*before, b, a, *after)
+        yield (*before, a + b, *after)
+    for s, count in enumerate(replicas):
+        for part in sorted({1, count // 2, count - 1} - {0, count}):
+            yield (*replicas[:s], part, count - part, *replicas[s + 1 :])

@@ -57,6 +57,7 @@ class LocalSegments:
         self.again = cache(self._again)
         self.fitting_s = cache(self._fitting_s)
         self.compute_s = cache(self._compute_s)
+        self.waiting_bytes = cache(self._waiting_bytes)
 
     @cached_property
     def coarse(self) -> Cuts:
@@ -121,11 +122,36 @@ class LocalSegments:
             replicas: of the stage.
             behind: stages from it on: so many micro-batches are in flight, if there are as many.
         """
-        in_flight = min(behind, self.shapes.batch // size)
+        microbatches = self.shapes.batch // size
+        in_flight = min(behind, microbatches)
         layers, static = self.shapes.local.costs[-1].layers, kept.static_bytes(0)
         spared = surely_spared_bytes(layers, self.coarse, self.coarse, replicas)
+        early, late = self.waiting_bytes(self.share(size, replicas))
+        waiting = early * (behind < microbatches) + late * (behind > 1)
         training = on_device_bytes(in_flight, kept.kept_bytes) + kept.beyond_bytes
-        return np.where(np.isfinite(kept.compute_s(0)), static - spared + training, np.inf)
+        if replicas > 1:
+            training = np.maximum(training, 2 * self.most_reduced_bytes)
+        peak = static - spared + waiting + training
+        return np.where(np.isfinite(kept.compute_s(0)), peak, np.inf)
+
+    def _waiting_bytes(self, b: int) -> tuple[Grid, Grid]:
+        """What waits at each segment, of `b` examples: values that come early, and cotangents that are to go back.
+
+        The stage before it has one micro-batch more in flight, the stage behind it takes one more at a time.
+        """
+        segments = self.kept(b).segments
+        early = segments.early_bytes((1,), self.coarse, self.coarse)
+        return early, segments.late_bytes(1, self.coarse, self.coarse)
+
+    @cached_property
+    def most_reduced_bytes(self) -> Grid:
+        """The largest gradients of a layer that each segment's replicas add up."""
+        reduced = np.array([float(x.reduced_bytes) for x in self.shapes.local.costs[-1].layers])
+        most = np.zeros((len(self.coarse), len(self.coarse)))
+        for a, start in enumerate(self.coarse[:-1]):
+            rising = np.maximum.accumulate(reduced[start:])
+            most[a, a + 1 :] = rising[self.coarse[a + 1 :] - start - 1]
+        return most
 
     def reduce_s(self, b: int, link: Link) -> Grid:
         """What each segment's replicas take to add up gradients, as far as its backward cannot hide it.

@@ -66,6 +66,12 @@ def test_small_models_get_shapes_as_good_as_anything_there_is(seed: int) -> None
     assert max(ratios) <= 1.03
 
 
+def test_many_devices_are_planned_in_units() -> None:
+    cluster = Cluster("many", GPU, 8, 32, peer=Link(1e6), network=Link(1e5))
+    shapes = shapes_of(chain([layer(1.0, 10)] * 4, [1000] * 3), cluster, 256)
+    assert sum(rough_plans(shapes)[0].shape.replicas) == 256
+
+
 def test_no_plan_is_slower_than_plain_shapes_and_the_papers_plans() -> None:
     draw = random.Random(2)
     for _ in range(3):

@@ -1,11 +1,13 @@
 """Segments at each local batch: where nothing is rough, shapes are sought by what stages are counted by."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.shapes import Shape
-from tests.planners.joint.shapes import chain, flat, layer, shapes_of, stages_of
+from tests.planners.joint.shapes import chain, every_path, flat, layer, shapes_of, stages_of
 
 LAYERS = [layer(1.0, 100, 10), layer(2.0, 40, 20), layer(3.0, 0, 30), layer(0.5, 7, 5)]
 
@@ -29,6 +31,17 @@ def test_segments_take_what_the_stages_of_a_shape_take(limit: int | None) -> Non
             assert segments.backward_s(b)[j] - segments.backward_s(b)[i] == pytest.approx(
                 cost.backward_s
             )
+
+
+def test_segments_of_a_chain_hold_what_stages_hold_that_keep_everything() -> None:
+    shapes = shapes_of(chain(LAYERS, [8, 16, 4]), flat(4, 4.0), 12)
+    segments = LocalSegments(shapes)
+    for shape, bounds in every_path(shapes):
+        peaks = [stage.peak_bytes for stage in stages_of(shapes, (shape, bounds))]
+        for s, ends in enumerate(pairwise(bounds)):
+            size, replicas, behind = shape.size, shape.replicas[s], len(peaks) - s
+            kept = segments.kept(segments.share(size, replicas))
+            assert segments.peak_bytes(kept, size, replicas, behind)[ends] == peaks[s]
 
 
 def test_what_crosses_is_that_of_the_whole_micro_batch() -> None:
