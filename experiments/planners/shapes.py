@@ -1,4 +1,6 @@
-"""Shapes of small models beside all that there are: python -m experiments.planners.shapes [problems [seed]]
+"""Shapes of small models beside all that there are.
+
+    python -m experiments.planners.shapes [problems [seed]]
 
 Models of 4 to 6 unlike layers are drawn, on 3 to 6 devices of one machine, of two, or of a machine
 each, every second one under a memory limit. Everything there is along the orders of devices is

@@ -19,6 +19,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.values import ValueKind
 from jvpipe.schedules import PipeDream
+from tests.grid import grid
 
 LAYERS, D, R, MICRO, STEPS = 5, 16, 2, 4, 3
 VERSIONS = ("parameter", "predicted", "corrected", "delta", "applied")
@@ -134,9 +135,11 @@ SCHEDULES = {
     "recomputed": {"fates": {"*": "recompute"}},
     "swapped": {"fates": {"*": "swap"}},
 }
+KINDS = ("zb-h1", "interleaved", "pipedream", "pipemare", "replicas of halves", "recomputed")
+"""One of each kind: backwards in two parts, chunks, versions, corrected weights, replicas, fates."""
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", grid(SCHEDULES, *KINDS))
 def test_what_is_trained_has_the_bits_that_it_had(name: str) -> None:
     with nothing_frozen():
         whole = pipeline(tuned(), **SCHEDULES[name])
@@ -149,7 +152,7 @@ def test_what_is_trained_has_the_bits_that_it_had(name: str) -> None:
     assert all(own < other for own, other in peaks)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, jnp.int4])
+@pytest.mark.parametrize("dtype", grid([np.float32, np.int8, jnp.int4], np.float32, jnp.int4))
 def test_the_rest_trains_as_in_plain_jax(dtype: Any) -> None:
     given, optimizer = params(dtype), optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     losses, expected = plain(given, optimizer, LABELS)
@@ -307,7 +310,7 @@ def test_layers_that_a_scan_stacks_are_frozen_as_one() -> None:
 # Moves, versions, checkpoints
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipemare"])
+@pytest.mark.parametrize("schedule", grid(["1f1b", "pipedream", "pipemare"], "1f1b", "pipemare"))
 def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
     def run(*, moving: bool) -> tuple[list[float], Any]:
         plan = jvpipe.Plan.from_cuts([6, 5])
