@@ -2,6 +2,7 @@
 
 import jvpipe.exports.registry  # noqa: F401 - what Plan.export knows
 from jvpipe.ir.deferred import BatchStatistics, deferred_batch_norm
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
 from jvpipe.pipeline import Pipeline
@@ -19,6 +20,7 @@ __all__ = [
     "BatchStatistics",
     "Forecast",
     "HostLost",
+    "LazyArray",
     "MemoryLimitExceeded",
     "Pipeline",
     "Plan",

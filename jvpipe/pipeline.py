@@ -262,8 +262,8 @@ class Pipeline:
         """Traces, measures, plans, compiles and places; the caller's arrays stay theirs.
 
         Args:
-            params: a pytree of arrays, or a function `key -> params`, which is then evaluated leaf by leaf on the
-                devices that own the leaves.
+            params: a pytree of arrays, those that are a `jvpipe.LazyArray` read one by one; or a function
+                `key -> params`, which is then evaluated leaf by leaf on the devices that own the leaves.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: with `has_state`.

@@ -1,10 +1,11 @@
-"""Llama (arXiv:2302.13971, arXiv:2407.21783): a causal language model, in Flax NNX.
+"""Llama (arXiv:2302.13971, arXiv:2407.21783) and its family: causal language models, in Flax NNX.
 
 Axes: B batch, T and S tokens, D model, H heads, G groups of them, R heads of a group, K width of a head, V vocabulary.
 
 Root mean square norm stands before each sublayer and after the last block; queries and keys turn with their position
-(arXiv:2104.09864); the heads of a group share keys and values (arXiv:2305.13245); the feed-forward network is gated by
-SiLU (arXiv:2002.05202). Nothing has a bias. Blocks are one scan over parameters that are stacked, [blocks, ...].
+(`rotary.py`); the heads of a group share keys and values (arXiv:2305.13245); the feed-forward network is gated
+(arXiv:2002.05202). Nothing has a bias. Blocks are one scan over parameters that are stacked, [blocks, ...]. What
+Qwen 3 and Gemma have otherwise are fields of the configuration.
 """
 
 from collections.abc import Callable
@@ -14,21 +15,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.blocks import Kind, TextConfig, embedding, prediction_loss, residual_scale
 from jvpipe.models.gpt2 import abstract_batch, open_data
+from jvpipe.models.rotary import Rotation, turned
 from jvpipe.models.workload import Workload, sized
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+}
+"""By what a feed-forward network may be gated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
     """The shape of a Llama: `hidden` units in the feed-forward networks; there are no more `groups` than `heads`.
 
-    `theta` is the base of the angles by which queries and keys turn. `tied`: the output projection is the token
-    embedding transposed.
+    `theta` is the base of the angles by which queries and keys turn, `stretch` and what follows it how these angles
+    are stretched for longer texts (`rotary.Rotation`). `tied`: the output projection is the token embedding transposed.
+
+    What others of the family have: heads of `head_width` (0: D / H); queries and keys that are normed head by head
+    (`normed_heads`); a feed-forward network gated by `activation`, "silu" or "gelu"; norms that multiply by one plus
+    their scale (`offset_norms`); embeddings that are multiplied by the root of D (`scaled_embedding`); norms after
+    sublayers too (`after_norms`); scores divided by the root of `score_width` (0: K) and, like logits, kept within
+    a cap by a tanh (0: none); blocks whose tokens see `window` tokens alone: `spans` has a letter for each, L for
+    such a local one and G for one that sees all, and begins anew where it ends; local ones turn by `local_theta`,
+    unstretched, unless it is 0.
     """
 
     heads: int
@@ -38,12 +56,32 @@ class LlamaConfig(TextConfig):
     tied: bool = False
     epsilon: float = 1e-5
     dropout: float = 0.0
+    head_width: int = 0
+    normed_heads: bool = False
+    activation: str = "silu"
+    offset_norms: bool = False
+    scaled_embedding: bool = False
+    after_norms: bool = False
+    score_width: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    window: int = 0
+    spans: str = ""
+    local_theta: float = 0.0
+    stretch: float = 1.0
+    stretch_low: float = 1.0
+    stretch_high: float = 4.0
+    stretch_from: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads < 1 or self.width % (2 * self.heads):
+        if self.heads < 1 or (not self.head_width and self.width % (2 * self.heads)):
             raise ValueError(
                 f"width={self.width} is no even number for each of heads={self.heads}: change one of them"
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"head_width={self.head_width}: numbers turn in pairs, give an even one"
             )
         if self.groups < 1 or self.heads % self.groups:
             raise ValueError(
@@ -53,6 +91,37 @@ class LlamaConfig(TextConfig):
             raise ValueError(f"hidden={self.hidden} must be at least 1")
         if self.dropout:
             raise ValueError(f"dropout={self.dropout}: a Llama has none")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(did_you_mean("activation", self.activation, list(ACTIVATIONS)))
+        if set(self.spans) - {"L", "G"} or ("L" in self.spans and self.window < 1):
+            raise ValueError(
+                f"spans={self.spans!r} with window={self.window}: give L and G alone, and a window of 1 at least for L"
+            )
+
+    @property
+    def head(self) -> int:
+        """K: the width of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def rotation(self) -> Rotation:
+        """How queries and keys turn where all is seen."""
+        return Rotation(
+            self.theta, self.stretch, self.stretch_low, self.stretch_high, self.stretch_from
+        )
+
+    @property
+    def local_rotation(self) -> Rotation:
+        """How they turn in local blocks."""
+        return Rotation(self.local_theta) if self.local_theta else self.rotation
+
+    @property
+    def local(self) -> Bool[np.ndarray, "blocks"] | None:
+        """Which blocks are local; None if none is."""
+        if "L" not in self.spans:
+            return None
+        letters = (self.spans * self.blocks)[: self.blocks]
+        return np.array([letter == "L" for letter in letters])
 
 
 SIZES = {
@@ -70,6 +139,8 @@ SIZES = {
         tokens=8192,
         theta=5e5,
         tied=True,
+        stretch=32.0,
+        stretch_from=8192,
     ),
     "7b": LlamaConfig(
         blocks=32, width=4096, heads=32, groups=32, hidden=11008, vocabulary=32000, tokens=4096
@@ -101,67 +172,95 @@ def matrix(
 class Norm(nnx.Module):
     """Vectors of mean square 1, scaled; in float32, whatever their type, which they keep."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.RMSNorm(config.width, epsilon=config.epsilon, rngs=rngs)
+    def __init__(self, config: LlamaConfig, width: int, *, rngs: nnx.Rngs) -> None:
+        self.offset = config.offset_norms
+        init = nnx.initializers.zeros if self.offset else nnx.initializers.ones
+        self.norm = nnx.RMSNorm(width, epsilon=config.epsilon, scale_init=init, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """The normalised vectors."""
-        return self.norm(x.astype(jnp.float32)).astype(x.dtype)
+        y = x.astype(jnp.float32)
+        normed = self.norm(y)
+        if self.offset:  # the scale is what is added to 1
+            normed = normed + y * jax.lax.rsqrt(
+                jnp.mean(y * y, -1, keepdims=True) + self.norm.epsilon
+            )
+        return normed.astype(x.dtype)
 
 
 class GroupedAttention(nnx.Module):
     """Tokens look at those before them, with H heads in G groups."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.config, shared = config, config.width // config.heads * config.groups
-        self.queries = matrix(config, rngs, config.width, config.width)
+        own, shared = config.heads * config.head, config.groups * config.head
+        self.config = config
+        self.queries = matrix(config, rngs, config.width, own)
         self.keys = matrix(config, rngs, config.width, shared)
         self.values = matrix(config, rngs, config.width, shared)
-        self.output = matrix(config, rngs, config.width, config.width, scale=residual_scale(config))
+        self.output = matrix(config, rngs, own, config.width, scale=residual_scale(config))
+        if config.normed_heads:
+            self.query_norm = Norm(config, config.head, rngs=rngs)
+            self.key_norm = Norm(config, config.head, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The mixture of the values of tokens up to each."""
-        config, (B, T, D) = self.config, x.shape
-        K = D // config.heads
+    def __call__(
+        self, x: Float[Array, "B T D"], local: Bool[Array, ""] | None = None
+    ) -> Float[Array, "B T D"]:
+        """The mixture of the values of tokens up to each; `local`: whether of those in its window alone."""
+        config, (B, T, _) = self.config, x.shape
         q, k, v = (
-            project(x).reshape(B, T, -1, K) for project in (self.queries, self.keys, self.values)
+            project(x).reshape(B, T, -1, config.head)
+            for project in (self.queries, self.keys, self.values)
         )
-        q, k = turned(q, config.theta), turned(k, config.theta)
-        q = q.reshape(B, T, config.groups, -1, K)
-        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * K**-0.5
+        if config.normed_heads:
+            q, k = self.query_norm(q), self.key_norm(k)
+        rates = config.rotation.rates(config.head)
+        if local is not None:
+            rates = jnp.where(local, config.local_rotation.rates(config.head), rates)
+        q, k = turned(q, rates), turned(k, rates)
+        q = q.reshape(B, T, config.groups, -1, config.head)
+        scale = (config.score_width or config.head) ** -0.5
+        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * scale
+        scores = capped(scores, config.score_cap)
         iota = partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape)
-        weights = jax.nn.softmax(jnp.where(iota(4) > iota(3), -jnp.inf, scores)).astype(x.dtype)
-        return self.output(jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(x.shape))
+        unseen = iota(4) > iota(3)
+        if local is not None:
+            unseen = unseen | (local & (iota(3) - iota(4) >= config.window))
+        weights = jax.nn.softmax(jnp.where(unseen, -jnp.inf, scores)).astype(x.dtype)
+        return self.output(jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, -1))
 
 
-def turned(x: Float[Array, "B T H K"], theta: float) -> Float[Array, "B T H K"]:
-    """Pairs of numbers, half a head apart, turned by the position times angles that fall from 1 to 1 / `theta`."""
-    T, K = x.shape[1], x.shape[3]
-    rates = jnp.exp(jax.lax.iota(jnp.float32, K // 2) * (-2 / K * jnp.log(theta)))
-    angles = jax.lax.iota(jnp.float32, T)[None, :, None, None] * rates[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=3)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=3).astype(x.dtype)
+def capped(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
+    """Numbers bent to lie within a cap (arXiv:2408.00118); as they are if it is 0."""
+    return jnp.tanh(x / cap) * cap if cap else x
 
 
 class LlamaBlock(nnx.Module):
     """Attention, then a gated feed-forward network, each added to its input."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = Norm(config, rngs=rngs)
+        self.config = config
+        self.attention_norm = Norm(config, config.width, rngs=rngs)
         self.attention = GroupedAttention(config, rngs=rngs)
-        self.feed_forward_norm = Norm(config, rngs=rngs)
+        self.feed_forward_norm = Norm(config, config.width, rngs=rngs)
         self.gate = matrix(config, rngs, config.width, config.hidden)
         self.expand = matrix(config, rngs, config.width, config.hidden)
         self.contract = matrix(
             config, rngs, config.hidden, config.width, scale=residual_scale(config)
         )
+        if config.after_norms:
+            self.mixed_norm = Norm(config, config.width, rngs=rngs)
+            self.contracted_norm = Norm(config, config.width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], local: Bool[Array, ""] | None = None
+    ) -> Float[Array, "B T D"]:
         """The tokens after one block."""
-        x = x + self.attention(self.attention_norm(x))
+        after = self.config.after_norms
+        mixed = self.attention(self.attention_norm(x), local)
+        x = x + (self.mixed_norm(mixed) if after else mixed)
         y = self.feed_forward_norm(x)
-        return x + self.contract(jax.nn.silu(self.gate(y)) * self.expand(y))
+        y = self.contract(ACTIVATIONS[self.config.activation](self.gate(y)) * self.expand(y))
+        return x + (self.contracted_norm(y) if after else y)
 
 
 @dataclass(frozen=True)
@@ -177,7 +276,7 @@ class Llama:
         kinds: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
             "tokens": lambda rngs: embedding(config, rngs, config.vocabulary),
             "blocks": lambda rngs: LlamaBlock(config, rngs=rngs),
-            "norm": lambda rngs: Norm(config, rngs=rngs),
+            "norm": lambda rngs: Norm(config, config.width, rngs=rngs),
             "head": lambda rngs: matrix(config, rngs, config.width, config.vocabulary),
         }
         return {
@@ -197,16 +296,20 @@ class Llama:
 
     def logits(self, params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
         """The logits of next tokens, in float32; nothing depends on the key."""
-        kinds = self.kinds
+        kinds, config = self.kinds, self.config
 
-        def block(x: Float[Array, "B T D"], p: Any) -> tuple[Float[Array, "B T D"], None]:
-            return kinds["blocks"].module(p)(x), None
+        def block(x: Float[Array, "B T D"], own: Any) -> tuple[Float[Array, "B T D"], None]:
+            p, *local = own
+            return kinds["blocks"].module(p)(x, *local), None
 
         tokens = kinds["tokens"].module(params["tokens"])
-        x, _ = jax.lax.scan(block, tokens(batch["tokens"]), params["blocks"])
+        x = tokens(batch["tokens"])
+        x = x * jnp.asarray(config.width**0.5, x.dtype) if config.scaled_embedding else x
+        local = () if config.local is None else (config.local,)
+        x, _ = jax.lax.scan(block, x, (params["blocks"], *local))
         x = kinds["norm"].module(params["norm"])(x)
-        logits = tokens.attend(x) if self.config.tied else kinds["head"].module(params["head"])(x)
-        return logits.astype(jnp.float32)
+        logits = tokens.attend(x) if config.tied else kinds["head"].module(params["head"])(x)
+        return capped(logits.astype(jnp.float32), config.logit_cap)
 
     def loss_fn(self, params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
         """The loss of next tokens; the batch is that of GPT-2."""

@@ -15,6 +15,7 @@ from jvpipe.ir.buffers import Buffer, Peak, Spot
 from jvpipe.ir.columns import columns
 from jvpipe.ir.given import is_whole
 from jvpipe.ir.layers import LayerGraph, Spec
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
@@ -117,10 +118,12 @@ class Leaf:
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
-    """Leaves from arrays; the caller's own are never taken."""
+    """Leaves from arrays; the caller's own are never taken, and lazy ones are read one after another."""
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
-        return jax.device_put(value, _jax.sharding_on(device, spec), may_alias=False)
+        sharding, lazy = _jax.sharding_on(device, spec), isinstance(value, LazyArray)
+        array = jax.device_put(np.asarray(value) if lazy else value, sharding, may_alias=False)
+        return array.block_until_ready() if lazy else array  # the next one is read when it is there
 
     return [Leaf(partial(put, value)) for value in values]
 

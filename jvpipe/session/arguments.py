@@ -12,6 +12,7 @@ import numpy as np
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
 from jvpipe.ir.given import is_stream, is_whole, several
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner, shape_planners
 from jvpipe.runtime.replicas import check_replicable
@@ -219,7 +220,7 @@ def check_key(rng: Any) -> None:
 def check_arrays(tree: Tree, role: Role) -> None:
     """Raises ValueError for leaves that are shapes alone, or arrays whose buffers are gone."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
             raise ValueError(f"{role} '{path_name(path)}' is a shape: give an array")
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
@@ -63,11 +64,10 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Nothing of what is a shape alone, or lies over several processes."""
-    has_bytes = not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(
-        leaf, "is_fully_addressable", True
-    )
-    return array_digest(leaf) if has_bytes else ""
+    """Nothing of what is a shape alone, or lies over several processes; what is read lazily is read for it."""
+    if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
+        return ""
+    return array_digest(np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf)
 
 
 def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:

@@ -180,6 +180,6 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
 
 
 def _slices(x: Any, length: int) -> Slices:
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if type(x) is jax.ShapeDtypeStruct:
         return Slices((jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * length)
     return Slices(x[i] for i in range(length))

@@ -1,0 +1,52 @@
+"""Rotary positions (arXiv:2104.09864): queries and keys turn with their position.
+
+Axes: B batch, T tokens, H heads, K width of a head, P pairs of it.
+"""
+
+from dataclasses import dataclass
+from math import pi
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """By which angles pairs of numbers turn from one position to the next: they fall from 1 towards 1 / `theta`.
+
+    For texts that are longer than those of training, angles are divided by `stretch`: all of them (arXiv:2306.15595);
+    or, with `original`, the length of training, those that make less than `low` turns in it, whereas those that make
+    more than `high` stay, and those between lie between (Llama 3.1's rule, arXiv:2407.21783).
+
+    >>> Rotation(1e4).rates(4).round(6).tolist()
+    [1.0, 0.009999999776482582]
+    >>> Rotation(1e4, stretch=8.0, original=100).rates(4).round(6).tolist()
+    [1.0, 0.0012499999720603228]
+    """
+
+    theta: float
+    stretch: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 0
+
+    def rates(self, width: int) -> Float[Array, "P"]:
+        """The angle per position of each pair of a head of so many numbers."""
+        steps = jax.lax.iota(jnp.float32, width // 2)
+        rates = jnp.exp(steps * (-2 / width * jnp.log(self.theta)))
+        if self.stretch == 1:
+            return rates
+        if not self.original:
+            return rates / self.stretch
+        turns = rates * (self.original / (2 * pi))
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return kept * rates + (1 - kept) * rates / self.stretch
+
+
+def turned(x: Float[Array, "B T H K"], rates: Float[Array, "P"]) -> Float[Array, "B T H K"]:
+    """Pairs of numbers, half a head apart, turned by the position times `rates`."""
+    angles = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None] * rates[None, None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=3)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=3).astype(x.dtype)
