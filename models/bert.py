@@ -56,11 +56,12 @@ class MaskedConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(MaskedConfig):
-    """The shape of a BERT. `published`: as in the paper."""
+    """The shape of a BERT. `published`: as in the paper, and then the output projection may be other than `tied`."""
 
     vocabulary: int = 30522
     tokens: int = 128
     published: bool = False
+    tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
         """Less, the farther away a token is."""

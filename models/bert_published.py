@@ -24,7 +24,8 @@ from jvpipe.models.blocks import (
     normed,
 )
 from jvpipe.models.folder_settings import Settings
-from jvpipe.models.weights import Folder, Format, Source
+from jvpipe.models.weight_folder import Folder
+from jvpipe.models.weights import Format, Source
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
@@ -63,15 +64,18 @@ class PublishedBlock(Block):
 class Head(nnx.Module):
     """From a masked position's vector to the logits of the token that stood there."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.transform = linear(config, rngs, config.width, config.width)
         self.norm = layer_norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
+        width, vocabulary = config.width, config.vocabulary
+        self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
         """Logits in float32; the embedding of `tokens` is the tied projection."""
-        y = normed(self.norm, _gelu(self.transform(x)))
-        return tokens.attend(y).astype(jnp.float32) + self.bias[...][None, None]
+        project = tokens.attend if self.output is None else self.output
+        y = project(normed(self.norm, _gelu(self.transform(x))))
+        return y.astype(jnp.float32) + self.bias[...][None, None]
 
 
 def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
@@ -85,7 +89,6 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         ("is_decoder", False),
         ("add_cross_attention", False),
         ("is_encoder_decoder", False),
-        ("tie_word_embeddings", True),
     ):
         told.only(key, known)
     positions = told["max_position_embeddings"]
@@ -99,11 +102,12 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         "feed_forward": told["intermediate_size"],
         "epsilon": told.get("layer_norm_eps", 1e-12),
         "dropout": dropout,
+        "tied": told.get("tie_word_embeddings", True),
         "published": True,
     }
 
 
-def _sources(config: TransformerConfig) -> dict[str, Source]:
+def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
     sources = table_of("embeddings.tokens", "embeddings.word_embeddings")
     sources |= table_of("embeddings.positions", "embeddings.position_embeddings")
@@ -120,7 +124,10 @@ def _sources(config: TransformerConfig) -> dict[str, Source]:
         sources |= norm_of(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
     sources |= linear_of("head.transform", "cls.predictions.transform.dense")
     sources |= norm_of("head.norm", "cls.predictions.transform.LayerNorm")
-    return sources | {"head.bias": Source(("cls.predictions.bias",))}
+    if config.tied:
+        return sources | {"head.bias": Source(("cls.predictions.bias",))}
+    own = linear_of("head.output", "cls.predictions.decoder", bias=False)
+    return sources | own | {"head.bias": Source(("cls.predictions.decoder.bias",))}
 
 
 FORMAT = Format(
@@ -134,6 +141,12 @@ FORMAT = Format(
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    ignored=("pooler.dense.*", "cls.seq_relationship.*", "embeddings.position_ids"),
+    ignored=(
+        "cls.predictions.bias",
+        "pooler.dense.*",
+        "cls.seq_relationship.*",
+        "embeddings.position_ids",
+    ),
 )
-"""BertForMaskedLM and BertForPreTraining; whether sentences follow each other is not predicted."""
+"""BertForMaskedLM and BertForPreTraining; whether sentences follow each other is not predicted. A head of its own has a
+bias of its own, and the other one is not used."""

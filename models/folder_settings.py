@@ -99,10 +99,10 @@ _PLAIN = (
 
 
 class Settings(Mapping[str, Any]):
-    """The settings of a config.json, which remember those that were asked for."""
+    """The settings of a config.json, or of a part of it, which remember those that were asked for."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self._told, self._asked = told, set[str]()
+    def __init__(self, told: Mapping[str, Any], where: str = "config.json") -> None:
+        self._told, self._asked, self._where = told, set[str](), where
 
     def __getitem__(self, key: str) -> Any:
         self._asked.add(key)
@@ -122,7 +122,7 @@ class Settings(Mapping[str, Any]):
         """
         if self.get(key, known[0]) not in known:
             raise ValueError(
-                f"config.json has {key} {self[key]!r}: of such models only {' or '.join(map(repr, known))} is known"
+                f"{self._where} has {key} {self[key]!r}: of such models only {' or '.join(map(repr, known))} is known"
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:
@@ -138,6 +138,6 @@ class Settings(Mapping[str, Any]):
             self.only(key, *values)
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
-                f"config.json has {key} {self._told[key]!r}, which is not known here: what the model computes may "
+                f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the model computes may "
                 "depend on it; if it does not, take the key out of the file"
             )

@@ -26,21 +26,25 @@ from jvpipe.models.blocks import (
     dropped,
     embedding,
     layer_norm,
+    linear,
     looking_back,
     normed,
     predicting,
 )
 from jvpipe.models.folder_settings import Settings
-from jvpipe.models.weights import Folder, Format, Source, linear, norm, table
+from jvpipe.models.weight_folder import Folder
+from jvpipe.models.weights import Format, Source, norm, table
+from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.workload import Data, Workload, sized
 
 
 @dataclass(frozen=True)
 class Gpt2Config(TransformerConfig):
-    """The shape of a GPT-2."""
+    """The shape of a GPT-2; `tied`: the output projection is the token embedding transposed."""
 
     vocabulary: int = 50257
     tokens: int = 1024
+    tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "1 T T"]:
         """Nobody looks ahead."""
@@ -74,11 +78,13 @@ class Head(nnx.Module):
     """From a position's vector to the logits of the next token."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = layer_norm(config, rngs)
+        self.norm, width, vocabulary = layer_norm(config, rngs), config.width, config.vocabulary
+        self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32; the embedding of `tokens` is the tied projection."""
-        return tokens.attend(normed(self.norm, x)).astype(jnp.float32)
+        project = tokens.attend if self.output is None else self.output
+        return project(normed(self.norm, x)).astype(jnp.float32)
 
 
 def parts(config: Gpt2Config) -> Parts:
@@ -142,7 +148,6 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         ("add_cross_attention", False),
         ("is_encoder_decoder", False),
         ("is_decoder", False, True),
-        ("tie_word_embeddings", True),
     ):
         told.only(key, *known)
     return {
@@ -155,6 +160,7 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         "feed_forward": told.get("n_inner") or 0,
         "epsilon": told.get("layer_norm_epsilon", 1e-5),
         "dropout": dropout,
+        "tied": told.get("tie_word_embeddings", True),
     }
 
 
@@ -164,15 +170,16 @@ def _sources(config: Gpt2Config) -> dict[str, Source]:
         table("embeddings.tokens", "wte")
         | table("embeddings.positions", "wpe")
         | norm("head.norm", "ln_f")
+        | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
     )
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
         sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        sources |= linear(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
-        sources |= linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
+        sources |= linear_of(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
+        sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
         sources |= norm(f"{ours}.feed_forward_norm", f"{theirs}.ln_2")
-        sources |= linear(f"{ours}.expand", f"{theirs}.mlp.c_fc", turned=False)
-        sources |= linear(f"{ours}.contract", f"{theirs}.mlp.c_proj", turned=False)
+        sources |= linear_of(f"{ours}.expand", f"{theirs}.mlp.c_fc", turned=False)
+        sources |= linear_of(f"{ours}.contract", f"{theirs}.mlp.c_proj", turned=False)
     return sources
 
 

@@ -8,7 +8,7 @@ Root mean square norm stands before each sublayer and after the last block; quer
 Qwen 3 and Gemma have otherwise are fields of the configuration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models import llama_published
 from jvpipe.models.blocks import Kind, TextConfig, embedding, prediction_loss, residual_scale
 from jvpipe.models.gpt2 import abstract_batch, open_data
 from jvpipe.models.rotary import Rotation, turned
@@ -317,11 +318,23 @@ class Llama:
         return prediction_loss(self.logits(params, batch, rng), batch)
 
 
-def workload(size: str | None = None, **options: Any) -> Workload:
-    """Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`), with fields of `LlamaConfig` replaced by `options`."""
+def logits_function(
+    config: LlamaConfig,
+) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
+    """The logits of next tokens, `logits(params, batch, key)`."""
+    return Llama(config).logits
+
+
+FORMAT = llama_published.FORMAT
+
+
+def family(
+    name: str, sizes: Mapping[str, LlamaConfig], size: str | None, options: Mapping[str, Any]
+) -> Workload:
+    """A model of the family, of one of its sizes, with fields of `LlamaConfig` replaced by `options`."""
     return sized(
-        "llama",
-        SIZES,
+        name,
+        sizes,
         size,
         options,
         init=lambda config: Llama(config).init,
@@ -331,3 +344,8 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         learning_rate=3e-4,
         batch_size=32,
     )
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`), with fields of `LlamaConfig` replaced by `options`."""
+    return family("llama", SIZES, size, options)

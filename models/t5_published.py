@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import Parts, TransformerConfig, dropped, embedding, mixture
 from jvpipe.models.folder_settings import Settings
-from jvpipe.models.weights import Folder, Format, Source
+from jvpipe.models.weight_folder import Folder
+from jvpipe.models.weights import Format, Source
 from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of

@@ -1,63 +1,31 @@
-"""Folders of weights as Hugging Face's transformers writes them: `config.json` and `model.safetensors`."""
+"""The tables between the tensors of a folder of weights and a model's parameters, and what is read by them."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.models.folder_settings import Settings
-
-_PREFIXES = ("bert.", "transformer.")
-_ALSO = {".gamma": ".weight", ".beta": ".bias"}
-"""Endings of names that have changed."""
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Types of numbers that are read."""
+from jvpipe.models.weight_folder import Folder
 
 
 class Source(NamedTuple):
-    """The tensors of a folder that are a parameter, side by side along its last axis; `turned`: each transposed."""
+    """The tensors of a folder that are a parameter, side by side along its last axis; `turned`: each transposed.
+
+    With `layers` so many of each are stacked along the first axis, and `names` have {} in place of their number.
+    """
 
     names: tuple[str, ...]
     turned: bool = False
+    layers: int | None = None
 
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder of weights; `told` is what its config.json tells, `files` where each tensor is, by its usual name."""
-
-    path: Path
-    told: Mapping[str, Any]
-    files: Mapping[str, tuple[Path, str]] = field(repr=False)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """That of a tensor."""
-        file, own = self.files[name]
-        with safe_open(file, "numpy") as tensors:
-            return tuple(tensors.get_slice(own).get_shape())
-
-    def array(self, name: str) -> np.ndarray:
-        """A tensor in float32.
-
-        Raises:
-            ValueError: its numbers are of a type that stands for others, as those of quantized models.
-        """
-        file, own = self.files[name]
-        with safe_open(file, "numpy") as tensors:
-            dtype = tensors.get_slice(own).get_dtype()
-            if dtype not in _DTYPES:
-                raise ValueError(
-                    f"{file}: {own} is of {dtype}: save the model in one of {', '.join(_DTYPES)}"
-                )
-            return tensors.get_tensor(own).astype(np.float32)
-
-    def repeats(self, name: str, other: str) -> bool:
-        """Whether a tensor has the numbers of another."""
-        return other in self.files and np.array_equal(self.array(name), self.array(other))
+    def of(self, layer: int) -> "Source":
+        """Those of one of the layers."""
+        return Source(tuple(name.format(layer) for name in self.names), self.turned)
 
 
 @dataclass(frozen=True)
@@ -77,60 +45,43 @@ class Format:
     ignored: tuple[str, ...]
 
 
-def open_folder(path: Path) -> Folder:
-    """Looks into a folder of weights.
-
-    Raises:
-        ValueError: there is none, or a file of it cannot be read.
+class Piece(NamedTuple):
+    """Where a tensor lies in a parameter: at `path`, in a `layer` if these are stacked, the `part`-th of so many
+    `parts` along the last axis, and transposed if it is `turned`.
     """
-    try:
-        told = _table(path / "config.json")
-        index = path / "model.safetensors.index.json"
-        parts = (
-            set(map(str, _table(index, "weight_map").values()))
-            if index.exists()
-            else {"model.safetensors"}
-        )
-        files: dict[str, tuple[Path, str]] = {}
-        for part in sorted(parts):
-            with safe_open(path / part, "numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no dict
-                    twin = files.setdefault(usual(name), (path / part, name))[1]
-                    if twin != name:
-                        raise ValueError(f"{twin} and {name} are two tensors for one parameter")
-    except (OSError, ValueError, RecursionError, SafetensorError) as problem:
-        told = (
-            f"{problem.filename}: {problem.strerror}"
-            if isinstance(problem, OSError) and problem.filename
-            else problem
-        )
-        raise ValueError(
-            f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
-            f"transformers writes them ({told})"
-        ) from problem
-    return Folder(path, told, files)
+
+    path: str
+    layer: int | None
+    part: int
+    parts: int
+    turned: bool
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's, if the parameter has such a one."""
+        rest = whole if self.layer is None else whole[1:]
+        piece = (*rest[:-1], rest[-1] // self.parts)
+        return piece[::-1] if self.turned else piece
+
+    def cut(self, whole: Any) -> np.ndarray:
+        """The tensor, of a parameter; of a `LazyArray` of stacked layers only the one is read."""
+        array = np.asarray(whole if self.layer is None else whole[self.layer])
+        width = array.shape[-1] // self.parts
+        piece = array[..., self.part * width : (self.part + 1) * width]
+        return piece.T if self.turned else piece
 
 
-def _table(path: Path, key: str | None = None) -> dict[str, Any]:
-    """What a file of JSON maps names to, or what it has under a key."""
-    told = json.loads(path.read_text())
-    table = told.get(key) if key is not None and isinstance(told, dict) else told
-    if not isinstance(table, dict):
-        raise ValueError(f"{path.name} {'maps no names' if key is None else f'has no {key}'}")
-    return table
+def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
+    """Where each tensor of a table lies, by its usual name.
 
-
-def usual(name: str) -> str:
-    """The name of a tensor without what differs from folder to folder.
-
-    >>> usual("bert.embeddings.LayerNorm.gamma")
-    'embeddings.LayerNorm.weight'
+    >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
+    Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
     """
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    for old, new in _ALSO.items():
-        name = name.removesuffix(old) + new if name.endswith(old) else name
-    return name
+    return {
+        name: Piece(path, layer, part, len(source.names), source.turned)
+        for path, source in sources.items()
+        for layer in ([None] if source.layers is None else range(source.layers))
+        for part, name in enumerate((source if layer is None else source.of(layer)).names)
+    }
 
 
 def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
@@ -149,37 +100,46 @@ def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
 
 
 def read_params(
-    folder: Folder, form: Format, config: Any, shapes: Mapping[str, Any]
+    folder: Folder,
+    form: Format,
+    config: Any,
+    shapes: Mapping[str, Any],
+    dtype: str | None = "float32",
 ) -> dict[str, Any]:
-    """The parameters of a model, read from a folder.
+    """The parameters of a model in a folder, nested dicts of `LazyArray`: each is read when it is needed.
 
     Args:
         folder: of its kind.
         form: how that kind lies in folders.
         config: the model's.
         shapes: nested dicts of what has the shape of each parameter.
+        dtype: that of the parameters; None: as the files have them.
 
     Raises:
         ValueError: the folder is of another architecture; the message names the first tensor that differs.
     """
-    sources = form.sources(config)
-    leaves = dict(_leaves(shapes))
+    sources, leaves = form.sources(config), dict(flat(shapes))
     assert sorted(sources) == sorted(leaves), sorted(set(sources) ^ set(leaves))
-    wanted = {
-        name: shape
-        for path, source in sources.items()
-        for name, shape in _pieces(source, leaves[path].shape)
-    }
-    for name, shape in wanted.items():
+    wanted = pieces(sources)
+    for name, piece in wanted.items():
+        shape = piece.shape(leaves[piece.path].shape)
         there = folder.shape(name) if name in folder.files else None
         if there != shape:
             told = "is missing" if there is None else f"is {list(there)}"
             raise ValueError(
                 f"{folder.path} is of another architecture: {name} {told} there, {list(shape)} here"
             )
+        folder.dtype(name)
     for name in sorted(folder.files.keys() - wanted):
         _check_unread(folder, form, name)
-    return _read(folder, sources, shapes)
+
+    def leaf(path: str, shape: tuple[int, ...]) -> LazyArray:
+        source = sources[path]
+        own = folder.dtype(source.names[0] if source.layers is None else source.of(0).names[0])
+        kept = np.dtype(own if dtype is None else dtype)
+        return LazyArray(shape, kept, partial(_read, folder, source, kept))
+
+    return nested({path: leaf(path, shape.shape) for path, shape in leaves.items()})
 
 
 def _check_unread(folder: Folder, form: Format, name: str) -> None:
@@ -197,41 +157,47 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
         )
 
 
-def _leaves(shapes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in shapes.items():
+def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
+    """A parameter, or the part of it `at` indices of its first axes."""
+    if source.layers is not None:
+        if not at:
+            return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
+        source, at = source.of(at[0]), at[1:]
+    arrays = (folder.array(name) for name in source.names)
+    whole = np.concatenate([x.T if source.turned else x for x in arrays], axis=-1)
+    return np.ascontiguousarray(whole[at], dtype)
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts, by their path joined by dots.
+
+    >>> dict(flat({"head": {"kernel": 1}, "scale": 2}))
+    {'head.kernel': 1, 'scale': 2}
+    """
+    for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{before}{name}.")
+            yield from flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
 
 
-def _pieces(source: Source, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a source with their shapes."""
-    piece = (*shape[:-1], shape[-1] // len(source.names))
-    return ((name, piece[::-1] if source.turned else piece) for name in source.names)
-
-
-def _read(
-    folder: Folder, sources: Mapping[str, Source], shapes: Mapping[str, Any], before: str = ""
-) -> dict[str, Any]:
-    def leaf(path: str) -> np.ndarray:
-        names, turned = sources[path]
-        pieces = [folder.array(name).T if turned else folder.array(name) for name in names]
-        return np.ascontiguousarray(np.concatenate(pieces, axis=-1))
-
-    return {
-        name: _read(folder, sources, value, f"{before}{name}.")
-        if isinstance(value, Mapping)
-        else leaf(f"{before}{name}")
-        for name, value in shapes.items()
-    }
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of leaves, which `flat` takes apart again."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, last = path.split(".")
+        at = tree
+        for name in above:
+            at = at.setdefault(name, {})
+        at[last] = leaf
+    return tree
 
 
 def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> dict[str, Source]:
     """The sources of a linear map, or of several side by side.
 
     >>> linear("head", "lm_head", bias=False)
-    {'head.kernel': Source(names=('lm_head.weight',), turned=True)}
+    {'head.kernel': Source(names=('lm_head.weight',), turned=True, layers=None)}
     """
     kernel = {f"{path}.kernel": Source(tuple(f"{name}.weight" for name in names), turned)}
     return kernel | (

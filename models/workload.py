@@ -29,6 +29,8 @@ NAMES = (
     "bert",
     "gpt2",
     "llama",
+    "qwen3",
+    "gemma",
     "t5",
     "transformer",
     "gnmt",
@@ -40,6 +42,12 @@ NAMES = (
     "evolved-transformer",
     "evolved-amoebanet",
 )
+OF_FOLDERS = {
+    **{name: name for name in ("bert", "gpt2", "t5", "llama", "qwen3", "gemma")},
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+}
+"""Which of them is in a folder of weights, by the `model_type` of its config.json."""
 _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 

@@ -32,7 +32,8 @@ def as_in_folder(options: Options) -> Options:
         raise ValueError(
             f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}"
         )
-    from jvpipe.models.weights import open_folder, read_fields  # needs an extra
+    from jvpipe.models.weight_folder import open_folder  # needs an extra
+    from jvpipe.models.weights import read_fields
 
     folder = open_folder(Path(options.init_from))
     kind = folder.told.get("model_type")
@@ -64,7 +65,8 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     """
     if options.init_from is None:
         return workload.init
-    from jvpipe.models.weights import open_folder, read_params
+    from jvpipe.models.weight_folder import open_folder
+    from jvpipe.models.weights import read_params
 
     shapes = jax.eval_shape(workload.init, jax.random.key(0))
     return read_params(

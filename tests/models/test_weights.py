@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,35 @@ from safetensors.numpy import load_file, save_file
 
 from jvpipe import models
 from jvpipe.cli.export import parameter_names
-from jvpipe.models import bert, gpt2, t5
-from jvpipe.models.weights import Format, open_folder, read_fields, read_params
+from jvpipe.models import bert, gemma, gpt2, llama, qwen3, t5
+from jvpipe.models.weight_folder import Folder, open_folder
+from jvpipe.models.weights import Format, read_fields, read_params
+from jvpipe.models.workload import OF_FOLDERS
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "weights"
-MODELS = {"bert": bert, "gpt2": gpt2, "t5": t5, "t5_untied": t5}
+MODELS: dict[str, Any] = {
+    **{"bert": bert, "gpt2": gpt2, "t5": t5, "t5_untied": t5, "bert_untied": bert},
+    **{"gpt2_untied": gpt2, "llama": llama, "qwen3": qwen3, "gemma": gemma, "gemma2": gemma},
+    "gemma3_text": gemma,
+}
 
 
 def given(name: str, path: Path, **options: Any) -> tuple[Any, Any]:
     """The configuration and the parameters of a folder."""
     form: Format = MODELS[name].FORMAT
     folder = open_folder(path)
-    config = models.load(name.split("_")[0], **(read_fields(folder, form) | options)).config
-    shapes = jax.eval_shape(MODELS[name].parts(config).init, jax.random.key(0))
-    return config, read_params(folder, form, config, shapes)
+    known = OF_FOLDERS[folder.told["model_type"]]
+    workload = models.load(known, **(read_fields(folder, form) | options))
+    shapes = jax.eval_shape(workload.init, jax.random.key(0))
+    return workload.config, read_params(folder, form, workload.config, shapes)
 
 
 def logits(name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Those of a folder's model, and those that transformers found for the folder of this name."""
-    config, params = given(name, path)
-    told = load_file(WEIGHTS / name / "logits.safetensors")
+    config, lazy = given(name, path)
+    params, told = jax.tree.map(np.asarray, lazy), load_file(WEIGHTS / name / "logits.safetensors")
     batch = {key: jnp.asarray(value) for key, value in told.items() if key != "logits"}
-    if name == "bert":
+    if MODELS[name] is bert:
         batch["positions"] = jnp.broadcast_to(jnp.arange(12), (2, 12))
     assert float(np.std(told["logits"])) > 0.1
     return np.asarray(
@@ -95,7 +103,24 @@ def test_whether_logits_are_scaled_is_told_apart_from_whose_head_it_is(
         (
             "gpt2",
             {"tie_word_embeddings": False},
-            "tie_word_embeddings False: of such models only True is known",
+            r"lm_head.weight is missing there, \[300, 16\] here",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias True: of such models only False"),
+        ("qwen3", {"hidden_act": "relu"}, "hidden_act 'relu': of such models only 'silu' is known"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type 'yarn': of such models only 'default', 'linear' or 'llama3' is known",
+        ),
+        (
+            "gemma",
+            {"rope_parameters": {"rope_theta": 1e4, "beta_fast": 32}},
+            "config.json, of the rope, has beta_fast 32, which is not known here",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            r"layer_types .*: of 3 blocks each is to be full_attention or sliding_attention",
         ),
         ("bert", {"is_decoder": True}, "is_decoder True: of such models only False is known"),
         (
@@ -126,6 +151,82 @@ def test_a_setting_that_may_change_what_is_computed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         given(name, changed(name, tmp_path / name, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "stretch", 1.0),
+        ("llama", "stretch_from", 0),
+        ("qwen3", "theta", 50.0),
+        ("gemma2", "window", 5),
+        ("gemma2", "spans", "GL"),
+        ("gemma2", "score_width", 6.0),
+        ("gemma2", "score_cap", 0.0),
+        ("gemma2", "logit_cap", 0.0),
+        ("gemma3_text", "spans", "L"),
+        ("gemma3_text", "local_theta", 50.0),
+        ("gemma3_text", "stretch", 1.0),
+    ],
+)
+def test_each_field_of_the_family_matters(name: str, field: str, value: Any) -> None:
+    config, lazy = given(name, WEIGHTS / name)
+    assert getattr(config, field) != value
+    other, told = (
+        replace(config, **{field: value}),
+        load_file(WEIGHTS / name / "logits.safetensors"),
+    )
+    params, batch = jax.tree.map(np.asarray, lazy), {"tokens": jnp.asarray(told["tokens"])}
+    ours = llama.logits_function(other)(params, batch, None)[:, :, ::7]
+    assert np.abs(ours - told["logits"]).max() > 1e-3
+
+
+OLDER = {
+    "llama": {
+        "rope_parameters": None,
+        "rope_theta": 50.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen3": {"rope_parameters": None, "rope_theta": 1e4, "layer_types": None},
+    "gemma": {"rope_parameters": None, "hidden_act": "gelu", "hidden_activation": None},
+    "gemma2": {
+        "rope_parameters": None,
+        "layer_types": None,
+        "cache_implementation": "hybrid",
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma3_text": {
+        "rope_parameters": None,
+        "rope_theta": 50.0,
+        "rope_local_base_freq": 20.0,
+        "rope_scaling": {"type": "linear", "factor": 8.0},
+    },
+}
+"""What older versions of transformers write in place of what there is."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_settings_say_the_same(tmp_path: Path, name: str) -> None:
+    older, newer = changed(name, tmp_path / name, **OLDER[name]), WEIGHTS / name
+    then, now = (read_fields(open_folder(x), llama.FORMAT) for x in (older, newer))
+    assert then == now
+
+
+def test_blocks_whose_windows_come_last() -> None:
+    told = json.loads((WEIGHTS / "qwen3" / "config.json").read_text()) | {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+        "layer_types": None,
+    }
+    fields = read_fields(Folder(Path(), told, {}), llama.FORMAT)
+    assert (fields["spans"], fields["window"]) == ("GGL", 4)
 
 
 PUBLISHED = {
@@ -242,10 +343,9 @@ def test_masks_and_positions_are_no_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_anew_has_the_same_parameters(name: str) -> None:
-    config, params = given(name, WEIGHTS / name)
-    fresh = MODELS[name].parts(config).init(jax.random.key(0))
-    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, fresh)
+    _, params = given(name, WEIGHTS / name)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert all(np.asarray(leaf).shape == leaf.shape for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Gemma (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786): a Llama of another make, in Flax NNX.
+
+Norms multiply by one plus their scale, embeddings are scaled, and the feed-forward network is gated by GELU. From
+Gemma 2 on sublayers are normed before and after, and only some blocks look at all tokens.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from jvpipe.models import llama
+from jvpipe.models.llama import LlamaConfig, family
+from jvpipe.models.workload import Workload
+
+FORMAT, logits_function = llama.FORMAT, llama.logits_function
+_FIRST = LlamaConfig(
+    blocks=18,
+    width=2048,
+    heads=8,
+    groups=1,
+    hidden=16384,
+    vocabulary=256000,
+    tokens=8192,
+    tied=True,
+    epsilon=1e-6,
+    head_width=256,
+    activation="gelu",
+    offset_norms=True,
+    scaled_embedding=True,
+)
+_SECOND = replace(
+    _FIRST,
+    blocks=26,
+    width=2304,
+    groups=4,
+    hidden=9216,
+    after_norms=True,
+    score_width=256.0,
+    score_cap=50.0,
+    logit_cap=30.0,
+    window=4096,
+    spans="LG",
+)
+_THIRD = replace(
+    _SECOND,
+    width=1152,
+    heads=4,
+    groups=1,
+    hidden=6912,
+    vocabulary=262144,
+    tokens=32768,
+    normed_heads=True,
+    score_cap=0.0,
+    logit_cap=0.0,
+    window=512,
+    spans="LLLLLG",
+    theta=1e6,
+    local_theta=1e4,
+)
+_TINY = {"width": 16, "heads": 4, "groups": 2, "hidden": 24, "vocabulary": 300, "tokens": 8}
+SIZES = {
+    "tiny": replace(_THIRD, blocks=4, head_width=6, window=4, spans="LG", score_width=6.0, **_TINY),
+    "mini": replace(
+        _FIRST,
+        blocks=4,
+        width=256,
+        heads=4,
+        groups=2,
+        hidden=688,
+        vocabulary=2048,
+        tokens=64,
+        head_width=64,
+    ),
+    "2b": _FIRST,
+    "7b": replace(_FIRST, blocks=28, width=3072, heads=16, groups=16, hidden=24576),
+    "2-2b": _SECOND,
+    "2-9b": replace(_SECOND, blocks=42, width=3584, heads=16, groups=8, hidden=14336),
+    "3-1b": _THIRD,
+}
+"""Gemma 2B and 7B, Gemma 2 2B and 9B, Gemma 3 1B."""
+
+
+def workload(size: str | None = None, **options: Any) -> Workload:
+    """Gemma of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`, `3-1b`), with fields of `LlamaConfig` replaced."""
+    return family("gemma", SIZES, size, options)

@@ -1,0 +1,216 @@
+"""Llama and its family in folders of weights: Llama, Qwen 3, Gemma, Gemma 2 and Gemma 3 of text.
+
+Each kind has a line in `KINDS`: what its config.json means where it tells nothing, and what its blocks have.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jvpipe.models.folder_settings import Settings
+from jvpipe.models.weight_folder import Folder
+from jvpipe.models.weights import Format, Source
+
+_TOKENS = 512
+"""The length of a record, unless the model has fewer positions."""
+_GEMMA: dict[str, Any] = {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen3": {"normed_heads": True},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA | {"after_norms": True},
+    "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
+}
+"""By `model_type`, the fields that all of a kind have."""
+_USUAL: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3_text": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+"""What a key of config.json is where it is not told."""
+_ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
+"""What they are called there; Gemma's "gelu" means the other too."""
+
+
+def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+    """The fields of a `LlamaConfig` that config.json tells."""
+    kind = told["model_type"]
+    usual = {"tie_word_embeddings": True} | _USUAL[kind]
+    get = lambda key, otherwise=None: told.get(key, usual.get(key, otherwise))  # noqa: E731
+    activation = KINDS[kind].get("activation", "silu")
+    for key, *known in (
+        ("hidden_act", *_ACTIVATIONS[activation]),
+        ("hidden_activation", None, *_ACTIVATIONS[activation]),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("attention_dropout", 0.0),
+        ("use_bidirectional_attention", None, False),
+        ("is_encoder_decoder", False),
+    ):
+        told.only(key, *known)
+    fields = {
+        "blocks": told["num_hidden_layers"],
+        "width": told["hidden_size"],
+        "heads": told["num_attention_heads"],
+        "groups": told.get("num_key_value_heads") or told["num_attention_heads"],
+        "hidden": told["intermediate_size"],
+        "vocabulary": told["vocab_size"],
+        "tokens": min(_TOKENS, get("max_position_embeddings", _TOKENS)),
+        "epsilon": told.get("rms_norm_eps", 1e-6),
+        "head_width": get("head_dim") or 0,
+        "score_width": float(get("query_pre_attn_scalar") or 0),
+        "score_cap": get("attn_logit_softcapping") or 0.0,
+        "logit_cap": get("final_logit_softcapping") or 0.0,
+        "tied": get("tie_word_embeddings"),
+    }
+    return {**KINDS[kind], **fields, **_spans(told, usual), **_turns(told, usual)}
+
+
+def _spans(told: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Which blocks are local, and within which window.
+
+    Newer config.json have a list of them; older ones say that every so many-th sees all, or, Qwen's, that those after
+    the first so many are local.
+    """
+    blocks, window = (
+        told["num_hidden_layers"],
+        told.get("sliding_window", usual.get("sliding_window")),
+    )
+    every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern"))
+    first = told.get("max_window_layers", blocks)
+    if not told.get("use_sliding_window", "sliding_window" in usual) or window is None:
+        window, first = 0, blocks
+    kinds = {"full_attention": "G", "sliding_attention": "L"}
+    listed = told.get("layer_types")
+    if listed is not None:
+        unknown = sorted(set(map(str, listed)) - set(kinds))
+        if unknown or len(listed) != blocks:
+            raise ValueError(
+                f"config.json has layer_types {listed}: of {blocks} blocks each is to be {' or '.join(kinds)}"
+            )
+        spans = "".join(map(kinds.__getitem__, listed))
+    elif "sliding_window_pattern" in usual:
+        period = every or usual["sliding_window_pattern"]
+        spans = "".join("LG"[i % period == 0] for i in range(1, blocks + 1))
+    else:
+        spans = ("G" * first + "L" * blocks)[:blocks]
+    return {"spans": _period(spans), "window": window} if "L" in spans else {}
+
+
+def _period(letters: str) -> str:
+    """The shortest text that gives these letters if it is said again and again.
+
+    >>> _period("LLGLLGLL")
+    'LLG'
+    """
+    lengths = range(1, len(letters) + 1)
+    return next(
+        letters[:n] for n in lengths if (letters[:n] * len(letters))[: len(letters)] == letters
+    )
+
+
+def _turns(told: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """How queries and keys turn: told in `rope_parameters`, or in older config.json in keys of their own."""
+    local = told.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
+    theta = told.get("rope_theta", usual.get("rope_theta", 1e4))
+    of_all = told.get("rope_parameters") or {}
+    if "full_attention" in of_all:
+        parts = Settings(of_all, "rope_parameters of config.json")
+        local = _stretch(parts.get("sliding_attention") or {}, local, told)["theta"]
+        of_all = parts["full_attention"]
+        parts.all_understood(())
+    turns = _stretch(of_all or told.get("rope_scaling") or {}, theta, told)
+    told.get("rope_scaling")  # it says the same
+    return turns | ({"local_theta": local} if local else {})
+
+
+def _stretch(given: Mapping[str, Any], theta: float, told: Settings) -> dict[str, Any]:
+    """The angles that one group of settings tells."""
+    rope = Settings(given, "config.json, of the rope,")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(
+            f"config.json has rope_type {kind!r}: of such models only 'default', 'linear' or 'llama3' is known"
+        )
+    rope.only("partial_rotary_factor", 1.0, None)
+    fields: dict[str, Any] = {"theta": rope.get("rope_theta", theta)}
+    if kind != "default":
+        fields["stretch"] = rope["factor"]
+    if kind == "llama3":
+        fields |= {
+            "stretch_low": rope["low_freq_factor"],
+            "stretch_high": rope["high_freq_factor"],
+            "stretch_from": rope.get("original_max_position_embeddings")
+            or told["max_position_embeddings"],
+        }
+    rope.all_understood(())
+    return fields
+
+
+_BLOCK = {
+    "attention_norm.norm.scale": "input_layernorm",
+    "attention.queries.kernel": "self_attn.q_proj",
+    "attention.keys.kernel": "self_attn.k_proj",
+    "attention.values.kernel": "self_attn.v_proj",
+    "attention.output.kernel": "self_attn.o_proj",
+    "gate.kernel": "mlp.gate_proj",
+    "expand.kernel": "mlp.up_proj",
+    "contract.kernel": "mlp.down_proj",
+}
+_NORMED_HEADS = {
+    "attention.query_norm.norm.scale": "self_attn.q_norm",
+    "attention.key_norm.norm.scale": "self_attn.k_norm",
+}
+_BETWEEN = {"feed_forward_norm.norm.scale": "post_attention_layernorm"}
+_AFTER = {
+    "mixed_norm.norm.scale": "post_attention_layernorm",
+    "feed_forward_norm.norm.scale": "pre_feedforward_layernorm",
+    "contracted_norm.norm.scale": "post_feedforward_layernorm",
+}
+
+
+def _sources(config: Any) -> dict[str, Source]:
+    """Where each parameter is in a folder."""
+    block = (
+        _BLOCK
+        | (_NORMED_HEADS if config.normed_heads else {})
+        | (_AFTER if config.after_norms else _BETWEEN)
+    )
+    blocks = {
+        f"blocks.{ours}": Source(
+            (f"layers.{{}}.{theirs}.weight",), ours.endswith("kernel"), config.blocks
+        )
+        for ours, theirs in block.items()
+    }
+    ends = {"tokens.embedding": "embed_tokens", "norm.norm.scale": "norm"}
+    if not config.tied:
+        ends["head.kernel"] = "lm_head"
+    return blocks | {
+        ours: Source((f"{theirs}.weight",), ours.endswith("kernel"))
+        for ours, theirs in ends.items()
+    }
+
+
+FORMAT = Format(
+    _fields,
+    _sources,
+    harmless=("initializer_range", "pretraining_tp", "cache_implementation"),
+    copies={"lm_head.weight": "embed_tokens.weight"},
+    ignored=("layers.*.self_attn.rotary_emb.inv_freq",),
+)
+"""LlamaForCausalLM, Qwen3ForCausalLM, GemmaForCausalLM, Gemma2ForCausalLM and Gemma3ForCausalLM."""

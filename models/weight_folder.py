@@ -1,0 +1,113 @@
+"""Folders of weights as transformers of Hugging Face writes them: `config.json`, `model.safetensors` or its shards."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.numpy import dtype as dtype_of
+from safetensors import SafetensorError, safe_open
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+_PREFIXES = ("bert.", "transformer.", "model.")
+_ALSO = {".gamma": ".weight", ".beta": ".bias"}
+"""Endings of names that have changed."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of numbers that are read."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of weights; `told` is what its config.json tells, `files` where each tensor is, by its usual name."""
+
+    path: Path
+    told: Mapping[str, Any]
+    files: Mapping[str, tuple[Path, str]] = field(repr=False)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a tensor."""
+        file, own = self.files[name]
+        with safe_open(file, "numpy") as tensors:
+            return tuple(tensors.get_slice(own).get_shape())
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """That of a tensor's numbers.
+
+        Raises:
+            ValueError: they are of a type that stands for others, as those of quantized models.
+        """
+        file, own = self.files[name]
+        with safe_open(file, "numpy") as tensors:
+            dtype = tensors.get_slice(own).get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{file}: {own} is of {dtype}: save the model in one of {', '.join(DTYPES)}"
+            )
+        return dtype_of(DTYPES[dtype])
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor as the file has it."""
+        file, own = self.files[name]
+        with safe_open(file, "numpy") as tensors:
+            return tensors.get_tensor(own)
+
+    def repeats(self, name: str, other: str) -> bool:
+        """Whether a tensor has the numbers of another."""
+        return other in self.files and np.array_equal(self.array(name), self.array(other))
+
+
+def open_folder(path: Path) -> Folder:
+    """Looks into a folder of weights.
+
+    Raises:
+        ValueError: there is none, a part of it is missing, or a file of it cannot be read.
+    """
+    try:
+        told = _table(path / CONFIG)
+        parts = {"model.safetensors"}
+        if (path / INDEX).exists():
+            parts = set(map(str, _table(path / INDEX, "weight_map").values()))
+            if missing := sorted(part for part in parts if not (path / part).exists()):
+                raise ValueError(f"{INDEX} names {', '.join(missing)}, which is not there")
+        files: dict[str, tuple[Path, str]] = {}
+        for part in sorted(parts):
+            with safe_open(path / part, "numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - no dict
+                    twin = files.setdefault(usual(name), (path / part, name))[1]
+                    if twin != name:
+                        raise ValueError(f"{twin} and {name} are two tensors for one parameter")
+    except (OSError, ValueError, RecursionError, SafetensorError) as problem:
+        told = (
+            f"{problem.filename}: {problem.strerror}"
+            if isinstance(problem, OSError) and problem.filename
+            else problem
+        )
+        raise ValueError(
+            f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
+            f"transformers writes them ({told})"
+        ) from problem
+    return Folder(path, told, files)
+
+
+def _table(path: Path, key: str | None = None) -> dict[str, Any]:
+    """What a file of JSON maps names to, or what it has under a key."""
+    told = json.loads(path.read_text())
+    table = told.get(key) if key is not None and isinstance(told, dict) else told
+    if not isinstance(table, dict):
+        raise ValueError(f"{path.name} {'maps no names' if key is None else f'has no {key}'}")
+    return table
+
+
+def usual(name: str) -> str:
+    """The name of a tensor without what differs from folder to folder.
+
+    >>> usual("bert.embeddings.LayerNorm.gamma")
+    'embeddings.LayerNorm.weight'
+    """
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    for old, new in _ALSO.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return name
