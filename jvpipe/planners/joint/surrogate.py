@@ -14,7 +14,7 @@ from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, sp
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
-from jvpipe.planners.joint.unqueued import Load, least_steps_s
+from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
@@ -118,8 +118,8 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     if not known:
         return []
     every = np.array(list(known))
-    loads = [Load.of(stage, every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
-    ranked = least_steps_s(problem, loads).argsort(kind="stable")
+    loads_s = [stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
+    ranked = least_steps_s(problem, np.array(loads_s)).argsort(kind="stable")
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])

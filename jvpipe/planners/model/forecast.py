@@ -19,7 +19,7 @@ from jvpipe.planners.model.stage_bytes import stage_bytes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.rows import simulate_lists
-from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
 
 
@@ -43,21 +43,31 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return float(_steps_s(problem, stream, np.add(starts, seconds)[:, None])[0])
 
 
-def unqueued_steps_s(
-    problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]
+def least_steps_s(
+    problem: Problem, stages_s: Float[np.ndarray, "stages 4 runs"]
 ) -> Float[np.ndarray, " runs"]:
-    """Computes for many candidates at once what `simulated_step_s` is not below: as if no transfer waited for another.
+    """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
+        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the link
+            before it, and of its own link; infinite where a stage cannot be.
     """
-    stages = loads_s.shape[1]
-    stream = _stream(
-        problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False)
-    )
-    by_task = loads_s.reshape(len(loads_s), -1).T[stream.slots]
-    return _steps_s(problem, stream, stream.work.many_starts_s(by_task) + by_task)
+    stages, _, runs = stages_s.shape
+    forward_s, backward_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
+    loads_s = np.zeros((stages, len(PARTS), runs))
+    loads_s[:, PARTS.index(Kind.F)] = forward_s
+    loads_s[:, PARTS.index(Kind.B)] = backward_s
+    loads_s[:, PARTS.index(Kind.RETURN)] = comm_s / 2
+    loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
+    impossible = np.isinf(loads_s).any(axis=(0, 1))
+    possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
+    no_more = Features(recompute=False, swaps=False)
+    stream = _stream(problem.schedule, stages, problem.microbatches, no_more)
+    by_task_s = possible_s[stream.slots]
+    least_s = _steps_s(problem, stream, stream.work.many_starts_s(by_task_s) + by_task_s)
+    busy_s = problem.microbatches * link_s.max(axis=0)
+    return np.where(impossible, np.inf, np.maximum(least_s, busy_s))
 
 
 def bubble_fraction(

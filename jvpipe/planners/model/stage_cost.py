@@ -41,6 +41,11 @@ class StageCost:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
+    def loads_s(self) -> tuple[float, float, float, float]:
+        """Its seconds as `least_steps_s` takes them: forward, backward, the link before it, its own link."""
+        return self.forward_s, self.backward_s + self.recompute_s, self.comm_s, self.link_s
+
+    @property
     def seconds(self) -> float:
         """How far apart micro-batches are on this stage: of its work and its link, the slower."""
         return max(self.compute_s, self.link_s)
