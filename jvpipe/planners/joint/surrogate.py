@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.cap_search import SearchResult, search
-from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
@@ -82,7 +82,7 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         pricing: its choices, priced.
         most_swapped_bytes: by stage, per micro-batch; none given is no bound.
     """
-    everything = all_cuts(pricing.segments)
+    everything = pricing.segments.windows
 
     def between(cuts: Sequence[Cuts]) -> Solution:
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)

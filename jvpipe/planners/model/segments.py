@@ -205,6 +205,13 @@ class Segments:
             )
         return cuts
 
+    @property
+    def windows(self) -> list[Cuts]:
+        """Each bound's cuts, whatever stages take."""
+        cuts, stages = self.cuts, self.problem.stages
+        inner = (cuts[s : len(cuts) - (stages - s)] for s in range(1, stages))
+        return [cuts[:1], *inner, cuts[-1:]]
+
     def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
         """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
         return parameter_state_bytes(
