@@ -5,9 +5,7 @@ The order of tasks depends on the schedule, the stages and the micro-batches alo
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +13,6 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_bytes import stage_bytes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.rows import simulate_lists
@@ -98,9 +95,9 @@ def _busy_s(stage: StageCost, kind: Kind) -> float:
         case Kind.B:
             return stage.recompute_s + stage.backward_s
         case Kind.I:
-            return stage.recompute_s + stage.input_s
+            return stage.recompute_s + stage.halves_s[0]
         case Kind.W:
-            return stage.weight_s
+            return stage.halves_s[1]
         case _:
             raise AssertionError(f"{kind} is in no list at the level of stages")
 
@@ -111,20 +108,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while they run, what is
     in transit) are counted all the time.
     """
-    stages = evaluate(problem, decision).stages
-    loads = []
-    for s, (load, (i, j)) in enumerate(zip(_loads(stages), pairwise(decision.bounds), strict=True)):
-        held = stage_bytes(problem, s, i, j, decision.choices)
-        static = held.static + held.beyond
-        loads.append(
-            replace(
-                load,
-                static_bytes=static,
-                kept_bytes=held.kept,
-                swapped_bytes=held.swapped,
-                handed_bytes=held.handed,
-            )
-        )
+    loads = _loads(evaluate(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
     lists = problem.schedule.tasks(problem.devices, count)
     return simulate_lists(
@@ -183,7 +167,7 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """The stages' seconds; of what a stage receives and sends back, its neighbour sends one half."""
+    """The stages' seconds and bytes; of what a stage receives and sends back, its neighbour sends one half."""
     send_s = [*(c.comm_s / 2 for c in stages[1:]), 0.0]
     return [
         StageLoad(
@@ -194,9 +178,13 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
             in_s=c.swap_s / 2,
             send_s=sent_s,
             return_s=c.comm_s / 2,
-            input_s=c.input_s,
-            weight_s=c.weight_s,
+            input_s=c.halves_s[0],
+            weight_s=c.halves_s[1],
             reduce_s=c.reduce_s,
+            static_bytes=c.held.static + c.held.beyond,
+            kept_bytes=c.held.kept,
+            swapped_bytes=c.held.swapped,
+            handed_bytes=c.held.handed,
         )
         for c, sent_s in zip(stages, send_s, strict=True)
     ]
