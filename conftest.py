@@ -67,7 +67,11 @@ CHECKING = (
     "jvpipe.ir.sizes",
 )
 # What is called by the million: checking that took a third of the seconds of the tests of planners and of streams.
-HOT = ("jvpipe.planners.model.stage_bytes", "jvpipe.lowering.stream.timeline")
+HOT = (
+    "jvpipe.planners.model.stage_bytes",
+    "jvpipe.planners.model.stage_cost",
+    "jvpipe.lowering.stream.timeline",
+)
 check("jvpipe", (*CHECKING, *HOT))
 install_import_hook(shaped_modules(), "beartype.beartype")
 

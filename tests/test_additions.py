@@ -10,8 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,11 @@ def copy(to: Path, what: Collection[Place]) -> None:
         place.write(to)
 
 
-def complaints(addition: str, copies: Collection[Path]) -> list[str | None]:
-    """What is said of each copy, by one process that forks for each; None of one of which nothing is said."""
-    command = [sys.executable, CHILD / "check.py", addition, *copies]
+def complaints(copies: Mapping[Path, Collection[str]]) -> list[str | None]:
+    """What is said of each copy and the additions in it, by one process that forks for each; None is nothing."""
+    asked = json.dumps({str(copy): list(additions) for copy, additions in copies.items()})
     done = subprocess.run(
-        command,
+        [sys.executable, CHILD / "check.py", asked],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -92,21 +93,25 @@ def test_a_page_is_one_page(addition: str) -> None:
     assert len((ROOT / "docs" / f"adding_a_{addition}.md").read_text().splitlines()) <= 40
 
 
-@pytest.mark.parametrize("addition", PAGES)
-def test_what_a_page_says_is_all_that_an_addition_needs(addition: str, tmp_path: Path) -> None:
-    every = places(addition)
-    copy(tmp_path / "whole", every)
-    copy(tmp_path / "forgotten", every[1:])
-    whole, forgotten = complaints(addition, [tmp_path / "whole", tmp_path / "forgotten"])
+def test_what_the_pages_say_is_all_that_their_additions_need(tmp_path: Path) -> None:
+    every = {addition: places(addition) for addition in PAGES}
+    copy(tmp_path / "whole", list(chain.from_iterable(every.values())))
+    for addition in PAGES:
+        copy(tmp_path / addition, every[addition][1:])
+    asked = {tmp_path / "whole": PAGES} | {tmp_path / addition: [addition] for addition in PAGES}
+    whole, *forgotten = complaints(asked)
     assert whole is None
-    assert forgotten is not None
+    assert None not in forgotten
 
 
 @pytest.mark.parametrize("addition", grid(PAGES))
 def test_nine_of_ten_places_that_are_forgotten_are_loud(addition: str, tmp_path: Path) -> None:
     every = places(addition)
+    copy(tmp_path / "whole", every)
     for i in range(len(every)):
         copy(tmp_path / str(i), every[:i] + every[i + 1 :])
-    said = complaints(addition, [tmp_path / str(i) for i in range(len(every))])
+    names = ["whole", *map(str, range(len(every)))]
+    whole, *said = complaints({tmp_path / name: [addition] for name in names})
+    assert whole is None, "one page needs no other"
     silent = [place for place, words in zip(every, said, strict=True) if words is None]
     assert len(silent) <= (1 - LOUD_SHARE) * len(every), silent

@@ -23,7 +23,6 @@ ALIKE = {
     ("lowering/stream/parts:Versions", "programs/layer:LayerPrograms"),
     ("lowering/stream/parts:Versions", "runtime/versions:Reads"),
     ("planners/joint/cut_windows:Reach", "planners/joint/device_fates:DeviceFates"),
-    ("planners/joint/unqueued:Load", "planners/model/stage_cost:StageCost"),
     ("programs/flow:Flow", "trace/loss:LossJaxpr"),
     ("programs/layer:LayerPrograms", "runtime/versions:Reads"),
     ("programs/optimizer:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),

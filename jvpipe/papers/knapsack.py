@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from jvpipe.papers.selection import treatments
 from jvpipe.planners.model.segments import OverJ, Segments
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, parameter_state_bytes
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 QUANTA = 512
 FINE_QUANTA = 16 * QUANTA
@@ -191,7 +191,7 @@ class Recomputation:
         """For each i, the last j that may fit on any of these stages: by parameters and smallest treatments alone."""
         own, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
         versions = min(own.versions[s] for s in stages)
-        least = parameter_state_bytes(versions, own.parameter_bytes, own.state_bytes)
+        least = versions * own.parameter_bytes + own.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
         return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
 

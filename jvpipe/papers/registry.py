@@ -12,7 +12,7 @@ from jvpipe.papers.pipedream import pipedream
 from jvpipe.papers.pipedream_replicas import pipedream_replicas
 from jvpipe.papers.torchgpipe import torchgpipe, torchgpipe_size
 from jvpipe.papers.vpipe import vpipe
-from jvpipe.planners.joint.any_schedule import decide
+from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.planner import FateRule, Planner
 from jvpipe.planners.model.unfolded import on_devices
@@ -78,7 +78,7 @@ PLANNERS: tuple[Planner, ...] = (
     *(replace(planner, decide=on_devices(planner.decide)) for planner in PAPERS),
     Planner(
         "jvpipe",
-        decide,
+        under_rule,
         "cuts and fates that take the least seconds per step within the limit",
         FateRule.CHOOSES,
         as_paper=False,

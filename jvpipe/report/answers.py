@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.stage_cost import Evaluation, StageCost
 from jvpipe.report.shapes import shape_words
 from jvpipe.schedules.auto import GivenLists
 
@@ -52,6 +52,23 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     return sorted(answers, key=rank)
 
 
+def _stage_json(cost: StageCost) -> dict[str, Any]:
+    """Writes what a stage takes per micro-batch, and what its device holds at most."""
+    input_s, weight_s = cost.halves_s
+    return {
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "recompute_s": cost.recompute_s,
+        "swap_s": cost.swap_s,
+        "comm_s": cost.comm_s,
+        "peak_bytes": cost.peak_bytes,
+        "in_flight": cost.in_flight,
+        "input_s": input_s,
+        "weight_s": weight_s,
+        "reduce_s": cost.reduce_s,
+    }
+
+
 def as_json(
     problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None = None
 ) -> dict[str, Any]:
@@ -81,7 +98,7 @@ def as_json(
             "layers": list(ids[i:j]),
             "devices": list(stage.devices),
             "replicas": len(stage.devices),
-            **{k: v for k, v in asdict(cost).items() if k not in ("link_s", "host_bytes", "held")},
+            **_stage_json(cost),
             "fates": dict(stage.fates),
         }
         for (i, j), stage, cost in zip(

@@ -8,10 +8,10 @@ from itertools import pairwise
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.joint.any_schedule import decide
 from jvpipe.planners.joint.device_orders import least_of, worth_searching
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
+from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.joint.shape_search import (
     ShapeEffort,
     least_bytes_plans,
@@ -166,7 +166,7 @@ def _of_shape(planner: str, plan: RoughPlan) -> Planned:
         return _ask(planner, problem, None)
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
-    return answered(planner, problem, decide(problem, begin))
+    return answered(planner, problem, under_rule(problem, begin))
 
 
 def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:

@@ -1,11 +1,14 @@
-"""Looks at copies of the library: `check.py ADDITION COPY...` prints for each what is wrong with it, or null."""
+"""Looks at copies of the library: `check.py JSON` prints for each what is wrong with it, or null.
+
+JSON has for each copy, by its folder, the additions in it.
+"""
 
 import inspect
 import json
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 
 import jax
@@ -135,8 +138,16 @@ def run(check: Callable[..., None]) -> None:
                 check(*values)
 
 
-def look(addition: str, copy: str, say: "multiprocessing.SimpleQueue[str | None]") -> None:
-    """Uses the addition in a copy, and runs the named checks."""
+def look(
+    additions: Iterable[str], copy: str, say: "multiprocessing.SimpleQueue[str | None]"
+) -> None:
+    """Uses the additions in a copy, and runs the named checks.
+
+    Args:
+        additions: their names.
+        copy: its folder.
+        say: is told what is wrong, or None.
+    """
     sys.path.insert(0, copy)
     try:
         for name in CHECKS:
@@ -144,7 +155,8 @@ def look(addition: str, copy: str, say: "multiprocessing.SimpleQueue[str | None]
             for check in [check for check in vars(module) if check.startswith("test_")]:
                 if name != HOUSE or check.endswith("line_for_every_file"):
                     run(getattr(module, check))
-        USES[addition]()
+        for addition in additions:
+            USES[addition]()
     except BaseException as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
         say.put(f"{where.name}: {type(e).__name__}: {e}"[:300])
@@ -154,11 +166,10 @@ def look(addition: str, copy: str, say: "multiprocessing.SimpleQueue[str | None]
 
 def main() -> None:
     """Forks for each copy."""
-    addition, *copies = sys.argv[1:]
     forks, said = multiprocessing.get_context("fork"), []
-    for copy in copies:
+    for copy, additions in json.loads(sys.argv[1]).items():
         say = forks.SimpleQueue()
-        child = forks.Process(target=look, args=(addition, copy, say))
+        child = forks.Process(target=look, args=(additions, copy, say))
         child.start()
         child.join(LIMIT_S)
         said.append("it did not end" if child.is_alive() else say.get())

@@ -10,7 +10,7 @@ from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.papers.dapple import Phases, dapple, in_flight, latency_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import check, evaluate, received_bytes
+from jvpipe.planners.model.stage_cost import check, crossing_bytes, evaluate
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import OneFOneB
 from tests.planners.small import cuts, limited, problems
@@ -35,7 +35,7 @@ def plan_latency(problem: Problem, bounds: tuple[int, ...]) -> float:
     stages = []
     for i, j in pairwise(bounds):
         if i:
-            there, back = received_bytes(problem, i, j)
+            there, back, _ = crossing_bytes(problem, i, j)
             stages.append((problem.peer.seconds(there), problem.peer.seconds(back), 0.0))
         layers = problem.costs.layers[i:j]
         stages.append((sum(x.forward_s for x in layers), sum(x.backward_s for x in layers), 0.0))

@@ -16,7 +16,7 @@ from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import received_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import crossing_bytes, stage_cost
 from jvpipe.schedules import find_schedule
 
 DEVICE = Accelerator("device", 1, 1.0, {})
@@ -98,7 +98,7 @@ def splits(
         shared_behind = (behind + (parts - m) * devices) / last
         for begin in [i] if last == m else range(i + 1, j):
             weights = sum(x.parameter_bytes for x in problem.costs.layers[begin:j])
-            there, back = received_bytes(problem, begin, j)
+            there, back, _ = crossing_bytes(problem, begin, j)
             for inner_s, inner, inner_peak in pipelines(problem, k - 1, begin, j, shared_behind):
                 stage_s = max(inner_s, link.seconds(2 * (last - 1) * weights)) / last
                 stages = tuple((a, b, replicas * last) for a, b, replicas in inner)

@@ -196,12 +196,6 @@ MOST_CELLS = 2_000_000
 """The most cells between windows that are looked at."""
 
 
-def all_cuts(segments: Segments) -> list[Cuts]:
-    """Each bound's cuts, whatever stages take."""
-    cuts, stages = segments.cuts, segments.problem.stages
-    return [cuts[:1], *(cuts[s : len(cuts) - (stages - s)] for s in range(1, stages)), cuts[-1:]]
-
-
 def area(windows: Sequence[Cuts]) -> int:
     """The number of cells between windows."""
     return sum(len(a) * len(b) for a, b in pairwise(windows))
@@ -224,7 +218,7 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
     stages, total = segments.problem.stages, segments.compute_s
     mean_s = float(total[-1]) / stages
     windows = []
-    for s, cuts in enumerate(all_cuts(segments)):
+    for s, cuts in enumerate(segments.windows):
         near = cuts[np.abs(total[cuts] - s * mean_s) <= SPREAD_MEAN_STAGES * mean_s]
         windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
     thinned, most = windows, max(map(len, windows))

@@ -17,8 +17,8 @@ from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
-from jvpipe.planners.model.stage_cost import check
+from jvpipe.planners.model.stage_bytes import StageBytes
+from jvpipe.planners.model.stage_cost import check, stage_bytes
 
 FEW_LAYERS = 16
 """Of models of so many layers all cuts are begun with."""

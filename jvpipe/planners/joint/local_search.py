@@ -2,7 +2,7 @@
 
 A neighbour has one bound moved to any other place, one stage's fates chosen with or without swaps, or one layer's
 fate changed: the surrogate takes a link that is not full for free, the simulator sees who waits for it. All places of a
-bound are looked at, those of the least bound (`unqueued.py`) first, until no place can be better: on two stages nothing
+bound are looked at, those that take least (`least_steps_s`) first, until no place can be better: on two stages nothing
 is left out.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.segment_table import Cell, Effort, Hints, Table, cells
-from jvpipe.planners.joint.unqueued import Load, least_steps_s
-from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
@@ -164,12 +163,10 @@ class LocalSearch:
         left, right = (table.stages[0] for table in tables)
         runs = len(left.block.ends)
         every, one = np.arange(runs), np.zeros(runs, dtype=np.int64)
-        loads = [
-            Load.of_cost(self._cost(cell, decision.choices), runs)
-            for cell in cells(decision.bounds)
-        ]
-        loads[s - 1 : s + 1] = Load.of(left, one, every), Load.of(right, every, one)
-        return least_steps_s(self.problem, loads)
+        costs = (self._cost(cell, decision.choices) for cell in cells(decision.bounds))
+        loads_s = np.array([cost.loads_s for cost in costs])[:, :, None].repeat(runs, axis=2)
+        loads_s[s - 1 : s + 1] = left.loads_s(one, every), right.loads_s(every, one)
+        return least_steps_s(self.problem, loads_s)
 
     def _with_other_fates(self, decision: Decision) -> Iterator[Decision]:
         for cell in cells(decision.bounds):

@@ -73,8 +73,8 @@ class Loads:
             seconds={
                 Kind.F: tuple(x.forward_s for x in stages),
                 Kind.B: tuple(x.recompute_s + x.backward_s for x in stages),
-                Kind.I: tuple(x.recompute_s + x.input_s for x in stages),
-                Kind.W: tuple(x.weight_s for x in stages),
+                Kind.I: tuple(x.recompute_s + x.halves_s[0] for x in stages),
+                Kind.W: tuple(x.halves_s[1] for x in stages),
             },
             send_s=(*(s if there else 0.0 for s, there in zip(after, away, strict=False)), 0.0),
             return_s=(0.0, *(s if there else 0.0 for s, there in zip(after, away, strict=False))),
@@ -84,7 +84,7 @@ class Loads:
                 float("inf") if x is None else float(x - n)
                 for x, n in zip(limits, taken, strict=True)
             ),
-            splits=tuple(x.weight_s > 0 for x in stages),
+            splits=tuple(x.halves_s[1] > 0 for x in stages),
             in_flight=problem.in_flight,
             early=()
             if problem.memory_limit_bytes is None

@@ -14,12 +14,10 @@ import numpy as np
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.local_search import LocalSearch
-from jvpipe.planners.joint.order_cuts import balanced
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
-from jvpipe.planners.model.even import even
-from jvpipe.planners.model.keep_all import least_kept_bytes
+from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import check, evaluate
@@ -62,31 +60,25 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
     >>> jvpipe(problem)
     Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0))
     """
-    best = _kept_best(problem, refine, begin) or (
-        _simulated_best(problem, begin) if refine else _surrogate_best(problem)
-    )
+    limit, best = problem.memory_limit_bytes, _kept_best(problem, refine, begin)
+    if best is None or limit is None or evaluate(problem, best).limit_bytes > limit:
+        best = _simulated_best(problem, begin, best) if refine else _surrogate_best(problem)
     check(problem, best)
     return best
 
 
 def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
-    """The plan of no limit, which keeps everything, if that keeps the limit: then no fates are faster."""
-    limit = problem.memory_limit_bytes
-    if limit is None or not _may_keep_all(problem):
-        return None
-    free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
-    if evaluate(problem, jvpipe(free, refine=False)).limit_bytes > NEAR_LIMIT * limit:
-        return None
-    best = jvpipe(free, refine, begin)
-    return best if evaluate(problem, best).limit_bytes <= limit else None
+    """The plan of no limit, which keeps everything, where it may keep the limit: no fates are faster than that.
 
-
-def _may_keep_all(problem: Problem) -> bool:
-    """Whether everything may be kept under the limit; of many layers, whether even cuts allow it."""
+    Of many layers it may, if even cuts do.
+    """
     limit = problem.memory_limit_bytes
-    if limit is None or len(problem.costs.layers) <= HASTY_LAYERS:
-        return limit is None or least_kept_bytes(problem) <= limit
-    return evaluate(problem, even(problem)).limit_bytes <= limit
+    many = len(problem.costs.layers) > HASTY_LAYERS
+    if limit is None or (many and evaluate(problem, even(problem)).limit_bytes > limit):
+        return None
+    hasty = jvpipe(problem.unlimited, refine=False)
+    near = evaluate(problem, hasty).limit_bytes <= NEAR_LIMIT * limit
+    return jvpipe(problem.unlimited, refine, begin) if near else None
 
 
 def _surrogate_best(problem: Problem) -> Decision:
@@ -109,10 +101,17 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     return slowest_s > IMBALANCE_WORTH_SWAPS * plain.table.pricing.segments.share_s
 
 
-def _simulated_best(problem: Problem, others: Sequence[Decision]) -> Decision:
+def _simulated_best(
+    problem: Problem, others: Sequence[Decision], kept: Decision | None
+) -> Decision:
     """Of the surrogate's best paths, other planners' plans and cuts, and their neighbours, the fastest simulated one.
 
     Fates are chosen without swaps, and with swaps as if the link to the host were slow.
+
+    Args:
+        problem: what is to be planned.
+        others: of which the search also begins.
+        kept: the plan of no limit, if it is known.
     """
     n, plain = len(problem.costs.layers), pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
@@ -147,7 +146,7 @@ def _simulated_best(problem: Problem, others: Sequence[Decision]) -> Decision:
         steps=steps,
     )
     if n <= FATED_LAYERS:
-        for bounds in _plain_cuts(problem):
+        for bounds in _plain_cuts(problem, None if others else kept):
             begin += climb.with_best_fates(bounds)
     return climb.top(begin)
 
@@ -158,15 +157,19 @@ def crowded(problem: Problem) -> Problem:
     return replace(problem, host=host)
 
 
-def _plain_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the best without."""
+def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, ...]]:
+    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the best without.
+
+    Args:
+        problem: what is to be planned.
+        kept: the plan of no limit, if it is known.
+    """
     cuts = Segments(problem).cuts
     seconds = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
     yield even(problem).bounds
     yield balanced(problem, cuts, np.array(seconds))
     if problem.memory_limit_bytes is not None:
-        free = replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
-        yield jvpipe(free).bounds
+        yield (kept or jvpipe(problem.unlimited)).bounds
 
 
 def _link_share(problem: Problem, decision: Decision) -> float:

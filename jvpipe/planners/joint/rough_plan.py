@@ -15,13 +15,13 @@ import numpy as np
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Group, Problem
 from jvpipe.planners.model.shapes import Path, Shape
-from jvpipe.planners.model.stage_bytes import stage_bytes
 from jvpipe.planners.model.stage_cost import (
     Evaluation,
     StageCost,
     device_bytes,
     needed_limit_bytes,
     slowest_s,
+    stage_bytes,
     stage_cost,
     surrogate,
 )

@@ -16,9 +16,10 @@ from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import balanced, busiest_s, moved_bounds, shifted_bounds
+from jvpipe.planners.joint.order_cuts import busiest_s, moved_bounds, shifted_bounds
 from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
 from jvpipe.planners.joint.planner import crowded, jvpipe
+from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
@@ -59,17 +60,23 @@ class Candidate:
     step_s: float
 
 
-def under_rule(problem: Problem) -> Decision:
+def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """Makes the decision of the fastest simulated step that is found, under a rule that the problem's schedule states.
 
+    Args:
+        problem: what is to be planned.
+        begin: plans of this problem that keep the limits, of which a search may begin.
+
     Raises:
-        Infeasible: fates that keep the limit were not found.
+        Infeasible: nothing fits; with the smallest limit that would do.
     """
+    if problem.schedule.chunks == 1 and not problem.splits:
+        return jvpipe(problem, begin=begin)
     ways, first = _ways(problem), first_cuts(problem, Segments(problem).cuts)
     if problem.memory_limit_bytes is not None:
-        first.append(under_rule(without_limits(problem)).bounds)
-    begin = [each.fastest(problem, bounds) for bounds in first for each in ways]
-    every = dict.fromkeys([*filter(None, begin), *_asked(problem)])
+        first.append(under_rule(problem.unlimited).bounds)
+    fated = [each.fastest(problem, bounds) for bounds in first for each in ways]
+    every = dict.fromkeys([*filter(None, fated), *_asked(problem)])
     step_s = cache(partial(_step_s, problem))
     best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
     if not best:
@@ -98,11 +105,6 @@ def _ways(problem: Problem) -> list[DeviceFates]:
         return [plain]
     swapping = DeviceFates.of(crowded(problem), swaps=True)
     return [plain, swapping] if swapping.pricing.choices.swapped_bytes.any() else [plain]
-
-
-def without_limits(problem: Problem) -> Problem:
-    """Returns the problem as it is where everything may be kept."""
-    return replace(problem, memory_limit_bytes=None, host_limit_bytes=None)
 
 
 def with_simulated_moves(
@@ -149,7 +151,7 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     """
     begin = [balanced(problem, cuts, layer_s(problem))]
     if problem.peer != INFINITE:
-        begin.append(on_devices(partial(jvpipe, refine=False))(without_limits(problem)).bounds)
+        begin.append(on_devices(partial(jvpipe, refine=False))(problem.unlimited).bounds)
     return list(dict.fromkeys(begin))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from jaxtyping import Float
 
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Segment
@@ -99,6 +100,22 @@ class StageTable:
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
+
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "4 cells"]:
+        """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
+
+        Of what takes longer than keeping everything, all is taken for recomputation.
+
+        Args:
+            rows: of the cells.
+            columns: of the same.
+        """
+        block, at, seconds = self.block, (rows, columns), self.seconds[rows, columns]
+        forward_s, compute_s, traffic_s = (
+            x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
+        )
+        work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
+        return np.array([forward_s, work_s - forward_s, block.comm_s[at], traffic_s])
 
     def price(self, tier: int, alpha: float, mu: float) -> None:
         """Raises the bounds of a tier to what these prices prove.

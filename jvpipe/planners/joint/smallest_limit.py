@@ -7,7 +7,7 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
@@ -45,7 +45,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
     segments = pricing.segments
     pricing = Pricing.of(segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
-    cuts = all_cuts(segments)
+    cuts = segments.windows
     if area(cuts) <= ALL_CUTS_CELLS:
         plan = _min_bytes_plan(pricing, cuts)
         assert plan is not None, "without a limit there is a plan"
@@ -76,7 +76,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `MOST_CUTS`, none."""
     pricing = Pricing.of(pricing.segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
-    cuts = all_cuts(pricing.segments)
+    cuts = pricing.segments.windows
     places = range(1, len(pricing.segments.cuts) - 1)
     if comb(len(places), len(cuts) - 2) > MOST_CUTS:
         return

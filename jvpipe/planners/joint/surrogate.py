@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.cap_search import SearchResult, search
-from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
-from jvpipe.planners.joint.unqueued import Load, least_steps_s
+from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
@@ -82,7 +82,7 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         pricing: its choices, priced.
         most_swapped_bytes: by stage, per micro-batch; none given is no bound.
     """
-    everything = all_cuts(pricing.segments)
+    everything = pricing.segments.windows
 
     def between(cuts: Sequence[Cuts]) -> Solution:
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
@@ -118,8 +118,8 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     if not known:
         return []
     every = np.array(list(known))
-    loads = [Load.of(stage, every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
-    ranked = least_steps_s(problem, loads).argsort(kind="stable")
+    loads_s = [stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
+    ranked = least_steps_s(problem, np.array(loads_s)).argsort(kind="stable")
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])

@@ -5,9 +5,7 @@ The order of tasks depends on the schedule, the stages and the micro-batches alo
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -15,11 +13,10 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_bytes import stage_bytes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.rows import simulate_lists
-from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
 
 
@@ -43,21 +40,31 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return float(_steps_s(problem, stream, np.add(starts, seconds)[:, None])[0])
 
 
-def unqueued_steps_s(
-    problem: Problem, loads_s: Float[np.ndarray, "runs stages parts"]
+def least_steps_s(
+    problem: Problem, stages_s: Float[np.ndarray, "stages 4 runs"]
 ) -> Float[np.ndarray, " runs"]:
-    """Computes for many candidates at once what `simulated_step_s` is not below: as if no transfer waited for another.
+    """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        loads_s: seconds of each candidate's stages, in the order of `PARTS`; B includes R, swaps are not looked at.
+        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the link
+            before it, and of its own link; infinite where a stage cannot be.
     """
-    stages = loads_s.shape[1]
-    stream = _stream(
-        problem.schedule, stages, problem.microbatches, Features(recompute=False, swaps=False)
-    )
-    by_task = loads_s.reshape(len(loads_s), -1).T[stream.slots]
-    return _steps_s(problem, stream, stream.work.many_starts_s(by_task) + by_task)
+    stages, _, runs = stages_s.shape
+    forward_s, backward_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
+    loads_s = np.zeros((stages, len(PARTS), runs))
+    loads_s[:, PARTS.index(Kind.F)] = forward_s
+    loads_s[:, PARTS.index(Kind.B)] = backward_s
+    loads_s[:, PARTS.index(Kind.RETURN)] = comm_s / 2
+    loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
+    impossible = np.isinf(loads_s).any(axis=(0, 1))
+    possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
+    no_more = Features(recompute=False, swaps=False)
+    stream = _stream(problem.schedule, stages, problem.microbatches, no_more)
+    by_task_s = possible_s[stream.slots]
+    least_s = _steps_s(problem, stream, stream.work.many_starts_s(by_task_s) + by_task_s)
+    busy_s = problem.microbatches * link_s.max(axis=0)
+    return np.where(impossible, np.inf, np.maximum(least_s, busy_s))
 
 
 def bubble_fraction(
@@ -88,9 +95,9 @@ def _busy_s(stage: StageCost, kind: Kind) -> float:
         case Kind.B:
             return stage.recompute_s + stage.backward_s
         case Kind.I:
-            return stage.recompute_s + stage.input_s
+            return stage.recompute_s + stage.halves_s[0]
         case Kind.W:
-            return stage.weight_s
+            return stage.halves_s[1]
         case _:
             raise AssertionError(f"{kind} is in no list at the level of stages")
 
@@ -101,20 +108,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while they run, what is
     in transit) are counted all the time.
     """
-    stages = evaluate(problem, decision).stages
-    loads = []
-    for s, (load, (i, j)) in enumerate(zip(_loads(stages), pairwise(decision.bounds), strict=True)):
-        held = stage_bytes(problem, s, i, j, decision.choices)
-        static = held.static + held.beyond
-        loads.append(
-            replace(
-                load,
-                static_bytes=static,
-                kept_bytes=held.kept,
-                swapped_bytes=held.swapped,
-                handed_bytes=held.handed,
-            )
-        )
+    loads = _loads(evaluate(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
     lists = problem.schedule.tasks(problem.devices, count)
     return simulate_lists(
@@ -173,7 +167,7 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """The stages' seconds; of what a stage receives and sends back, its neighbour sends one half."""
+    """The stages' seconds and bytes; of what a stage receives and sends back, its neighbour sends one half."""
     send_s = [*(c.comm_s / 2 for c in stages[1:]), 0.0]
     return [
         StageLoad(
@@ -184,9 +178,13 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
             in_s=c.swap_s / 2,
             send_s=sent_s,
             return_s=c.comm_s / 2,
-            input_s=c.input_s,
-            weight_s=c.weight_s,
+            input_s=c.halves_s[0],
+            weight_s=c.halves_s[1],
             reduce_s=c.reduce_s,
+            static_bytes=c.held.static + c.held.beyond,
+            kept_bytes=c.held.kept,
+            swapped_bytes=c.held.swapped,
+            handed_bytes=c.held.handed,
         )
         for c, sent_s in zip(stages, send_s, strict=True)
     ]

@@ -224,6 +224,11 @@ class Problem:
             every.append(known[key])
         return every
 
+    @property
+    def unlimited(self) -> "Problem":
+        """The problem as it is where everything may be kept."""
+        return replace(self, memory_limit_bytes=None, host_limit_bytes=None)
+
     def in_order(self, order: Sequence[int]) -> "Problem":
         """The problem with its devices in another order along the pipeline."""
         return replace(self, groups=tuple(self.groups[at] for at in order))

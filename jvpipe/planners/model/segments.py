@@ -17,7 +17,7 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
-from jvpipe.planners.model.stage_bytes import on_device_bytes, parameter_state_bytes
+from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
@@ -205,11 +205,16 @@ class Segments:
             )
         return cuts
 
+    @property
+    def windows(self) -> list[Cuts]:
+        """Each bound's cuts, whatever stages take."""
+        cuts, stages = self.cuts, self.problem.stages
+        inner = (cuts[s : len(cuts) - (stages - s)] for s in range(1, stages))
+        return [cuts[:1], *inner, cuts[-1:]]
+
     def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
         """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
-        return parameter_state_bytes(
-            self.versions[s], self.parameter_bytes[bounds], self.state_bytes[bounds]
-        )
+        return self.versions[s] * self.parameter_bytes[bounds] + self.state_bytes[bounds]
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts values that arrive early and cotangents that wait, at most.
@@ -240,9 +245,7 @@ class Segments:
             ends: where they end.
         """
         tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
-        shared = on_device_bytes(self.in_flight[s], tensors) + parameter_state_bytes(
-            self.versions[s], copies
-        )
+        shared = on_device_bytes(self.in_flight[s], tensors) + self.versions[s] * copies
         fixed = (
             between(self.static_bytes(s), starts, ends)
             + shared

@@ -1,4 +1,4 @@
-"""The bytes of a stage: the one formula that every planner counts by.
+"""The bytes of layers and stages: the one formula that every planner counts by, as `stage_cost.py` asks for it.
 
 Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
 
@@ -29,9 +29,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
-from jvpipe.planners.model.shared_state import spared_bytes
+from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
 
@@ -48,17 +47,6 @@ def on_device_bytes(in_flight: int, kept: Bytes, swapped: Bytes | int = 0) -> By
     [14, 28, 38]
     """
     return in_flight * kept + min(in_flight, 2) * swapped
-
-
-def parameter_state_bytes(versions: int, parameters: Bytes, state: Bytes | int = 0) -> Bytes:
-    """Counts parameters of all versions with their gradients and the optimizer's state, of which there is one.
-
-    Args:
-        versions: of the parameters that are live at once.
-        parameters: bytes of one version.
-        state: bytes of gradients and of the optimizer's state.
-    """
-    return versions * parameters + state
 
 
 class LayerBytes(NamedTuple):
@@ -117,13 +105,9 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
         if choice >= 0:
             yield option_bytes(layer, layer.options[choice])
             continue
-        alone, residuals = recomputed_bytes(layer), layer.options[0].kept_bytes
-        run = run + layer.input_bytes if choice == RECOMPUTE_CHAIN else 0
-        kept, working, extra_s = (
-            alone.kept if choice == RECOMPUTE else 0,
-            alone.working,
-            alone.extra_s,
-        )
+        kept, _, working, extra_s = recomputed_bytes(layer)
+        run, kept = (0, kept) if choice == RECOMPUTE else (run + layer.input_bytes, 0)
+        residuals = layer.options[0].kept_bytes
         if following == RECOMPUTE_CHAIN:
             working, extra_s = residuals + layer.temporary_bytes, layer.forward_s
         yield LayerBytes(kept, 0, run + working, extra_s)
@@ -158,95 +142,3 @@ class StageBytes(Generic[Bytes]):
     def host(self) -> Bytes:
         """What the host holds."""
         return self.in_flight * self.swapped
-
-
-def stage_bytes(
-    problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
-) -> StageBytes[int]:
-    """Counts the bytes of stage `s` with layers [i, j).
-
-    Args:
-        problem: whose costs, schedule and micro-batches count.
-        s: the stage, from 0.
-        i: its first layer.
-        j: the layer after its last.
-        choices: those of all layers of the model.
-    """
-    costs, replicas = problem.costs_of(s), problem.group(s).replicas
-    layers = costs.layers[i:j]
-    left = list(layers_bytes(layers, choices[i:j]))
-    parameters, shared = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
-    for held in costs.shared_at(i, j):
-        here = [layer for layer in held.layers if i <= layer < j]
-        if here and held.per_version:
-            parameters += held.bytes
-        elif here:  # until the backward of the first layer that holds it
-            shared[min(here) - i] += held.bytes
-    beyond = later = 0
-    for layer, more in zip(reversed(left), reversed(shared), strict=True):
-        beyond = max(beyond, layer.working - later)
-        later += layer.left + more
-    handed, more = _between_halves(costs, i, left, shared) if problem.splits else (0, 0)
-    beyond = max(beyond, more)
-    state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-    state -= spared_bytes(layers, replicas)
-    most_gradients = max(layer.reduced_bytes for layer in layers)
-    versions = problem.schedule.versions(s, problem.devices)
-    return StageBytes(
-        in_flight=problem.in_flight[s],
-        static=parameter_state_bytes(versions, parameters, state) + waiting_bytes(problem, s, i, j),
-        kept=sum(x.kept for x in left) + sum(shared),
-        swapped=sum(x.swapped for x in left),
-        beyond=beyond,
-        handed=handed,
-        reducing=2 * most_gradients if replicas > 1 else 0,
-    )
-
-
-def _between_halves(
-    costs: Costs, i: int, left: Sequence[LayerBytes], shared: Sequence[int]
-) -> tuple[int, int]:
-    """Counts what layers from i on hold between I and W, and the most beyond while I goes through them.
-
-    Meanwhile the layers behind hold what W will read: the most is over what there is before or after all of I.
-    """
-    most = later = handed = 0
-    for at in reversed(range(len(left))):
-        most = max(most, left[at].working + handed - later)
-        later += left[at].left + shared[at]
-        handed += handed_bytes(costs, i + at, left[at])
-    return handed, most - max(0, handed - later)
-
-
-def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone.
-
-    Args:
-        costs: of the model.
-        layer: which one.
-        left: what its forward leaves, as it is chosen.
-    """
-    if not costs.gives_cotangent(layer):
-        return left.left + costs.made_bytes(layer)
-    split = costs.layers[layer].split
-    return split.held_bytes if split else 0
-
-
-def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
-    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of cotangents that wait there.
-
-    Args:
-        problem: whose edges, schedule and micro-batches count.
-        s: the stage, from 0.
-        i: its first layer.
-        j: the layer after its last.
-    """
-    k, total = problem.in_flight, 0
-    for edge in problem.costs_of(s).edges_at(i, j):
-        here = [layer for layer in (edge.producer, *edge.readers) if i <= layer < j]
-        if here and edge.producer < i:
-            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
-        if here and edge.differentiable and max(edge.readers) >= j:
-            reader = min(reader for reader in edge.readers if reader >= j)
-            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
-    return total

@@ -3,7 +3,7 @@
 Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per micro-batch.
 
     seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
-    bytes     `stage_bytes.py`
+    bytes     as the legend of `stage_bytes.py` says
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from itertools import pairwise
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_bytes import StageBytes, layers_bytes, on_device_bytes, stage_bytes
+from jvpipe.planners.model.shared_state import spared_bytes
+from jvpipe.planners.model.stage_bytes import LayerBytes, StageBytes, layers_bytes, on_device_bytes
 from jvpipe.schedules.schedule import Holding
 
 
@@ -27,13 +28,10 @@ class StageCost:
     swap_s: float  # of swapped residuals on the link to the host, out and in
     comm_s: float  # of values from and cotangents to earlier stages
     link_s: float  # how long the stage's own link to the host is busy
-    peak_bytes: int
-    host_bytes: int
-    in_flight: int
-    input_s: float = 0.0  # of the halves of a backward that is not whole
-    weight_s: float = 0.0
+    held: StageBytes[int]
+    replicas: int = 1
+    halves_s: tuple[float, float] = (0.0, 0.0)  # of a backward that is not whole
     reduce_s: float = 0.0  # per step, in which replicas add up gradients
-    held: StageBytes[int] | None = None
 
     @property
     def compute_s(self) -> float:
@@ -41,41 +39,29 @@ class StageCost:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
+    def loads_s(self) -> tuple[float, float, float, float]:
+        """Its seconds as `least_steps_s` takes them: forward, backward, the link before it, its own link."""
+        return self.forward_s, self.backward_s + self.recompute_s, self.comm_s, self.link_s
+
+    @property
     def seconds(self) -> float:
         """How far apart micro-batches are on this stage: of its work and its link, the slower."""
         return max(self.compute_s, self.link_s)
 
+    @property
+    def in_flight(self) -> int:
+        """The most micro-batches between their forward and their backward."""
+        return self.held.in_flight
 
-def received_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
-    """Bytes that layers [i, j) read from earlier stages, and of cotangents that they send back.
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device of the stage holds at once."""
+        return int(self.held.peak)
 
-    Args:
-        problem: whose edges count.
-        i: the first layer.
-        j: the layer after the last.
-    """
-    edges = [
-        e
-        for e in problem.costs.edges_at(i, j)
-        if e.producer < i and any(i <= r < j for r in e.readers)
-    ]
-    return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
-
-
-def sent_bytes(problem: Problem, i: int, j: int) -> tuple[int, int]:
-    """Bytes that layers [i, j) make for later stages, and of cotangents that come back.
-
-    Args:
-        problem: whose edges count.
-        i: the first layer.
-        j: the layer after the last.
-    """
-    edges = [
-        e
-        for e in problem.costs.edges_at(i, j)
-        if i <= e.producer < j and any(r >= j for r in e.readers)
-    ]
-    return sum(e.bytes for e in edges), sum(e.bytes for e in edges if e.differentiable)
+    @property
+    def host_bytes(self) -> int:
+        """What the host holds of all replicas."""
+        return self.replicas * int(self.held.host)
 
 
 def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:
@@ -90,30 +76,44 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     """
     layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
     costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
-    received, returned = received_bytes(problem, i, j)
-    transit = received + returned + sum(sent_bytes(problem, i, j))
+    received, returned, sent = crossing_bytes(problem, i, j)
     halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held.swapped)
+    traffic_s = peer.seconds(received + returned + sent) if problem.peer_uses_host else 0.0
+    reduce_s = _reduce_s(group.reduces, layers, problem.overlaps) if group.replicas > 1 else 0.0
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
         recompute_s=sum(x.extra_s for x in layers_bytes(layers, choices[i:j])),
         swap_s=swap_s,
         comm_s=peer.seconds(received) + peer.seconds(returned),
-        link_s=swap_s + (peer.seconds(transit) if problem.peer_uses_host else 0.0),
-        peak_bytes=int(held.peak),
-        host_bytes=group.replicas * int(held.host),
-        in_flight=held.in_flight,
-        input_s=sum((input_s for input_s, _ in halves), 0.0),
-        weight_s=sum((weight_s for _, weight_s in halves), 0.0),
-        reduce_s=_reduce_s(group.reduces, layers, overlaps=problem.overlaps)
-        if group.replicas > 1
-        else 0.0,
+        link_s=swap_s + traffic_s,
         held=held,
+        replicas=group.replicas,
+        halves_s=(sum((x for x, _ in halves), 0.0), sum((x for _, x in halves), 0.0)),
+        reduce_s=reduce_s,
     )
 
 
-def _reduce_s(link: Link, layers: Sequence[LayerCost], *, overlaps: bool) -> float:
+def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
+    """Counts what layers [i, j) read from earlier stages, what they send back of it, and what later ones exchange.
+
+    Args:
+        problem: whose edges count.
+        i: the first layer.
+        j: the layer after the last.
+    """
+    received = returned = sent = 0
+    for edge in problem.costs.edges_at(i, j):
+        back = edge.bytes if edge.differentiable else 0
+        if edge.producer < i:
+            received, returned = received + edge.bytes, returned + back
+        elif max(edge.readers) >= j:
+            sent += edge.bytes + back
+    return received, returned, sent
+
+
+def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
     """Counts the seconds of an all-reduce of layers' gradients that no backward hides.
 
     Args:
@@ -144,6 +144,81 @@ def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
     return (cost.split.input_s, cost.split.weight_s) if cost.split else (cost.backward_s, 0.0)
 
 
+def stage_bytes(
+    problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
+) -> StageBytes[int]:
+    """Counts the bytes of stage `s` with layers [i, j); the arguments are those of `stage_cost`.
+
+    Args:
+        problem: whose costs, schedule and micro-batches count.
+        s: the stage, from 0.
+        i: its first layer.
+        j: the layer after its last.
+        choices: those of all layers of the model.
+    """
+    costs, replicas = problem.costs_of(s), problem.group(s).replicas
+    layers = costs.layers[i:j]
+    left = list(layers_bytes(layers, choices[i:j]))
+    parameters, shared = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
+    for held in costs.shared_at(i, j):
+        if held.per_version:
+            parameters += held.bytes
+        else:  # until the backward of the first layer that holds it
+            shared[min(layer for layer in held.layers if layer >= i) - i] += held.bytes
+    splits, beyond, between, later, handed = problem.splits, 0, 0, 0, 0
+    for at in reversed(range(len(left))):
+        beyond = max(beyond, left[at].working - later)
+        between = max(between, left[at].working + handed - later)
+        later += left[at].left + shared[at]
+        handed += handed_bytes(costs, i + at, left[at]) if splits else 0
+    state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+    state -= spared_bytes(layers, replicas)
+    versions = problem.schedule.versions(s, problem.devices)
+    return StageBytes(
+        in_flight=problem.in_flight[s],
+        static=versions * parameters + state + waiting_bytes(problem, s, i, j),
+        kept=sum(x.kept for x in left) + sum(shared),
+        swapped=sum(x.swapped for x in left),
+        # The layers behind hold what W will read: the most is over what there is before or after all of I.
+        beyond=max(beyond, between - max(0, handed - later)),
+        handed=handed,
+        reducing=2 * max(layer.reduced_bytes for layer in layers) if replicas > 1 else 0,
+    )
+
+
+def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
+    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone.
+
+    Args:
+        costs: of the model.
+        layer: which one.
+        left: what its forward leaves, as it is chosen.
+    """
+    if not costs.gives_cotangent(layer):
+        return left.left + costs.made_bytes(layer)
+    split = costs.layers[layer].split
+    return split.held_bytes if split else 0
+
+
+def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
+    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of cotangents that wait there.
+
+    Args:
+        problem: whose edges, schedule and micro-batches count.
+        s: the stage, from 0.
+        i: its first layer.
+        j: the layer after its last.
+    """
+    k, total = problem.in_flight, 0
+    for edge in problem.costs_of(s).edges_at(i, j):
+        if edge.producer < i:
+            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
+        if edge.differentiable and max(edge.readers) >= j:
+            reader = min(reader for reader in edge.readers if reader >= j)
+            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
+    return total
+
+
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
     """Counts the most that each device holds at once, all its stages together."""
     schedule = problem.schedule
@@ -151,7 +226,6 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
         return tuple(stage.peak_bytes for stage in stages)
     mine: list[list[StageBytes[int]]] = [[] for _ in range(problem.devices)]
     for place, stage in zip(problem.places, stages, strict=True):
-        assert stage.held is not None
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)
     return tuple(joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
@@ -221,12 +295,9 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
     What replicas add up once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
     """
-    m = problem.microbatches
-    if problem.schedule.chunks == 1:
-        return max(max(c.seconds + c.reduce_s / m, c.comm_s) for c in stages)
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
-        busy_s[place] += c.seconds + c.reduce_s / m
+        busy_s[place] += c.seconds + c.reduce_s / problem.microbatches
     return max(*busy_s, *(c.comm_s for c in stages))
 
 
@@ -279,9 +350,3 @@ def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
     memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
     within = memory is None or evaluation.limit_bytes <= memory
     return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)
-
-
-def excess_bytes(problem: Problem, evaluation: Evaluation) -> int:
-    """By how many bytes a device is over its limit at most; not above 0 if every stage fits."""
-    limit = problem.memory_limit_bytes
-    return evaluation.limit_bytes - limit if limit is not None else -1

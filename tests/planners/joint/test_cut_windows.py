@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jvpipe.planners.joint.cut_windows import Reach, all_cuts, area, bounded, spread
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.surrogate import pricing_of
 from tests.planners.joint.enumeration import every_cost, tiny
 
@@ -37,5 +37,5 @@ def test_thinned_windows_keep_their_ends_and_few_cells() -> None:
 
 def test_all_cuts_leave_a_layer_to_every_stage() -> None:
     segments = pricing_of(tiny(0)).segments
-    assert [cuts.tolist() for cuts in all_cuts(segments)] == [[0], [1, 2, 3], [4]]
+    assert [cuts.tolist() for cuts in segments.windows] == [[0], [1, 2, 3], [4]]
     assert [cuts.tolist() for cuts in spread(segments, 100)] == [[0], [1, 2, 3], [4]]

@@ -1,15 +1,17 @@
-"""Even: as many layers per stage, give or take one."""
+"""Even cuts: of layers, give or take one, and of seconds."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.planners.model.even import even, even_counts
+from jvpipe.planners.model.even import balanced, even, even_counts
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import check
 from jvpipe.schedules import find_schedule
+from tests.planners.joint.orders import problem_of
 from tests.planners.small import problems
 
 LAYER = LayerCost("layer", 1.0, 2.0, (Option(8),))
@@ -47,3 +49,15 @@ def test_every_decision_is_valid_and_keeps_all(problem: Problem) -> None:
     decision = even(problem)
     check(problem, decision)
     assert set(decision.choices) == {0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_stage_per_device_is_balanced_as_well_as_any(seed: int) -> None:
+    problem = problem_of(9, 3, 4, seed)
+    layer_s = np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])
+
+    def slowest(bounds: tuple[int, ...]) -> float:
+        return max(layer_s[i:j].sum() for i, j in pairwise(bounds))
+
+    every = [(0, *inner, 9) for inner in combinations(range(1, 9), 2)]
+    assert slowest(balanced(problem, np.arange(10), layer_s)) == min(map(slowest, every))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +13,14 @@ from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.model.forecast import (
     bubble_fraction,
     forecast,
+    least_steps_s,
     simulated_step_s,
 )
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
+from tests.planners.joint.enumeration import tiny
+from tests.planners.small import SCHEDULES as SMALL_SCHEDULES
 
 
 def layer(forward_s: float, backward_s: float, size: int = 4) -> LayerCost:
@@ -139,3 +143,17 @@ def test_a_send_takes_half_of_what_a_stage_exchanges() -> None:
         simulated_step_s(problem, evaluate(problem, Decision.keeping_all([0, 1, 2])).stages)
         == 1 + 3 + 2 + 3 + 1
     )
+
+
+@pytest.mark.parametrize("name", SMALL_SCHEDULES)
+def test_the_simulator_is_not_below_the_least_of_many_steps(name: str) -> None:
+    problem = tiny(0, name)
+    for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3)):
+        for cut in (1, 2, 3):
+            stages = evaluate(problem, Decision((0, cut, 4), choices)).stages
+            loads_s = np.array([stage.loads_s for stage in stages])[:, :, None].repeat(3, axis=2)
+            loads_s[1, 1, 1] = np.inf
+            least_s, impossible, again_s = least_steps_s(problem, loads_s)
+            assert least_s == again_s
+            assert 0 < least_s <= simulated_step_s(problem, stages) * (1 + 1e-9)
+            assert impossible == np.inf

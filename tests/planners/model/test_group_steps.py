@@ -5,6 +5,7 @@ import pytest
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Group, Problem
+from jvpipe.planners.model.stage_bytes import StageBytes
 from jvpipe.planners.model.stage_cost import StageCost
 from jvpipe.schedules import find_schedule
 from tests.planners.joint.shapes import chain, layer
@@ -16,9 +17,8 @@ def stage(
     reduce_s: float = 0.0, comm_s: float = 0.0, forward_s: float = 1.0, backward_s: float = 2.0
 ) -> StageCost:
     """A stage that takes so long, and no room."""
-    return StageCost(
-        forward_s, backward_s, 0.0, 0.0, comm_s, 0.0, 0, 0, 1, 1.0, 1.0, reduce_s=reduce_s
-    )
+    nothing = StageBytes(1, 0, 0, 0, 0)
+    return StageCost(forward_s, backward_s, 0.0, 0.0, comm_s, 0.0, nothing, 1, (1.0, 1.0), reduce_s)
 
 
 def problem(*machines: tuple[int, ...], microbatches: int = 4, schedule: str = "1f1b") -> Problem:

@@ -94,12 +94,12 @@ def test_halves_of_a_layer_without_a_cotangent_are_in_the_second_task() -> None:
         [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 1, 4
     )
     (stage,) = evaluate(problem, Decision.keeping_all((0, 3))).stages
-    assert (stage.input_s, stage.weight_s) == (0.0, 0.0)  # on one device backwards are whole
+    assert stage.halves_s == (0.0, 0.0)  # on one device backwards are whole
     problem = problem_of(
         [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 3, 4
     )
     stages = evaluate(problem, Decision.keeping_all((0, 1, 2, 3))).stages
-    assert [(x.input_s, x.weight_s) for x in stages] == [(0.0, 2.0), (1.5, 0.5), (2.0, 0.0)]
+    assert [x.halves_s for x in stages] == [(0.0, 2.0), (1.5, 0.5), (2.0, 0.0)]
     assert [x.held.handed if x.held else None for x in stages] == [9, 7, 0]
 
 
