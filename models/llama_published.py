@@ -50,7 +50,7 @@ _ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
 def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `LlamaConfig` that config.json tells."""
     kind = told["model_type"]
-    usual = {"tie_word_embeddings": True} | _USUAL[kind]
+    usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: told.get(key, usual.get(key, otherwise))  # noqa: E731
     activation = KINDS[kind].get("activation", "silu")
     for key, *known in (

@@ -8,12 +8,21 @@ import jax
 
 from jvpipe import models
 from jvpipe.cli.train_options import Options
-from jvpipe.models.workload import format_of
+from jvpipe.models.workload import OF_FOLDERS, format_of, sizes
 
 Tree = Any
-_SIZES = {"bert": "base", "gpt2": "small", "t5": "small"}
-"""Whose recipe such a model is trained by; all of its fields are the folder's."""
-_DIMENSIONS = ("blocks", "width", "heads", "vocabulary", "feed_forward", "head_width")
+_DIMENSIONS = (
+    "blocks",
+    "width",
+    "heads",
+    "groups",
+    "vocabulary",
+    "feed_forward",
+    "hidden",
+    "head_width",
+    "spans",
+    "window",
+)
 """What a size decides, if one is given."""
 
 
@@ -28,18 +37,22 @@ def as_in_folder(options: Options) -> Options:
     told = f"--init-from {options.init_from}"
     if options.resume:
         raise ValueError(f"{told}: a run that is resumed has its parameters, leave it out")
-    if options.model not in _SIZES:
+    known = sorted(set(OF_FOLDERS.values()))
+    if options.model not in known:
         raise ValueError(
-            f"{told}: weights are read for {', '.join(_SIZES)}, not for {options.model}"
+            f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
         )
     from jvpipe.models.weight_folder import open_folder  # needs an extra
     from jvpipe.models.weights import read_fields
 
     folder = open_folder(Path(options.init_from))
     kind = folder.told.get("model_type")
-    if kind != options.model:
+    if kind not in OF_FOLDERS:
+        raise ValueError(f"{told} is a folder of {kind}: read are those of {', '.join(OF_FOLDERS)}")
+    if OF_FOLDERS[kind] != options.model:
         raise ValueError(
-            f"{told} is a folder of {kind}, and --model is {options.model}: give --model {kind}"
+            f"{told} is a folder of {kind}, and --model is {options.model}: "
+            f"give --model {OF_FOLDERS[kind]}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))
@@ -51,10 +64,15 @@ def as_in_folder(options: Options) -> Options:
     beside = folder.path / "tokenizer.json"
     return replace(
         options,
-        size=options.size or _SIZES[options.model],
+        size=options.size or _published_size(options.model),
         set=(*assigned, *options.set),
         tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
     )
+
+
+def _published_size(model: str) -> str:
+    """A size that is trained by the recipe of published ones; all of its fields are the folder's."""
+    return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 
 def first_params(options: Options, workload: models.Workload) -> Tree:

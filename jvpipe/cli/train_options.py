@@ -116,8 +116,9 @@ class Options:
     tokenizer: str | None = None
     """Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text."""
     init_from: str | None = None
-    """Begins with published weights of bert, gpt2 or t5: a folder with config.json and model.safetensors, as
-    transformers writes it. The model is as config.json tells, and so is the tokenizer, if there is a tokenizer.json."""
+    """Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and
+    model.safetensors or its parts, as transformers writes it. The model is as config.json tells, and so is the
+    tokenizer, if there is a tokenizer.json."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
     remeasure: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -29,7 +29,7 @@ def begun(asked: Options) -> tuple[Options, models.Workload]:
     return known, find_model(known.model, known.size, fields_of(known))
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama", "qwen3", "gemma"])
 def test_the_model_is_as_the_folder_tells(name: str) -> None:
     known, workload = begun(options(name))
     config, params = given(name, WEIGHTS / name)
@@ -65,7 +65,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (options("bert", resume=True), "a run that is resumed has its parameters"),
         (
             options("bert", model="amoebanet"),
-            "weights are read for bert, gpt2, t5, not for amoebanet",
+            "weights are read for bert, gemma, gpt2, llama, qwen3, t5, not for amoebanet",
         ),
         (options("bert", init_from=str(tmp_path)), "holds no weights"),
         (options("bert", sequence_length=64), "tokens=64 are more than the 16 positions"),

@@ -21,8 +21,16 @@ from jvpipe.models.workload import OF_FOLDERS
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "weights"
 MODELS: dict[str, Any] = {
-    **{"bert": bert, "gpt2": gpt2, "t5": t5, "t5_untied": t5, "bert_untied": bert},
-    **{"gpt2_untied": gpt2, "llama": llama, "qwen3": qwen3, "gemma": gemma, "gemma2": gemma},
+    "bert": bert,
+    "bert_untied": bert,
+    "gpt2": gpt2,
+    "gpt2_untied": gpt2,
+    "t5": t5,
+    "t5_untied": t5,
+    "llama": llama,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "gemma2": gemma,
     "gemma3_text": gemma,
 }
 
@@ -178,7 +186,7 @@ def test_each_field_of_the_family_matters(name: str, field: str, value: Any) -> 
     )
     params, batch = jax.tree.map(np.asarray, lazy), {"tokens": jnp.asarray(told["tokens"])}
     ours = llama.logits_function(other)(params, batch, None)[:, :, ::7]
-    assert np.abs(ours - told["logits"]).max() > 1e-3
+    assert np.abs(ours - told["logits"]).max() > 5e-4, "far from what logits may differ by"
 
 
 OLDER = {
