@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models.lora import with_adapters
 
 Logits = Callable[[Any, Any, jax.Array | None], Float[Array, "*B V"]]
 """Of parameters, a batch and a key; without dropout if the key is None."""
@@ -27,7 +28,8 @@ LossFunction = Callable[[Any, Any, jax.Array | None], Weighted]
 class TextConfig:
     """The shape of a model of text; `tokens` is the length of a record.
 
-    `dtype` is that of the computation, float32 or bfloat16; parameters are float32.
+    `dtype` is that of the computation, float32 or bfloat16; parameters are float32. With `lora` the linear maps whose
+    path matches `lora_on` have adapters of that rank, which alone are trained (`lora.py`).
     """
 
     blocks: int
@@ -36,10 +38,14 @@ class TextConfig:
     tokens: int
     dropout: float = 0.1
     dtype: str = "float32"
+    lora: int = 0
+    lora_on: str = "*attention*"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(did_you_mean("dtype", self.dtype, ["float32", "bfloat16"]))
+        if self.lora < 0:
+            raise ValueError(f"lora={self.lora} must be a rank, 1 or more, or 0 for no adapters")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if min(self.blocks, self.width) < 1 or self.tokens < 8 or self.vocabulary < 300:
@@ -212,6 +218,11 @@ class Kind:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param, ...)
 
 
+def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, name: str) -> Kind:
+    """A kind of module by its name, with the adapters that its configuration asks for."""
+    return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
+
+
 @dataclass(frozen=True)
 class Parts:
     """A model taken apart: its kinds of modules in their order, each built and traced once for all.
@@ -264,8 +275,9 @@ class Parts:
 
     @cached_property
     def _kinds(self) -> dict[str, Kind]:
+        config = self.config
         return {
-            name: Kind(lambda rngs, part=part: part(self.config, rngs=rngs))
+            name: adapted_kind(lambda rngs, part=part: part(config, rngs=rngs), config, name)
             for name, part in self.kinds.items()
         }
 

@@ -22,7 +22,14 @@ from jaxtyping import Array, Bool, Float
 from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models import llama_published
-from jvpipe.models.blocks import Kind, TextConfig, embedding, prediction_loss, residual_scale
+from jvpipe.models.blocks import (
+    Kind,
+    TextConfig,
+    adapted_kind,
+    embedding,
+    prediction_loss,
+    residual_scale,
+)
 from jvpipe.models.gpt2 import abstract_batch, open_data
 from jvpipe.models.rotary import Rotation, turned
 from jvpipe.models.workload import Workload, sized
@@ -281,7 +288,9 @@ class Llama:
             "head": lambda rngs: matrix(config, rngs, config.width, config.vocabulary),
         }
         return {
-            name: Kind(build) for name, build in kinds.items() if name != "head" or not config.tied
+            name: adapted_kind(build, config, name)
+            for name, build in kinds.items()
+            if name != "head" or not config.tied
         }
 
     def init(self, key: jax.Array) -> dict[str, Any]:

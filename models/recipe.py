@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ class Recipe:
 
     `optimizer_name` is one of `OPTIMIZERS`, AdamW (arXiv:1711.05101) unless given. `warmup` is a fraction of all steps,
     `warmup_steps` their number in its place; the last step's rate is near zero. Biases and scales are not decayed.
+    Parameters whose path does not match the pattern `trained` stay as they are.
 
     >>> Recipe(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
     [0.5, 1.0, 1.0, 0.5]
@@ -64,6 +66,7 @@ class Recipe:
     b2: float = 0.98
     warmup_steps: int | None = None
     optimizer_name: str = "adamw"
+    trained: str = "*"
 
     def schedule(self, total_steps: int) -> optax.Schedule:
         """The learning rate as a function of the number of updates so far."""
@@ -90,6 +93,18 @@ class Recipe:
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-        return optax.chain(
+        update = optax.chain(
             clip, OPTIMIZERS[self.optimizer_name](self, self.schedule(total_steps), decayed)
+        )
+        if self.trained == "*":
+            return update
+        return optax.multi_transform({True: update, False: optax.set_to_zero()}, self._labels)
+
+    def _labels(self, params: Any) -> Any:
+        """Tells of each parameter whether it is trained."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: fnmatchcase(
+                jax.tree_util.keystr(path, simple=True, separator="/"), self.trained
+            ),
+            params,
         )

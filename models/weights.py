@@ -1,16 +1,34 @@
 """The tables between the tensors of a folder of weights and a model's parameters, and what is read by them."""
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.models.folder_settings import Settings
 from jvpipe.models.weight_folder import Folder
+
+_OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".ot",
+)
+"""Files that are not copied: they hold what the weights were before."""
 
 
 class Source(NamedTuple):
@@ -166,6 +184,43 @@ def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.
     arrays = (folder.array(name) for name in source.names)
     whole = np.concatenate([x.T if source.turned else x for x in arrays], axis=-1)
     return np.ascontiguousarray(whole[at], dtype)
+
+
+def write_params(
+    folder: Folder, form: Format, config: Any, params: Mapping[str, Any], into: Path
+) -> None:
+    """Writes parameters as the folder lies that they were once read from: its files, its names, its types of numbers.
+
+    Tensors that no parameter is read from are written as they were; files of other kinds, such as config.json and the
+    tokenizer's, are copied.
+
+    Args:
+        folder: the one to be like.
+        form: how its kind lies in folders.
+        config: the model's.
+        params: nested dicts of arrays, without adapters.
+        into: a new folder, or an empty one.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    wanted, leaves = pieces(form.sources(config)), dict(flat(params))
+
+    def tensor(name: str) -> np.ndarray:
+        piece = wanted.get(name) or wanted.get(form.copies.get(name, ""))
+        if piece is None:
+            return folder.array(name)
+        return np.ascontiguousarray(piece.cut(leaves[piece.path]), folder.dtype(name))
+
+    into.mkdir(exist_ok=True)
+    for file in sorted(folder.path.iterdir()):
+        if file.is_file() and file.suffix not in _OTHER_WEIGHTS:
+            shutil.copyfile(file, into / file.name)
+    for file in sorted({file for file, _ in folder.files.values()}):
+        with safe_open(file, "numpy") as opened:
+            about = opened.metadata()
+        tensors = {own: tensor(name) for name, (at, own) in folder.files.items() if at == file}
+        save_file(tensors, into / file.name, metadata=about)
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

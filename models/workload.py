@@ -202,6 +202,20 @@ def configured(
     return with_fields(model, sizes[size], options)
 
 
+def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
+    """The pattern of the parameters that are trained: adapters, if the configuration has them.
+
+    Raises:
+        ValueError: it asks for them where there is nothing to be adapted.
+    """
+    if not getattr(config, "lora", 0):
+        return "*"
+    from jvpipe.models import lora  # needs an extra
+
+    lora.check_adapted(jax.eval_shape(init, jax.random.key(0)), config.lora_on)
+    return lora.TRAINED
+
+
 def sized(
     name: str,
     sizes: Mapping[str, Config],
@@ -226,7 +240,8 @@ def sized(
     size = size or "mini"
     config = configured(name, sizes, size, options)
     mini = size == "mini"
-    recipe = Recipe(mini_rate if mini else learning_rate)
+    rate = mini_rate if mini else learning_rate
+    recipe = Recipe(rate, trained=_trained(config, init(config)))
     return Workload(
         name=name,
         size=size,

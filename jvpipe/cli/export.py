@@ -40,6 +40,17 @@ def check_writable(path: Path) -> None:
         )
 
 
+def check_new_folder(path: Path) -> None:
+    """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
+    told = f"--export-weights {path}"
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{told} is there already: name a new folder, or an empty one")
+    if not path.parent.is_dir():
+        raise ValueError(f"{told}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{told}: nothing can be written there")
+
+
 def write_safetensors(path: Path, params: PyTree) -> None:
     """Writes host arrays to a `.safetensors` file, keyed by parameter path; the file appears whole or not at all.
 

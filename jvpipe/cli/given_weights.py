@@ -1,4 +1,4 @@
-"""`--init-from`: a run that begins with the weights of a folder as transformers writes it."""
+"""`--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them back to it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,11 @@ def as_in_folder(options: Options) -> Options:
     """The options with the fields of the model that the folder of `--init-from` tells; others that are given win.
 
     Raises:
-        ValueError: the folder does not fit the model, or the run goes on with parameters of its own.
+        ValueError: the folder does not fit the model.
     """
-    if options.init_from is None:
+    if options.init_from is None or options.resume:
         return options
     told = f"--init-from {options.init_from}"
-    if options.resume:
-        raise ValueError(f"{told}: a run that is resumed has its parameters, leave it out")
     known = sorted(set(OF_FOLDERS.values()))
     if options.model not in known:
         raise ValueError(
@@ -81,12 +79,38 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     Raises:
         ValueError: the folder is of another architecture; the first tensor that differs is named.
     """
-    if options.init_from is None:
+    if options.init_from is None or options.resume:
         return workload.init
+    from jvpipe.models import lora
     from jvpipe.models.weight_folder import open_folder
     from jvpipe.models.weights import read_params
 
-    shapes = jax.eval_shape(workload.init, jax.random.key(0))
-    return read_params(
+    key = jax.random.key(options.seed)
+    shapes = lora.without_adapters(jax.eval_shape(workload.init, key))
+    base = read_params(
         open_folder(Path(options.init_from)), format_of(workload.name), workload.config, shapes
+    )
+    adapters = jax.jit(lambda key: lora.adapters_alone(workload.init(key)))(key)
+    return lora.joined(base, adapters)
+
+
+def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
+    """Writes a trained model to the folder of `--export-weights`, laid out as the one that it began with.
+
+    Raises:
+        ValueError: that one is not there any more.
+        OSError: nothing can be written.
+    """
+    assert options.init_from is not None
+    assert options.export_weights is not None
+    from jvpipe.models import lora
+    from jvpipe.models.weight_folder import open_folder
+    from jvpipe.models.weights import write_params
+
+    write_params(
+        open_folder(Path(options.init_from)),
+        format_of(workload.name),
+        workload.config,
+        lora.merged(params),
+        Path(options.export_weights),
     )

@@ -328,7 +328,10 @@ def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
 
 def resume_command(job: Job) -> str:
     """The command line that goes on with a run."""
-    export_to = ["--export", job.options.export] if job.options.export else []
-    return shlex.join(
-        ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume", *export_to]
-    )
+    command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
+    for flag, path in {
+        "--export": job.options.export,
+        "--export-weights": job.options.export_weights,
+    }.items():
+        command += [flag, path] if path else []
+    return shlex.join(command)

@@ -1,6 +1,6 @@
 """What options change of a model: the fields of its configuration, and how it is trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,10 @@ def fields_of(options: Options | PlanOptions) -> dict[str, Any]:
     >>> fields_of(Options(set=("blocks=12", "dropout=0"), sequence_length=64))
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}
     """
-    given: Mapping[str, Any] = {"dtype": options.dtype, "sequence_length": options.sequence_length}
+    given = {
+        name: getattr(options, name, None)
+        for name in ("dtype", "sequence_length", "lora", "lora_on")
+    }
     return _assigned(options.set) | {
         name: value for name, value in given.items() if value is not None
     }

@@ -16,6 +16,7 @@ import jvpipe
 from jvpipe.cli import export
 from jvpipe.cli.evaluating import held_out_loss
 from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.given_weights import write_weights
 from jvpipe.cli.interrupt import StopRequest
 from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.processes import Watch, join, leave
@@ -126,16 +127,21 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         baseline = job.data.baseline_loss
         told = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
         print(f"held-out loss {loss:.4f}{told}")
-    if not job.options.export:
+    if not (job.options.export or job.options.export_weights):
         return
     watch.progress("the export")
     params = job.pipe.params(state)
-    if params is not None:
-        try:
+    if params is None:  # of several processes one writes
+        return
+    try:
+        if job.options.export:
             export.write_safetensors(Path(job.options.export), params)
-        except OSError as problem:
-            saved = job.run.checkpoints()[-1]
-            raise OSError(
-                f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"
-            ) from problem
-        print(f"parameters in {job.options.export}")
+            print(f"parameters in {job.options.export}")
+        if job.options.export_weights:
+            write_weights(job.options, job.workload, params)
+            print(f"weights in {job.options.export_weights}")
+    except OSError as problem:
+        saved = job.run.checkpoints()[-1]
+        raise OSError(
+            f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"
+        ) from problem

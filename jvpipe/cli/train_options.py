@@ -38,6 +38,7 @@ COUNTS = (
     "nas_steps",
     "timeline_steps",
     "profile",
+    "lora",
 )
 """Options that are 1 at least."""
 MOST = 2**31 - 1
@@ -48,9 +49,9 @@ NOT_KEPT = (
     "trust",
     "remeasure",
     "profile",
-    "init_from",
     "tokenizer",
     "export",
+    "export_weights",
     *OF_PROCESSES,
 )
 """Options that hold for one start alone."""
@@ -119,6 +120,14 @@ class Options:
     """Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and
     model.safetensors or its parts, as transformers writes it. The model is as config.json tells, and so is the
     tokenizer, if there is a tokenizer.json."""
+    lora: int | None = None
+    """Trains adapters of this rank alone; all other parameters stay as they are."""
+    lora_on: str | None = None
+    """With --lora: patterns of the paths of linear maps that have adapters, with commas between them; by default
+    "*attention*"."""
+    export_weights: str | None = None
+    """Writes the trained model to this new folder, laid out as that of --init-from, for transformers to load; adapters
+    are added to what they adapt."""
     seed: int = 0
     """Of parameters, dropout and the order of the data."""
     remeasure: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -230,11 +239,17 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         options = _parsed(arguments, saved | of_file)
         if writes and not asked_for and not trusted:
             check_made_here(before.path, config, options.model)
+        if options.init_from and not saved.get("init_from"):
+            raise ValueError(
+                f"--init-from {options.init_from}: a run that is resumed has its parameters, leave it out"
+            )
         if not options.shares and options.devices == saved.get("devices"):
             options = replace(options, devices=None)
     _check(options)
     if options.export and writes:
         export.check_writable(Path(options.export))
+    if options.export_weights and writes:
+        export.check_new_folder(Path(options.export_weights))
     for tracker in options.track if writes else ():
         check_tracker(tracker)
     return options
@@ -271,6 +286,13 @@ def _check(options: Options) -> None:
     if options.nas and options.eval_every:
         raise ValueError(
             "--eval-every is for one model: a search is judged by its training losses (--nas)"
+        )
+    if options.lora_on and not options.lora:
+        raise ValueError(f"--lora-on {options.lora_on} needs --lora, the rank of the adapters")
+    if options.export_weights and not options.init_from:
+        raise ValueError(
+            f"--export-weights {options.export_weights} needs --init-from, the folder that it is to be like; "
+            "--export FILE writes the parameters of any run"
         )
     if options.warmup is not None and options.warmup < 0:
         raise ValueError(f"--warmup must be 0 steps or more, not {options.warmup}")

@@ -15,7 +15,7 @@ from jvpipe.cli.export import parameter_names
 from jvpipe.cli.found_model import find_model
 from jvpipe.cli.given_weights import as_in_folder, first_params
 from jvpipe.cli.model_options import fields_of
-from jvpipe.cli.train_options import Options
+from jvpipe.cli.train_options import Options, parse
 from tests.commands import finished
 from tests.models.test_weights import WEIGHTS, given
 
@@ -62,7 +62,6 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             options("bert", init_from=str(WEIGHTS / "t5")),
             "is a folder of t5, and --model is bert: give --model t5",
         ),
-        (options("bert", resume=True), "a run that is resumed has its parameters"),
         (
             options("bert", model="amoebanet"),
             "weights are read for bert, gemma, gpt2, llama, qwen3, t5, not for amoebanet",
@@ -80,37 +79,47 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         begun(options("gpt2", init_from=str(tmp_path / "gpt2")))
 
 
-def test_a_run_begins_with_the_weights(tmp_path: Path) -> None:
-    text, export = tmp_path / "text.txt", tmp_path / "params.safetensors"
-    text.write_text(
-        "\n\n".join(f"The {i}th sentence is much like the {i + 1}th one." for i in range(400))
-    )
-    asked = [
-        "--model",
-        "gpt2",
-        "--init-from",
-        str(WEIGHTS / "gpt2"),
-        "--steps",
-        "1",
-        "--batch-size",
-        "4",
-    ]
-    quiet = [
-        "--learning-rate",
-        "1e-9",
-        "--planner",
-        "even",
-        "--data",
-        str(text),
-        "--export",
-        str(export),
-    ]
-    done = finished(*asked, *quiet, "--run-dir", str(tmp_path / "run"))
+def test_adapters_are_trained_and_given_back_to_transformers(tmp_path: Path) -> None:
+    """From a folder to a folder, under a limit that full fine-tuning could not keep."""
+    lines, tuned = tmp_path / "texts.jsonl", tmp_path / "tuned"
+    texts = [f"The {i}th sentence is much like the {i + 1}th one." for i in range(400)]
+    lines.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    base = shutil.copytree(WEIGHTS / "llama", tmp_path / "base")
+    run = ["--run-dir", str(tmp_path / "run"), "--planner", "even", "--batch-size", "4"]
+    asked = ["--model", "llama", "--init-from", str(base), "--lora", "2", "--data", str(lines)]
+    done = finished(*asked, *run, "--steps", "2", "--export", str(tmp_path / "all.safetensors"))
     assert done.returncode == 0, done.stderr
     assert "reading the weights took" in done.stdout
-    trained = load_file(export)
-    _, params = given("gpt2", WEIGHTS / "gpt2")
-    for name, array in parameter_names(params).items():
-        np.testing.assert_allclose(trained[name], array, atol=1e-6)
-    kept = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert kept["model_config"]["positions"] == 16
+    again = ["--resume", "--steps", "3", "--export-weights", str(tuned)]
+    done = finished(*run[:2], *again, "--export", str(tmp_path / "all.safetensors"))
+    assert done.returncode == 0, done.stderr
+    trained = load_file(tmp_path / "all.safetensors")
+    _, before = given("llama", base)
+    config, after = given("llama", tuned)
+    named = parameter_names(before)
+    assert config.blocks == 3
+    for name, array in parameter_names(after).items():
+        wanted = np.asarray(named[name])
+        np.testing.assert_array_equal(trained[name], wanted)  # the base stays as it is
+        adapter = name.replace(".kernel", ".lora.lora_")
+        if f"{adapter}a" in trained:
+            assert np.abs(trained[f"{adapter}b"]).max() > 0
+            wanted = wanted + trained[f"{adapter}a"] @ trained[f"{adapter}b"]
+        np.testing.assert_allclose(np.asarray(array), wanted, rtol=2**-8, atol=1e-6)  # bfloat16
+    assert (tuned / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_options_of_weights_that_do_not_go_together(tmp_path: Path) -> None:
+    there = str(WEIGHTS / "llama")
+    for asked, told in (
+        (["--lora-on", "*"], r"--lora-on \* needs --lora, the rank"),
+        (["--lora", "0"], "--lora must be at least 1, not 0"),
+        (["--export-weights", str(tmp_path / "new")], "needs --init-from, the folder that it is"),
+        (["--init-from", there, "--export-weights", there], "is there already: name a new folder"),
+        (
+            ["--init-from", there, "--export-weights", str(tmp_path / "no" / "new")],
+            "there is no folder",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            parse(["--model", "llama", *asked])

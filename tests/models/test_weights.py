@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jvpipe import models
 from jvpipe.cli.export import parameter_names
 from jvpipe.models import bert, gemma, gpt2, llama, qwen3, t5
 from jvpipe.models.weight_folder import Folder, open_folder
-from jvpipe.models.weights import Format, read_fields, read_params
+from jvpipe.models.weights import Format, read_fields, read_params, write_params
 from jvpipe.models.workload import OF_FOLDERS
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "weights"
@@ -72,6 +73,28 @@ def changed(name: str, into: Path, **settings: Any) -> Path:
 def test_the_logits_are_those_of_transformers(name: str) -> None:
     ours, theirs = logits(name, WEIGHTS / name)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+    there, form = shutil.copytree(WEIGHTS / name, tmp_path / "before"), MODELS[name].FORMAT
+    (there / "tokenizer.json").write_text("{}")
+    (there / "pytorch_model.bin").write_bytes(b"weights of before")
+    config, lazy = given(name, there)
+    write_params(open_folder(there), form, config, lazy, tmp_path / "after")
+    files = {file.name for file in there.iterdir()} - {"pytorch_model.bin", "logits.safetensors"}
+    assert {file.name for file in (tmp_path / "after").iterdir()} == files
+    for file in files:
+        before, after = there / file, tmp_path / "after" / file
+        if file.endswith(".safetensors"):
+            tensors, written = load_file(before), load_file(after)
+            assert {k: (v.dtype, v.tobytes()) for k, v in tensors.items()} == {
+                k: (v.dtype, v.tobytes()) for k, v in written.items()
+            }
+            with safe_open(after, "numpy") as opened:
+                assert opened.metadata() == {"format": "pt"}
+        else:
+            assert before.read_bytes() == after.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a linear map x W becomes x W + x A B, and only A and B are trained.
+
+Legend: W [inputs, outputs] the map that stays as it is, r the rank, A [inputs, r] drawn, B [r, outputs] zero at first.
+
+In the parameters A and B lie beside the kernel that they adapt:
+
+    blocks/attention/queries/kernel         W
+    blocks/attention/queries/lora/lora_a    A
+    blocks/attention/queries/lora/lora_b    B
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+_ADAPTER = "lora"
+TRAINED = f"*/{_ADAPTER}/*"
+"""The pattern of the paths of adapters."""
+
+Build = Callable[[nnx.Rngs], nnx.Module]
+
+
+def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str) -> Build:
+    """Makes a function that builds a module whose linear maps have adapters where their path matches.
+
+    Args:
+        build: makes the module without them; its own parameters stay as they were.
+        name: the module's, with which paths begin; the numbers of blocks are no part of them.
+        rank: r; 0 for no adapters.
+        patterns: of the paths, such as "*attention*", several with commas between them.
+        dtype: in which A and B are multiplied.
+    """
+    if not rank:
+        return build
+
+    def adapted(rngs: nnx.Rngs) -> nnx.Module:
+        module = build(rngs)
+        for path, linear in list(nnx.iter_modules(module)):
+            named = "/".join((name, *map(str, path)))
+            if isinstance(linear, nnx.Linear) and _matches(named, patterns):
+                part = _with_adapter(linear, rank, dtype, rngs)
+                module = _replaced(module, path, part)
+        return module
+
+    return adapted
+
+
+def _matches(path: str, patterns: str) -> bool:
+    return any(fnmatchcase(path, pattern.strip()) for pattern in patterns.split(","))
+
+
+def _with_adapter(linear: nnx.Linear, rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.LoRALinear:
+    """A linear map with an adapter that has its kernel and its bias."""
+    adapted = nnx.LoRALinear(
+        linear.in_features,
+        linear.out_features,
+        lora_rank=rank,
+        lora_dtype=jnp.dtype(dtype),
+        use_bias=linear.use_bias,
+        dtype=linear.dtype,
+        rngs=rngs,
+    )
+    adapted.kernel, adapted.bias = linear.kernel, linear.bias
+    return adapted
+
+
+def _replaced(module: nnx.Module, path: tuple[Any, ...], part: nnx.Module) -> nnx.Module:
+    """A module with another part at a path; the part itself, if the path has no steps."""
+    if not path:
+        return part
+    *above, last = path
+    holder = module
+    for name in above:
+        holder = getattr(holder, name)
+    setattr(holder, last, part)
+    return module
+
+
+def check_adapted(params: Mapping[str, Any], patterns: str) -> None:
+    """Checks that some parameter of a model is an adapter.
+
+    Args:
+        params: nested dicts of arrays or shapes.
+        patterns: those that were asked for.
+
+    Raises:
+        ValueError: none is; the message names what there is to be adapted.
+    """
+    if any(True for _ in _adapters(params)):
+        return
+    named = {"/".join(part for part in path if not part.isdigit()) for path in _kernels(params)}
+    raise ValueError(
+        f"lora_on={patterns!r} matches no linear map: there are {', '.join(sorted(named))}"
+    )
+
+
+def _adapters(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of nested parameters that have an adapter."""
+    if _ADAPTER in params:
+        yield params
+    for part in params.values():
+        if isinstance(part, Mapping):
+            yield from _adapters(part)
+
+
+def _kernels(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of linear maps."""
+    for name, part in params.items():
+        if name == "kernel":
+            yield path
+        elif isinstance(part, Mapping):
+            yield from _kernels(part, (*path, name))
+
+
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes the parameters of the model that is adapted.
+
+    >>> without_adapters({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}})
+    {'head': {'kernel': 1}}
+    """
+    return {
+        name: without_adapters(part) if isinstance(part, Mapping) else part
+        for name, part in params.items()
+        if name != _ADAPTER
+    }
+
+
+def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes the adapters out of the parameters, each at its path.
+
+    >>> adapters_alone({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}, "norm": {"scale": 4}})
+    {'head': {'lora': {'lora_a': 2, 'lora_b': 3}}}
+    """
+    alone = {
+        name: part if name == _ADAPTER else adapters_alone(part)
+        for name, part in params.items()
+        if isinstance(part, Mapping)
+    }
+    return {name: part for name, part in alone.items() if part}
+
+
+def joined(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins what `without_adapters` and `adapters_alone` took apart."""
+    both = {name: base[name] for name in base.keys() - adapters.keys()}
+    for name, part in adapters.items():
+        both[name] = joined(base[name], part) if name in base else part
+    return both
+
+
+def merged(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds each adapter to its kernel: the parameters of a plain model that computes the same.
+
+    Args:
+        params: nested dicts of arrays; of stacked layers W, A and B have an axis in front.
+    """
+    plain = {
+        name: merged(part) if isinstance(part, Mapping) else part
+        for name, part in params.items()
+        if name != _ADAPTER
+    }
+    if _ADAPTER in params:
+        a, b = (jnp.asarray(params[_ADAPTER][name]) for name in ("lora_a", "lora_b"))
+        product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        plain["kernel"] = params["kernel"] + product.astype(params["kernel"].dtype)
+    return plain
