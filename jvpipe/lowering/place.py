@@ -8,7 +8,7 @@ This is the one pass that knows places. A value is sent where a copy of it is wa
 changed places is moved when it is read there, and what it leaves behind is stale.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jvpipe.ir.buffers import Buffer, Copy, Spot
@@ -67,7 +67,7 @@ class Placer:
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
         for buffer in self.where.lasting(optimizer):
-            self.buffer(buffer.value, buffer.place, buffer.bytes)
+            self.buffer(buffer.value, buffer.place, buffer.bytes, buffer.copy)
         self.persistent = len(self.buffers)
 
     # Plans
@@ -105,6 +105,18 @@ class Placer:
         if copy.is_read:
             self.current[value, place] = self.ids[spot]
         return self.ids[spot]
+
+    def fresh(self, value: Value, place: int, size: int, copy: Copy) -> int:
+        """The id of a new copy of a value at a place, which takes the name of an older one.
+
+        Args:
+            value: that it is a copy of.
+            place: where it lies.
+            size: in bytes.
+            copy: which of the copies there.
+        """
+        self.ids.pop(Spot(value, place, copy), None)
+        return self.buffer(value, place, size, copy)
 
     def row(
         self,
@@ -224,8 +236,11 @@ class Placer:
         here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]
+        fetched = self._fetched(op, [*reads, *writes], reads)
+        reads, writes = ([fetched.get(b, b) for b in ids] for ids in (reads, writes))
         run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
         self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
+        self._returned(op, {away: b for away, b in fetched.items() if b in writes})
         for value, layers, examples in op.delivers:
             for target in dict.fromkeys(
                 self.where.of(layer, e) for layer in layers for e in examples
@@ -250,6 +265,25 @@ class Placer:
         ):  # all else that it reads belongs to its layer
             return self.send(value, self._teller(value), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
+
+    def _fetched(self, op: Operation, touched: Sequence[int], read: Sequence[int]) -> dict[int, int]:
+        """What an operation works on in place of buffers that are away, fetched where it reads them: by those."""
+        fetched: dict[int, int] = {}
+        for b in dict.fromkeys(touched):
+            (value, place, copy), size = self.spots[b], self.buffers[b].bytes
+            if copy is Copy.AWAY:
+                fetched[b] = self.fresh(value, place, size, Copy.FETCHED)
+                if b in read:
+                    self.row(Kind.IN, place, op.layer, op.microbatch, [b], [fetched[b]])
+        return fetched
+
+    def _returned(self, op: Operation, written: Mapping[int, int]) -> None:
+        """What an operation has written of buffers that are away goes there again, in place of them."""
+        for away, b in written.items():
+            spot, size = self.spots[away], self.buffers[away].bytes
+            self.rename(away, spot._replace(copy=Copy.STALE))
+            new = self.buffer(spot.value, spot.place, size, Copy.AWAY)
+            self.row(Kind.OUT, spot.place, op.layer, op.microbatch, [b], [new])
 
     def _teller(self, value: Value) -> int:
         """The place that tells others a value: that of its layer, or of whichever replica has it."""

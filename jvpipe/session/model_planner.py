@@ -12,7 +12,7 @@ from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.user_fates import checkpointed, with_fates
+from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
@@ -266,7 +266,8 @@ class ModelPlanner:
     def _with_user_fates(self, traced: Traced, plan: Plan) -> Plan:
         if self.settings.checkpoint is not None:
             plan = checkpointed(traced.graph, plan, self.settings.checkpoint)
-        return with_fates(traced.graph, plan, self.settings.fates)
+        plan = with_fates(traced.graph, plan, self.settings.fates)
+        return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
 def _to_run(checked: CompiledPlan) -> CompiledPlan:
