@@ -202,26 +202,61 @@ class Placer:
             layer: that the row concerns.
             m: the micro-batch, or NONE.
         """
-        if (value, target) in self.current:
-            return self.current[value, target]
-        source = self.holder(value)
+        copy = self.where.resting(value, self.optimizer)
+        b = self.current.get((value, target))
+        if b is not None and (copy is Copy.AWAY) == (self.spots[b].copy is Copy.AWAY):
+            return b
+        source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        info = VALUES[value.kind]
+        info, size = VALUES[value.kind], self.buffers[b].bytes
         if info.alone and not self._replicated:
-            self.rename(b, Spot(value, source, Copy.STALE))
-        size = self.buffers[b].bytes
-        new = self.buffer(value, target, size)
+            self._leave(b)
+        new = self.fresh(value, target, size, copy)
         if self.by_host:
-            host = self.buffer(value, target, size, Copy.HOST)
-            self.row(Kind.OUT, source, layer, m, [b], [host])
+            host = b
+            if self.spots[b].copy is not Copy.AWAY:
+                host = self.buffer(value, target, size, Copy.HOST)
+                self.row(Kind.OUT, source, layer, m, [b], [host])
             self.moved.append((b, host))
             self._arriving.append((host, new))
-        else:
-            self.row(Kind.MOVE, source, layer, m, [b], [new])
-            if info.follows:
-                self.moved.append((b, new))
+            return new
+        there = self._copied(b, source, target, layer, m, new)
+        if there != new:
+            self.row(Kind.OUT, target, layer, m, [there], [new])
+            if there != b:
+                self.row(Kind.FREE, target, layer, m, [there, new], [])
+        if info.follows:
+            self.moved.append((b, new))
         return new
+
+    def _copied(self, b: int, source: int, target: int, layer: int, m: int, new: int) -> int:
+        """What lies at a place, or on its host, on another device: `new` where that is the copy to be there."""
+        value = self.spots[b].value
+        size, is_away = self.buffers[b].bytes, self.spots[new].copy is Copy.AWAY
+        here = b
+        if self.buffers[b].copy is Copy.AWAY:
+            if source == target:
+                self.row(Kind.IN, source, layer, m, [b], [new])
+                return new
+            here = self.fresh(value, source, size, Copy.FETCHED)
+            self.row(Kind.IN, source, layer, m, [b], [here])
+        elif source == target:
+            return b
+        there = self.fresh(value, target, size, Copy.FETCHED) if is_away else new
+        self.row(Kind.MOVE, source, layer, m, [here], [there])
+        if here != b:
+            self.row(Kind.FREE, source, layer, m, [here, there], [])
+        return there
+
+    def _leave(self, b: int) -> None:
+        """What is left of a value that has moved: nobody reads it there."""
+        spot = self.spots[b]
+        if spot.copy is not Copy.AWAY:
+            self.rename(b, spot._replace(copy=Copy.STALE))
+            return
+        self.ids.pop(spot, None)
+        self.current.pop((spot.value, spot.place), None)
 
     # Operations
 
@@ -254,6 +289,8 @@ class Placer:
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
         """The buffer that an operation reads; what is not there is fed, sent or moved first."""
+        if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
+            return self.bring(value, here, op.layer, op.microbatch)
         if (value, here) in self.current:
             return self.current[value, here]
         if VALUES[value.kind].fed:
@@ -266,7 +303,9 @@ class Placer:
             return self.send(value, self._teller(value), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
 
-    def _fetched(self, op: Operation, touched: Sequence[int], read: Sequence[int]) -> dict[int, int]:
+    def _fetched(
+        self, op: Operation, touched: Sequence[int], read: Sequence[int]
+    ) -> dict[int, int]:
         """What an operation works on in place of buffers that are away, fetched where it reads them: by those."""
         fetched: dict[int, int] = {}
         for b in dict.fromkeys(touched):
@@ -280,10 +319,9 @@ class Placer:
     def _returned(self, op: Operation, written: Mapping[int, int]) -> None:
         """What an operation has written of buffers that are away goes there again, in place of them."""
         for away, b in written.items():
-            spot, size = self.spots[away], self.buffers[away].bytes
-            self.rename(away, spot._replace(copy=Copy.STALE))
-            new = self.buffer(spot.value, spot.place, size, Copy.AWAY)
-            self.row(Kind.OUT, spot.place, op.layer, op.microbatch, [b], [new])
+            (value, place, _), size = self.spots[away], self.buffers[away].bytes
+            new = self.fresh(value, place, size, Copy.AWAY)
+            self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
     def _teller(self, value: Value) -> int:
         """The place that tells others a value: that of its layer, or of whichever replica has it."""
@@ -363,11 +401,23 @@ class Placer:
                 for b in range(self.persistent)
                 if b not in staying and self.buffers[b].place == place
             ]
-            if gone:
-                self.row(Kind.DROP, place, NONE, NONE, gone, [])
+            for away in (False, True):
+                if ids := [b for b in gone if self.buffers[b].copy.on_host is away]:
+                    self.row(Kind.DROP, place, NONE, NONE, ids, [])
         for host, new in self._arriving:
-            self.row(Kind.IN, self.buffers[new].place, NONE, NONE, [host], [new])
+            self._arrive(host, new)
         self.moved, self._arriving = [], []
+
+    def _arrive(self, host: int, new: int) -> None:
+        """What waits on the host comes to its place, or to the host of that."""
+        (value, place, copy), size = self.spots[new], self.buffers[new].bytes
+        if copy is not Copy.AWAY:
+            self.row(Kind.IN, place, NONE, NONE, [host], [new])
+            return
+        there = self.fresh(value, place, size, Copy.FETCHED)
+        self.row(Kind.IN, place, NONE, NONE, [host], [there])
+        self.row(Kind.OUT, place, NONE, NONE, [there], [new])
+        self.row(Kind.FREE, place, NONE, NONE, [there, new], [])
 
     def bring_state(self) -> None:
         """The model state as it is now, wherever the plan has it."""

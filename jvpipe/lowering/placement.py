@@ -83,6 +83,12 @@ class Placement:
     def _away(self) -> frozenset[int]:
         return states_away(self.graph, self.plan)
 
+    def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
+        """The copy of a value that lies at its place, or on the host of that, between updates."""
+        is_state = value.kind is ValueKind.OPTIMIZER
+        swapped = is_state and optimizer.state[value.index].parameter in self._away
+        return Copy.AWAY if swapped else Copy.OWN
+
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
         state (at the replica that updates the layer, or on its host), model state, constants. Optimizer state of no
@@ -98,9 +104,9 @@ class Placement:
         for j, layer in sorted(
             (j, NONE if layer is None else layer) for j, layer in optimizer.holders
         ):
-            leaf, value = optimizer.state[j], Value(ValueKind.OPTIMIZER, j, layer)
-            copy = Copy.AWAY if leaf.parameter in self._away else Copy.OWN
-            buffers.append(Buffer(value, places[layer], leaf.array.bytes, copy))
+            value, size = Value(ValueKind.OPTIMIZER, j, layer), optimizer.state[j].array.bytes
+            copy = self.resting(value, optimizer)
+            buffers.append(Buffer(value, places[layer], size, copy))
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)

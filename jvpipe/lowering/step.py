@@ -1,6 +1,6 @@
 """A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
 
-order -> expand -> slice, where stages are replicated -> place -> swap -> liveness
+order -> expand -> slice, where stages are replicated -> place -> swap -> prefetch -> liveness
 """
 
 from collections import Counter
@@ -22,6 +22,7 @@ from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import Waits, order, sums_from
 from jvpipe.lowering.place import Placer
+from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
@@ -83,7 +84,8 @@ def lower_step(
     if plans[-1] is not plans[0]:
         placer.commit()
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
-    rows = list(chain(*swap(placer.blocks, placer.buffers, lists, left.__getitem__)))
+    swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
+    rows = list(chain(*prefetched(swapped, placer.buffers)))
     metrics = [
         value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made
     ]

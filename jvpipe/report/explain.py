@@ -48,9 +48,7 @@ def explain(
             f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
         )
         for layer in stage.layers:
-            lines.append(
-                f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}"
-            )
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}")
     lines += ["", *reasons] if reasons else []
     for parameter in graph.tied():
         lines.append(

@@ -94,9 +94,7 @@ def checked_fates(
     if not isinstance(fates, Mapping) or not all(
         isinstance(text, str) for text in (*fates, *fates.values())
     ):
-        raise ValueError(
-            f"{name} must map names of {of}, not {brief(fates)}"
-        )
+        raise ValueError(f"{name} must map names of {of}, not {brief(fates)}")
     return dict(fates)
 
 
