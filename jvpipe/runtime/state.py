@@ -333,7 +333,7 @@ class Placing:
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
         pieces, lacking = self._initialising(table)
-        away = {key_of(buffer): buffer for buffer in self.buffers if buffer.copy.on_host}
+        away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
         executables = store.compile(
             [
