@@ -95,7 +95,7 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
         name: None if not value or value.startswith("--") else value
         for name, value in named.items()
     }
-    if options.get("--model") in NAMES:
+    if options.get("--model") in NAMES and "--init-from" not in options:
         options["--size"] = "tiny"
     elif "--model" in options:
         options.pop("--size", None)
@@ -119,6 +119,7 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
 def prepare(page: str, folder: Path) -> None:
     """Writes the files of a page into a folder, and what commands find at the root of the project."""
     (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "base").symlink_to(ROOT / "tests" / "data" / "weights" / "llama")
     page_of_prose(folder / PROSE)
     for block in blocks(page):
         if block.file:

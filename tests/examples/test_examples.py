@@ -1,6 +1,9 @@
 """Each example trains from the command line, with the bits of one device, and is short."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -10,6 +13,7 @@ from safetensors.numpy import load_file
 
 import jvpipe
 from jvpipe.cli.found_model import find_model
+from jvpipe.models.published import load_published
 from tests.commands import finished
 from tests.end_to_end.test_libraries import permissive
 from tests.grid import grid
@@ -26,15 +30,20 @@ NAMES = {
     "with_equinox.py": "Waves",
     "with_haiku.py": "Brackets",
 }
+SCRIPTS = ("finetune_lora.py",)
+"""Those that are no models, but whole programs."""
 ALSO_ALONE = ("plain.py", "lora.py", "with_linen.py")
 """Parameters, frozen ones beside them, a state beside them: no other has more than these."""
 
 
 def test_examples_are_all_tried_and_short() -> None:
-    assert sorted(NAMES) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert sorted([*NAMES, *SCRIPTS]) == sorted(path.name for path in EXAMPLES.glob("*.py"))
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 100
-        assert f"--model examples/{path.name}:{NAMES[path.name]} --stages 2" in path.read_text()
+        assert (
+            path.name in SCRIPTS
+            or f"--model examples/{path.name}:{NAMES[path.name]} --stages 2" in path.read_text()
+        )
 
 
 def trained(file: str, stages: int, run: Path) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -74,6 +83,25 @@ def test_an_example_trains(file: str, tmp_path: Path) -> None:
     assert len(losses) == 2
     assert np.isfinite(losses).all()
     assert params
+
+
+@pytest.mark.thorough
+def test_a_folder_is_tuned(tmp_path: Path) -> None:
+    base = EXAMPLES.parent / "tests" / "data" / "weights" / "llama"
+    texts, tuned = tmp_path / "texts.jsonl", tmp_path / "tuned"
+    lines = [json.dumps({"text": f"The {i}th text is much like the {i + 1}th."}) for i in range(99)]
+    texts.write_text("\n".join(lines))
+    script = str(EXAMPLES / "finetune_lora.py")
+    command = [sys.executable, script, str(base), str(tuned), str(texts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = (float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout))
+    assert last < first
+    _, before = load_published(base)
+    _, after = load_published(tuned)
+    changed = jax.tree.map(lambda x, y: not np.array_equal(x, y), before, after)["blocks"]
+    assert changed.pop("attention").values()
+    assert not any(jax.tree.leaves(changed))
 
 
 @permissive
