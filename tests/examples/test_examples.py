@@ -89,7 +89,9 @@ def test_an_example_trains(file: str, tmp_path: Path) -> None:
 def test_a_folder_is_tuned(tmp_path: Path) -> None:
     base = EXAMPLES.parent / "tests" / "data" / "weights" / "llama"
     texts, tuned = tmp_path / "texts.jsonl", tmp_path / "tuned"
-    lines = [json.dumps({"text": f"The {i}th text is much like the {i + 1}th."}) for i in range(400)]
+    lines = [
+        json.dumps({"text": f"The {i}th text is much like the {i + 1}th."}) for i in range(400)
+    ]
     texts.write_text("\n".join(lines))
     script = str(EXAMPLES / "finetune_lora.py")
     command = [sys.executable, script, str(base), str(tuned), str(texts)]
