@@ -37,7 +37,7 @@ thorough: $(DEVELOPS)
 peers:
 	for peer in torch megatron transformers; do $(PYTHON) -m venv build/peers/$$peer; done
 	-build/peers/torch/bin/python -m pip install torch==2.13.0
-	-build/peers/transformers/bin/python -m pip install torch==2.13.0 transformers==5.24.0
+	-build/peers/transformers/bin/python -m pip install torch==2.13.0 transformers==5.24.0 safetensors
 	-build/peers/megatron/bin/python -m pip install --no-deps megatron-core && \
 		build/peers/megatron/bin/python -m pip install torch==2.13.0 numpy
 	-test -n "$(JAXPP)" && $(PYTHON) -m venv build/peers/jaxpp && build/peers/jaxpp/bin/python -m pip install "$(JAXPP)"

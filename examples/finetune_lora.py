@@ -1,39 +1,61 @@
-"""A folder as transformers writes it, tuned by LoRA on two devices, and written back for transformers to load.
+"""Fine-tunes a folder of transformers by LoRA on prompts and their answers, on two devices, and writes such a folder.
 
-python examples/finetune_lora.py FOLDER NEW_FOLDER [TEXTS.jsonl]
+python examples/finetune_lora.py BASE LINES.jsonl TUNED [STEPS [LEARNING_RATE]]
 
-The folder is of a Llama, Qwen 3, Gemma, GPT-2, BERT or T5. No host holds all of it: each weight is read when it is
-placed. What stays as it is has no gradient and no optimizer state.
+BASE has config.json, model.safetensors (or its parts) and tokenizer.json; a line is {"prompt": "2+3=", "answer": "5"}.
+Only what stands in answers is learned: prompts are read, and padding counts nothing.
 """
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 
 import jax
+import numpy as np
+from tokenizers import Tokenizer
 
 import jvpipe
-from jvpipe.models.published import load_published, save_published
+from jvpipe.models.checkpoints import from_folder, to_folder
 
-STEPS, BATCH = 20, 8
+TOKENS, BATCH = 64, 16
 
 
-def main(folder: str, tuned: str, texts: str | None = None) -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    workload, params = load_published(folder, tokens=16, lora=4, lora_on="*attention*")
-    run = Path(mkdtemp())
-    beside = Path(folder) / "tokenizer.json"
-    if beside.exists():  # else one is trained on the texts
-        (run / beside.name).write_bytes(beside.read_bytes())
-    data = workload.open_data(Path(texts) if texts else None, run, 0, BATCH)
+def records(lines, tokenizer):
+    """Ids, with one more at the end than there are tokens, and which of them are of an answer."""
+    ids = np.zeros((len(lines), TOKENS + 1), np.int32)
+    learned = np.zeros((len(lines), TOKENS + 1), np.float32)
+    for i, line in enumerate(map(json.loads, lines)):
+        prompt = tokenizer.encode(line["prompt"]).ids
+        answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
+        both = (prompt + answer)[: TOKENS + 1]
+        ids[i, : len(both)] = both
+        learned[i, len(prompt) : len(both)] = 1
+    return ids, learned
 
-    pipe = jvpipe.Pipeline(workload.loss_fn, workload.optimizer(STEPS), stages=2, microbatches=4)
-    state = pipe.init(params, data.example, jax.random.key(0))
-    for _ in range(STEPS):
-        state, metrics = pipe.step(state, next(data.train))
-        print(f"step {state.step}: loss {float(metrics['loss']):.4f}")
-    print({str(device): size for device, size in pipe.ledger.peak_bytes.items()})
-    save_published(folder, tuned, workload, pipe.params(state))
+
+def batches(ids, learned, seed):
+    """Endless batches, drawn anew from all records."""
+    generator = np.random.default_rng(seed)
+    while True:
+        i = generator.integers(len(ids), size=BATCH)
+        yield {"tokens": ids[i, :-1], "targets": ids[i, 1:], "weights": learned[i, 1:]}
+
+
+def main(base, lines, tuned, steps=100, rate=1e-3):
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_num_cpu_devices", 2)
+    tokenizer = Tokenizer.from_file(str(Path(base) / "tokenizer.json"))
+    workload, params = from_folder(base, jax.random.key(0), lora=8, tokens=TOKENS, dropout=0.0)
+    data = batches(*records(Path(lines).read_text().splitlines(), tokenizer), seed=0)
+    optimizer = replace(workload.recipe, learning_rate=float(rate)).optimizer(int(steps))
+    pipe = jvpipe.Pipeline(workload.loss_fn, optimizer, stages=2, microbatches=4)
+    state = pipe.init(params, next(data), jax.random.key(1))
+    print(pipe.explain())
+    for step in range(1, int(steps) + 1):
+        state, metrics = pipe.step(state, next(data))
+        print(f"step {step}: loss {metrics['loss']:.4f}")
+    to_folder(workload, pipe.params(state), like=base, into=tuned)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jvpipe import models
 from jvpipe.cli.train_options import Options
 from jvpipe.models.workload import OF_FOLDERS, format_of
@@ -38,15 +40,16 @@ def as_in_folder(options: Options) -> Options:
         raise ValueError(
             f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
         )
-    from jvpipe.models.published import model_of, published_size  # needs an extra
+    from jvpipe.models import checkpoints  # needs an extra
     from jvpipe.models.weight_folder import open_folder
     from jvpipe.models.weights import read_fields
 
     folder = open_folder(Path(options.init_from))
-    if (model := model_of(folder)) != options.model:
+    there = checkpoints.model_of(folder)
+    if there != options.model:
         raise ValueError(
             f"{told} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
-            f"give --model {model}"
+            f"give --model {there}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))
@@ -58,7 +61,7 @@ def as_in_folder(options: Options) -> Options:
     beside = folder.path / "tokenizer.json"
     return replace(
         options,
-        size=options.size or published_size(options.model),
+        size=options.size or checkpoints.published_size(options.model),
         set=(*assigned, *options.set),
         tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
     )
@@ -72,10 +75,10 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     """
     if options.init_from is None or options.resume:
         return workload.init
-    from jvpipe.models.published import published_params
+    from jvpipe.models.checkpoints import first_params as in_folder
     from jvpipe.models.weight_folder import open_folder
 
-    return published_params(open_folder(Path(options.init_from)), workload, options.seed)
+    return in_folder(open_folder(Path(options.init_from)), workload, jax.random.key(options.seed))
 
 
 def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
@@ -87,6 +90,6 @@ def write_weights(options: Options, workload: models.Workload, params: Tree) -> 
     """
     assert options.init_from is not None
     assert options.export_weights is not None
-    from jvpipe.models.published import save_published
+    from jvpipe.models.checkpoints import to_folder
 
-    save_published(options.init_from, options.export_weights, workload, params)
+    to_folder(workload, params, options.init_from, options.export_weights)

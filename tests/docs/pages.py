@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +120,8 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
 def prepare(page: str, folder: Path) -> None:
     """Writes the files of a page into a folder, and what commands find at the root of the project."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "base").symlink_to(ROOT / "tests" / "data" / "weights" / "llama")
     page_of_prose(folder / PROSE)
+    shutil.copytree(ROOT / "tests" / "data" / "weights" / "llama", folder / "base")
     for block in blocks(page):
         if block.file:
             (folder / block.file).write_text(block.text)
