@@ -35,8 +35,9 @@ thorough: $(DEVELOPS)
 
 # Environments of other systems, whose parsers read our exports; what cannot be had is left out, and its tests are skipped.
 peers:
-	for peer in torch megatron; do $(PYTHON) -m venv build/peers/$$peer; done
+	for peer in torch megatron transformers; do $(PYTHON) -m venv build/peers/$$peer; done
 	-build/peers/torch/bin/python -m pip install torch==2.13.0
+	-build/peers/transformers/bin/python -m pip install torch==2.13.0 transformers==5.24.0 safetensors
 	-build/peers/megatron/bin/python -m pip install --no-deps megatron-core && \
 		build/peers/megatron/bin/python -m pip install torch==2.13.0 numpy
 	-test -n "$(JAXPP)" && $(PYTHON) -m venv build/peers/jaxpp && build/peers/jaxpp/bin/python -m pip install "$(JAXPP)"

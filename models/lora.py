@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 _ADAPTER = "lora"
@@ -152,7 +152,7 @@ def joined(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, An
 
 
 def merged(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds each adapter to its kernel: the parameters of a plain model that computes the same.
+    """Adds each adapter to its kernel, on the host: the parameters of a plain model that computes the same.
 
     Args:
         params: nested dicts of arrays; of stacked layers W, A and B have an axis in front.
@@ -163,7 +163,7 @@ def merged(params: Mapping[str, Any]) -> dict[str, Any]:
         if name != _ADAPTER
     }
     if _ADAPTER in params:
-        a, b = (jnp.asarray(params[_ADAPTER][name]) for name in ("lora_a", "lora_b"))
-        product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-        plain["kernel"] = params["kernel"] + product.astype(params["kernel"].dtype)
+        a, b = (np.asarray(params[_ADAPTER][name], np.float32) for name in ("lora_a", "lora_b"))
+        kernel = np.asarray(params["kernel"])
+        plain["kernel"] = kernel + (a @ b).astype(kernel.dtype)
     return plain

@@ -15,6 +15,7 @@ FLOORS = (
     "command",
     "cli",
     "__init__",
+    "nnx",
     "replay",
     "pipeline",
     "session",

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 IMPORTED_AS = {
-    "orbax-checkpoint": "orbax",
     "jax": "jaxlib",
     "pillow": "PIL",
     "scikit-learn": "sklearn",
@@ -43,7 +42,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("jvpipe", ["cli", "figures", "tensorboard", "wandb"]),
+        ("jvpipe", ["cli", "figures", "tensorboard", "wandb", "models"]),
         ("models", ["models", "parquet", "images", "translation"]),
     ],
 )

@@ -17,8 +17,6 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = {
     "optax",
-    "orbax",
-    "tensorstore",
     "scipy",
     "matplotlib",
     "flax",
@@ -184,12 +182,7 @@ def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(
 
 def test_the_environment_is_that_of_the_core(python: Path) -> None:
     (site,) = python.parents[1].glob("lib/python*/site-packages")
-    assert SLOW & {path.name for path in site.iterdir()} <= {
-        "optax",
-        "orbax",
-        "tensorstore",
-        "scipy",
-    }
+    assert SLOW & {path.name for path in site.iterdir()} <= {"optax", "scipy"}
 
 
 FIVE = """

@@ -8,7 +8,7 @@ import jax
 
 from jvpipe import models
 from jvpipe.cli.train_options import Options
-from jvpipe.models.workload import OF_FOLDERS, format_of, sizes
+from jvpipe.models.workload import OF_FOLDERS, format_of
 
 Tree = Any
 _DIMENSIONS = (
@@ -40,17 +40,16 @@ def as_in_folder(options: Options) -> Options:
         raise ValueError(
             f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
         )
-    from jvpipe.models.weight_folder import open_folder  # needs an extra
+    from jvpipe.models import checkpoints  # needs an extra
+    from jvpipe.models.weight_folder import open_folder
     from jvpipe.models.weights import read_fields
 
     folder = open_folder(Path(options.init_from))
-    kind = folder.told.get("model_type")
-    if kind not in OF_FOLDERS:
-        raise ValueError(f"{told} is a folder of {kind}: read are those of {', '.join(OF_FOLDERS)}")
-    if OF_FOLDERS[kind] != options.model:
+    there = checkpoints.model_of(folder)
+    if there != options.model:
         raise ValueError(
-            f"{told} is a folder of {kind}, and --model is {options.model}: "
-            f"give --model {OF_FOLDERS[kind]}"
+            f"{told} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
+            f"give --model {there}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))
@@ -62,15 +61,10 @@ def as_in_folder(options: Options) -> Options:
     beside = folder.path / "tokenizer.json"
     return replace(
         options,
-        size=options.size or _published_size(options.model),
+        size=options.size or checkpoints.published_size(options.model),
         set=(*assigned, *options.set),
         tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
     )
-
-
-def _published_size(model: str) -> str:
-    """A size that is trained by the recipe of published ones; all of its fields are the folder's."""
-    return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 
 def first_params(options: Options, workload: models.Workload) -> Tree:
@@ -81,17 +75,10 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     """
     if options.init_from is None or options.resume:
         return workload.init
-    from jvpipe.models import lora
+    from jvpipe.models.checkpoints import first_params as in_folder
     from jvpipe.models.weight_folder import open_folder
-    from jvpipe.models.weights import read_params
 
-    key = jax.random.key(options.seed)
-    shapes = lora.without_adapters(jax.eval_shape(workload.init, key))
-    base = read_params(
-        open_folder(Path(options.init_from)), format_of(workload.name), workload.config, shapes
-    )
-    adapters = jax.jit(lambda key: lora.adapters_alone(workload.init(key)))(key)
-    return lora.joined(base, adapters)
+    return in_folder(open_folder(Path(options.init_from)), workload, jax.random.key(options.seed))
 
 
 def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
@@ -103,14 +90,6 @@ def write_weights(options: Options, workload: models.Workload, params: Tree) -> 
     """
     assert options.init_from is not None
     assert options.export_weights is not None
-    from jvpipe.models import lora
-    from jvpipe.models.weight_folder import open_folder
-    from jvpipe.models.weights import write_params
+    from jvpipe.models.checkpoints import to_folder
 
-    write_params(
-        open_folder(Path(options.init_from)),
-        format_of(workload.name),
-        workload.config,
-        lora.merged(params),
-        Path(options.export_weights),
-    )
+    to_folder(workload, params, options.init_from, options.export_weights)

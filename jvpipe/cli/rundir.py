@@ -105,9 +105,7 @@ class RunDir:
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
                 delete_checkpoint(path)
-        for path in self._folders(
-            r"\d{8,}\.(deleted|orbax-checkpoint-tmp.*)"
-        ):  # as they were once written
+        for path in self._folders(r"\d{8,}\.deleted"):
             with telling(path):
                 shutil.rmtree(path)
 

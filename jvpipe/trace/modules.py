@@ -26,7 +26,7 @@ def check_modules(params: Tree) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
         if isinstance(node, kinds):
             raise ValueError(
-                f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no gradient: take the "
-                "module apart, graphdef, params, rest = nnx.split(model, nnx.Param, ...), and put it together in the "
-                "loss, nnx.merge(graphdef, params, rest, copy=True); batch statistics are model state (has_state=True)"
+                f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no gradient: "
+                "jvpipe.nnx.loss(model_fn, loss_fn) takes a module apart, as `nnx.split(model, nnx.Param, ...)` does, "
+                "and keeps its batch statistics as model state (has_state=True)"
             )

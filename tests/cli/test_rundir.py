@@ -32,17 +32,15 @@ def with_checkpoints(path: Path, *names: str) -> RunDir:
 
 
 def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
-    run = with_checkpoints(tmp_path, "00000020", "00000100", "00000120.orbax-checkpoint-tmp-7")
+    run = with_checkpoints(tmp_path, "00000020", "00000100", "00000120.deleted")
     (tmp_path / "checkpoints" / "00000110" / "generation-000001.draft").mkdir(parents=True)
     assert run.checkpoints() == [run.checkpoint(20), run.checkpoint(100)]
 
 
 def test_the_last_two_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> None:
-    leftovers = "00000050.orbax-checkpoint-tmp-7", "00000005.deleted"
-    run = with_checkpoints(tmp_path, *(f"{step:08d}" for step in (10, 20, 30, 40)), *leftovers)
+    steps = (f"{step:08d}" for step in (10, 20, 30, 40))
+    run = with_checkpoints(tmp_path, *steps, "00000005.deleted")
     (tmp_path / "checkpoints" / "00000035" / "generation-000001.draft").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "00000010" / "meta").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "00000010" / "meta" / "metadata").touch()
     run.prune()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["00000030", "00000040"]
 

@@ -30,7 +30,7 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     assert {
         "config",
         "export",
-        "init_from",
+        "export_weights",
         "profile",
         "remeasure",
         "resume",

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
         name: None if not value or value.startswith("--") else value
         for name, value in named.items()
     }
-    if options.get("--model") in NAMES:
+    if options.get("--model") in NAMES and "--init-from" not in options:
         options["--size"] = "tiny"
     elif "--model" in options:
         options.pop("--size", None)
@@ -120,6 +121,7 @@ def prepare(page: str, folder: Path) -> None:
     """Writes the files of a page into a folder, and what commands find at the root of the project."""
     (folder / "examples").symlink_to(ROOT / "examples")
     page_of_prose(folder / PROSE)
+    shutil.copytree(ROOT / "tests" / "data" / "weights" / "llama", folder / "base")
     for block in blocks(page):
         if block.file:
             (folder / block.file).write_text(block.text)

@@ -148,6 +148,6 @@ def test_state_has_fates_by_the_paths_of_parameters_and_follows_them() -> None:
     assert states_away(graph, plan) == {1, 3}
     assert states_away(graph, recut(graph, plan, (3, 1))) == {1, 3}
     assert recut(graph, recut(graph, plan, (1, 3)), PLAN.cuts) == plan
+    wrong = replace(plan.stages[0], state_fates=plan.stages[1].state_fates)
     with pytest.raises(ValueError, match="unknown parameter of stage 0 'blocks/0/mlp/2'"):
-        wrong = replace(plan.stages[0], state_fates=plan.stages[1].state_fates)
         states_away(graph, replace(plan, stages=(wrong, plan.stages[1])))

@@ -19,7 +19,6 @@ from jvpipe.ir.given import checked_path
 from jvpipe.ir.pattern import anything, compare
 from jvpipe.runtime.checkpoints import array_file, generations
 from jvpipe.runtime.checkpoints.array_file import Arrays
-from jvpipe.runtime.checkpoints.by_orbax import read_by_orbax, remove_orbax
 from jvpipe.runtime.checkpoints.generations import damage_of, read_json
 from jvpipe.runtime.checkpoints.meta import check_arrays, check_state
 from jvpipe.trace.keys import is_key
@@ -46,7 +45,6 @@ def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -
         told = {**meta, "kinds": list(arrays), "keys": packed.keys, "raw": packed.raw}
         (draft / META).write_text(json.dumps(told))
         array_file.write(draft / ARRAYS, packed, folder)
-    remove_orbax(folder)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -61,10 +59,10 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is there; its arrays are read when they are asked for. Orbax wrote one of no generation."""
+    """A checkpoint that is there; its arrays are read when they are asked for."""
 
     folder: Path
-    generation: Path | None
+    generation: Path
     meta: dict[str, Any]
 
     def check(self, process: int = 0, count: int = 1) -> None:
@@ -77,10 +75,7 @@ class Saved:
         Raises:
             DamageError: a file is not what was saved.
         """
-        if self.generation is not None:
-            generations.check(
-                self.generation, sorted(self.meta.get("parts", [ARRAYS]))[process::count]
-            )
+        generations.check(self.generation, sorted(self.meta.get("parts", [ARRAYS]))[process::count])
 
     def read(self, wanted: Collection[tuple[str, str]] | None = None) -> Arrays:
         """Reads arrays, from the files that hold them alone; of the others the names are told, with None.
@@ -89,7 +84,7 @@ class Saved:
             wanted: kind and path of each; all unless given.
         """
         with damage_of(self.folder):
-            arrays = read_by_orbax(self.folder) if self.generation is None else self._read(wanted)
+            arrays = self._read(wanted)
             array_file.unpack(arrays, self.meta.get("keys", ()), self.meta.get("raw", ()))
         return arrays
 
@@ -99,7 +94,6 @@ class Saved:
             check_state(self.meta)
 
     def _read(self, wanted: Collection[tuple[str, str]] | None) -> Arrays:
-        assert self.generation is not None
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
         for file, names in self._contents().items():
             split = {name: (name.partition("/")[0], name.partition("/")[2]) for name in names}
@@ -113,7 +107,6 @@ class Saved:
 
     def _contents(self) -> Mapping[str, Sequence[str]]:
         """The names of the arrays in each file."""
-        assert self.generation is not None
         if "parts" in self.meta:
             return self.meta["parts"]
         return {ARRAYS: array_file.names_in(self.generation / ARRAYS)}
@@ -127,16 +120,14 @@ def open_checkpoint(path: str | Path) -> Saved:
         DamageError: its JSON part is not as it was saved.
     """
     folder = checked_path(path).absolute()
-    if not is_checkpoint(folder):
-        raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
     generation = generations.newest(folder)
-    if generation:
-        generations.check(generation, [META])
-    where = META if generation else "meta/metadata"
+    if generation is None:
+        raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
+    generations.check(generation, [META])
     with damage_of(folder):
-        meta = read_json(generation or folder, where)
-        compare(f"{where}:", meta, {str: anything})
-        check_arrays({"kinds": [], "keys": [], **meta} if generation is None else meta)
+        meta = read_json(generation, META)
+        compare(f"{META}:", meta, {str: anything})
+        check_arrays(meta)
     return Saved(folder, generation, meta)
 
 
@@ -162,7 +153,7 @@ def checkpoint_extra(path: str | Path) -> dict[str, Any]:
 
 def is_checkpoint(path: Path) -> bool:
     """True if a folder holds a checkpoint that was written to its end."""
-    return generations.newest(path) is not None or (path / "meta").is_dir()
+    return generations.newest(path) is not None
 
 
 def check_checkpoint(path: Path) -> None:
@@ -173,9 +164,6 @@ def check_checkpoint(path: Path) -> None:
 
 def delete_checkpoint(path: Path) -> None:
     """Deletes a checkpoint, whole or not, or warns that it cannot; what else lies in its folder stays."""
-    if not path.is_symlink():
-        with generations.telling(path):
-            remove_orbax(path)
     generations.delete(path)
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from jvpipe.runtime.checkpoints import array_file, generations
 from jvpipe.runtime.checkpoints.array_file import Arrays
-from jvpipe.runtime.checkpoints.by_orbax import remove_orbax
 from jvpipe.runtime.checkpoints.checkpoint import META, Saved, checkpoint_folder, open_checkpoint
 from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.hosts import Hosts
@@ -94,7 +93,6 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
     }
     (draft / META).write_text(json.dumps(told))
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
-    remove_orbax(draft.parent)
 
 
 def _elsewhere(folder: Path, process: int) -> str:

@@ -1,6 +1,5 @@
 """Checkpoints outlive whatever happens while they are written, and damage to them is told."""
 
-import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -122,33 +120,3 @@ def test_arrays_of_every_kind_come_back(tmp_path: Path) -> None:
         if "keys" in name:
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_array_equal(x, y)
-
-
-def test_a_checkpoint_without_generations_is_read_and_replaced(tmp_path: Path) -> None:
-    """They were written so once: Orbax's items in the folder itself."""
-    meta = META | {"keys": []}
-    items = ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(meta)
-    )
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "old", items)
-    assert value_in(tmp_path / "old") == 1.0
-    save_checkpoint(tmp_path / "old", arrays(2.0), META)
-    assert value_in(tmp_path / "old") == 2.0
-    assert not (tmp_path / "old" / "arrays").exists()
-
-
-def test_metadata_that_is_gone_is_named(tmp_path: Path) -> None:
-    items = ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays(1.0)), meta=ocp.args.JsonSave(META)
-    )
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "old", items)
-    metadata = tmp_path / "old" / "meta" / "metadata"
-    for content in (None, "[1]", json.dumps(META)[:-1]):
-        metadata.unlink()
-        if content is not None:
-            metadata.write_text(content)
-        with pytest.raises(ValueError, match="is damaged: meta/metadata: "):
-            load_checkpoint(tmp_path / "old")
-        metadata.write_text("")

@@ -1,0 +1,62 @@
+"""Fine-tunes a folder of transformers by LoRA on prompts and their answers, on two devices, and writes such a folder.
+
+python examples/finetune_lora.py BASE LINES.jsonl TUNED [STEPS [LEARNING_RATE]]
+
+BASE has config.json, model.safetensors (or its parts) and tokenizer.json; a line is {"prompt": "2+3=", "answer": "5"}.
+Only what stands in answers is learned: prompts are read, and padding counts nothing.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+import jvpipe
+from jvpipe.models.checkpoints import from_folder, to_folder
+
+TOKENS, BATCH = 64, 16
+
+
+def records(lines, tokenizer):
+    """Ids, with one more at the end than there are tokens, and which of them are of an answer."""
+    ids = np.zeros((len(lines), TOKENS + 1), np.int32)
+    learned = np.zeros((len(lines), TOKENS + 1), np.float32)
+    for i, line in enumerate(map(json.loads, lines)):
+        prompt = tokenizer.encode(line["prompt"]).ids
+        answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
+        both = (prompt + answer)[: TOKENS + 1]
+        ids[i, : len(both)] = both
+        learned[i, len(prompt) : len(both)] = 1
+    return ids, learned
+
+
+def batches(ids, learned, seed):
+    """Endless batches, drawn anew from all records."""
+    generator = np.random.default_rng(seed)
+    while True:
+        i = generator.integers(len(ids), size=BATCH)
+        yield {"tokens": ids[i, :-1], "targets": ids[i, 1:], "weights": learned[i, 1:]}
+
+
+def main(base, lines, tuned, steps=100, rate=1e-3):
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_num_cpu_devices", 2)
+    tokenizer = Tokenizer.from_file(str(Path(base) / "tokenizer.json"))
+    workload, params = from_folder(base, jax.random.key(0), lora=8, tokens=TOKENS, dropout=0.0)
+    data = batches(*records(Path(lines).read_text().splitlines(), tokenizer), seed=0)
+    optimizer = replace(workload.recipe, learning_rate=float(rate)).optimizer(int(steps))
+    pipe = jvpipe.Pipeline(workload.loss_fn, optimizer, stages=2, microbatches=4)
+    state = pipe.init(params, next(data), jax.random.key(1))
+    print(pipe.explain())
+    for step in range(1, int(steps) + 1):
+        state, metrics = pipe.step(state, next(data))
+        print(f"step {step}: loss {metrics['loss']:.4f}")
+    to_folder(workload, pipe.params(state), like=base, into=tuned)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
