@@ -15,7 +15,7 @@ from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.ir.values import Value, ValueKind
+from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.liveness import live
@@ -120,11 +120,18 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
         move: from place to place.
     """
     rows = [replace(row, frees=()) for row in move.rows]
-    copies, drops = ([row for row in rows if row.kind is kind] for kind in (Kind.MOVE, Kind.DROP))
+    copies = [row for row in rows if KINDS[row.kind].link]
+    drops = [row for row in rows if row.kind is Kind.DROP]
     everything = range(len(move.buffers))
     ended = {b for row in drops for b in row.reads}
     assert ended.isdisjoint(move.final), "what stays is not dropped"
-    assert ended.union(move.final).issuperset(everything), "what does not stay is dropped"
+    assert ended.union(move.final).issuperset(range(move.persistent)), "what does not stay is"
+    passing: dict[int, list[int]] = {}  # what was at a place on its way alone
+    for b in sorted({*everything} - ended - {*move.final}):
+        passing.setdefault(move.buffers[b].place, []).append(b)
+    drops += [
+        Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()) for place, ids in passing.items()
+    ]
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),
