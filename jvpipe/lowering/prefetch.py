@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jvpipe.ir.buffers import Buffer, Copy
+from jvpipe.ir.fates import UPDATES_HELD
 from jvpipe.ir.kinds import KINDS, Kind, Link
 from jvpipe.ir.rows import Row
 
-SLOTS = 2
-"""The updates of a place whose state is there at a time: one is used while the next comes, or the last one leaves."""
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
 """A group, a row of it, and whether before, at or after it."""
@@ -48,7 +47,7 @@ class _Round:
 
     def positions(self, k: int) -> Position:
         """Where what the k-th update reads is fetched: once there is room for it."""
-        if k < SLOTS:
+        if k < UPDATES_HELD:
             return (*self.visits[0].at, BEFORE) if self.anchor is None else (self.anchor, 0, BEFORE)
         return (*self.visits[k - 1].at, AFTER)
 
@@ -83,7 +82,9 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
             ready = all(made.get(b, wanted) <= wanted for row in visit.ins for b in row.reads)
             added.setdefault(wanted if ready else (*visit.at, BEFORE), []).extend(visit.ins)
             last = k + 1 == len(each.visits)
-            left = each.visits[max(0, k + 1 - SLOTS) : k + 1 if last else k + 2 - SLOTS]
+            left = each.visits[
+                max(0, k + 1 - UPDATES_HELD) : k + 1 if last else k + 2 - UPDATES_HELD
+            ]
             frees = [row for gone in left for row in gone.frees()]
             added.setdefault((*visit.at, AFTER), []).extend([*visit.outs, *frees])
     return [list(_with(added, g, group, moved)) for g, group in enumerate(groups)]

@@ -154,7 +154,7 @@ class ModelPlanner:
             settings.replicas,
             settings.schedule.name,
         )
-        limits = settings.limits, settings.host_limit_bytes, settings.speeds
+        limits = settings.limits, settings.host_limit_bytes, settings.speeds, settings.state_fates
         assert isinstance(settings.stages, int)
         tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
         every = (
@@ -206,6 +206,7 @@ class ModelPlanner:
             settings.speeds,
             fixed=settings.hosts is not None,
             groups=settings.replicas,
+            state_fates=settings.state_fates,
         )
 
     def _measurement(

@@ -14,6 +14,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Fate, Plan
+from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.runtime import migrate
 from jvpipe.runtime.tensors import parked_bytes
 from tests.grid import grid
@@ -127,8 +128,13 @@ def test_a_device_holds_the_state_of_two_layers(schedule: str) -> None:
     assert limit < plain.ledger.peak[0]
     with pytest.raises(jvpipe.MemoryLimitExceeded):
         trained(pipeline(1, schedule, memory_limit=limit), layers)
-    pipe = pipeline(1, schedule, memory_limit=limit, state_fates=SWAP)
+    pipe = pipeline(1, schedule, memory_limit=limit, state_fates=SWAP, planner="jvpipe")
     assert_same(trained(pipe, layers), theirs)
+    assert not any(stage.fates for stage in pipe.plan.stages), "planners count what there is"
+    planned = pipe.session.planned
+    assert planned is not None
+    counted = evaluate(planned.problem, planned.decision).limit_bytes
+    assert pipe.ledger.peak[0] <= counted <= 1.1 * pipe.ledger.peak[0]
     assert pipe.ledger.peak[0] == pipe.session.compiled.peaks[0].bytes
     assert pipe.ledger.peak[0] <= limit - 60 * 1024
 
