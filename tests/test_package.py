@@ -17,6 +17,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 IMPORTED_AS = {
     "jax": "jaxlib",
     "pillow": "PIL",
+    "pyyaml": "yaml",
     "scikit-learn": "sklearn",
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from jvpipe.cli import yaml_file
 from jvpipe.ir.names import did_you_mean
 
 RECORDED = ("model_config", "parameters", "data_digest", "files", "digest", "made_here")
@@ -23,7 +24,7 @@ _WORDS = {
 def read_options(
     path: Path, types: Mapping[str, Any], of_one_start: Collection[str]
 ) -> dict[str, Any]:
-    """The options in a file, TOML or JSON; names may have hyphens as on the command line.
+    """The options in a file, TOML, YAML or JSON; names may have hyphens as on the command line.
 
     Of a run's config.json what is no option, and what held for that start alone, is passed over.
 
@@ -35,9 +36,13 @@ def read_options(
     Raises:
         ValueError: it is no such file, names what is no option, or a value is of another type.
     """
+    lines: dict[str, int] = {}
     try:
         content = path.read_text()
-        told = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+        if path.suffix in (".yaml", ".yml"):
+            told, lines = yaml_file.read(content)
+        else:
+            told = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
     except (OSError, ValueError, RecursionError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise ValueError(f"--config {path} cannot be read: {reason}") from problem
@@ -48,15 +53,18 @@ def read_options(
             name: value for name, value in told.items() if name not in (*RECORDED, *of_one_start)
         }
     named = {name.replace("-", "_"): value for name, value in told.items()}
+    at = {name.replace("-", "_"): f", line {line}" for name, line in lines.items()}
     if unknown := next((name for name in named if name not in types), None):
-        raise ValueError(f"--config {path}: {did_you_mean('option', unknown, list(types))}")
+        told = did_you_mean("option", unknown, list(types))
+        raise ValueError(f"--config {path}{at.get(unknown, '')}: {told}")
     if isinstance(fields := named.get("set"), Mapping):
         named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
     values = {name: as_type(value, types[name]) for name, value in named.items()}
     for name, value in values.items():
         if not is_type(value, types[name]):
             raise ValueError(
-                f"--config {path}: {name} is {value!r}, and should be {_wanted(types[name])}"
+                f"--config {path}{at.get(name, '')}: {name} is {value!r}, "
+                f"and should be {_wanted(types[name])}"
             )
     return values
 

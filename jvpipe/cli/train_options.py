@@ -62,7 +62,7 @@ class Options:
     """Trains a model as a pipeline over the devices of this machine."""
 
     config: str | None = None
-    """A file with any of these options, TOML or JSON such as a run's config.json; those given here win."""
+    """A file with any of these options, TOML, YAML or JSON such as a run's config.json; those given here win."""
     model: str = "bert"
     """Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME."""
     size: str | None = None

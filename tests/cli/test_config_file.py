@@ -28,6 +28,26 @@ def test_a_file_has_options_and_those_of_the_command_line_win(tmp_path: Path) ->
     assert dict(each.split("=") for each in more.set)["blocks"] == "4"
 
 
+YAML = """
+model: gpt2
+batch-size: 16
+learning_rate: 1e-3
+set:
+  blocks: 3
+  dropout: 0.5
+track: [tensorboard]
+"""
+
+
+def test_a_file_may_be_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    options = given(["--config", str(file), "--batch-size", "4"])
+    assert (options.model, options.batch_size, options.learning_rate) == ("gpt2", 4, 1e-3)
+    assert options.set == ("blocks=3", "dropout=0.5")
+    assert options.track == ("tensorboard",)
+
+
 def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
     file, wanted = (
         tmp_path / "config.json",
@@ -57,6 +77,17 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("a.json", '{"stages": 2', "cannot be read: Expecting"),
         ("a.json", "[2]", "holds no options by name, but list"),
         ("a.toml", "stages 2", "cannot be read"),
+        (
+            "a.yaml",
+            "stages: 2\nseed: 1\nstages: 3",
+            "line 3: stages is in line 1 already: take one",
+        ),
+        ("a.yaml", "seed: 1\nset: {a: 1, a: 2}", "line 2: a is in line 2 already"),
+        ("a.yml", "stages: 2\nbatchsize: 3", "line 2: unknown option 'batchsize': did you mean"),
+        ("a.yaml", "\nstages: 1.5", "line 2: stages is 1.5, and should be a whole number"),
+        ("a.yaml", "stages: [2", "line 1: expected"),
+        ("a.yaml", "- 2", "holds no options by name, but list"),
+        ("a.yaml", "model: !!python/object:os.system x", "line 1: could not determine"),
         ("a.json", '{"seed": null}', "seed is None"),
         ("there/is/none.toml", "", "cannot be read: No such file"),
     ],
