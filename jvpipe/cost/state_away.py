@@ -11,8 +11,8 @@ from jvpipe.programs.optimizer import OptimizerCut
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
     """The costs of a model without the state that is away, and with that of the few updates that a device has it for.
 
-    Which layers these are depends on the cut: the largest of the model are counted, beside whatever runs, for state
-    comes before the last backward. Never less than there is.
+    That is so often the largest of a device (`lowering/prefetch.py`), which depends on the cut: that of the model is
+    counted, beside whatever runs, for state comes before the last backward. Never less than there is.
 
     Args:
         costs: of whole layers, each with all of its state.
@@ -23,7 +23,7 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
     for leaf, layer in optimizer.holders:
         if layer is not None and optimizer.state[leaf].parameter in away:
             sizes[layer] += optimizer.state[leaf].array.bytes
-    held = sum(sorted(sizes)[-UPDATES_HELD:])
+    held = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = (
         replace(
             layer,

@@ -8,7 +8,7 @@ from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 
 UPDATES_HELD = 2
-"""The updates of a place whose state is there at a time, if it lies on the host: one runs, one comes or leaves."""
+"""The updates that a place has room for the state of, if it lies on the host: one runs, others come or leave."""
 Edge = tuple[int, int]
 """A stage, and a tensor that it makes or reads."""
 

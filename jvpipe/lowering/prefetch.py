@@ -2,13 +2,14 @@
 
 `i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it wrote back there
 (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each update with its copies around it. Here they are
-drawn apart, so that both directions of the link are used while a place holds the state of two updates at most; the
-first two are fetched before the last forward or backward of the place.
+drawn apart, so that both directions of the link are used while a place holds no more than twice the largest state of an
+update. As much is fetched before the last forward or backward of the place; later on what leaves makes room.
 
     placed       ... B7 i0 U0 o0 i1 U1 o1 i2 U2 o2 i3 U3 o3
     prefetched   i0 i1 B7 U0 o0 U1 o1 f0 i2 U2 o2 f1 i3 U3 o3 f2 f3
 """
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,16 @@ class _Visit:
     ins: list[Row]
     outs: list[Row] = field(default_factory=list)
 
+    @property
+    def fetched(self) -> set[int]:
+        """What is brought to the place."""
+        return {row.writes[0] for row in self.ins}
+
+    @property
+    def written(self) -> set[int]:
+        """What leaves it."""
+        return {row.reads[0] for row in self.outs}
+
     def frees(self) -> list[Row]:
         """What waits until all has left, and frees it."""
         return [
@@ -45,11 +56,44 @@ class _Round:
     anchor: int | None
     visits: list[_Visit] = field(default_factory=list)
 
-    def positions(self, k: int) -> Position:
-        """Where what the k-th update reads is fetched: once there is room for it."""
-        if k < UPDATES_HELD:
-            return (*self.visits[0].at, BEFORE) if self.anchor is None else (self.anchor, 0, BEFORE)
-        return (*self.visits[k - 1].at, AFTER)
+    def position(self, k: int) -> Position:
+        """Where rows stand that follow an update; before all of them, behind which copies can hide, for -1."""
+        if k >= 0:
+            return (*self.visits[k].at, AFTER)
+        return (*self.visits[0].at, BEFORE) if self.anchor is None else (self.anchor, 0, BEFORE)
+
+    def copies(self, buffers: Sequence[Buffer]) -> Iterator[tuple[int, int, Row]]:
+        """Yields each copy and each FREE with the update that it stands after, and the one that it is for.
+
+        What the next update reads has to come, and waits for whatever leaves; what later ones read comes as far as
+        there is room, and waits for nothing that has only begun to leave.
+        """
+        visits = self.visits
+        room = UPDATES_HELD * max(
+            sum(buffers[b].bytes for b in visit.fetched | visit.written) for visit in visits
+        )
+        coming = deque((k, row) for k, visit in enumerate(visits) for row in visit.ins)
+        leaving = deque[tuple[int, Row]]()
+        for k in range(-1, len(visits)):
+            if k >= 0:
+                yield from ((k, k, row) for row in visits[k].outs)
+                leaving.extend((k, row) for row in visits[k].frees())
+                fetched, written = visits[k].fetched, visits[k].written
+                room += sum(buffers[b].bytes for b in fetched - written)
+                room -= sum(buffers[b].bytes for b in written - fetched)
+            while coming:
+                of, row = coming[0]
+                need = buffers[row.writes[0]].bytes
+                while room < need and leaving and (of <= k + 1 or leaving[0][0] < k):
+                    gone, free = leaving.popleft()
+                    room += buffers[free.reads[0]].bytes
+                    yield k, gone, free
+                if room < need and of > k + 1:
+                    break
+                room -= need
+                coming.popleft()
+                yield k, of, row
+        yield from ((len(visits) - 1, gone, free) for gone, free in leaving)
 
 
 def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> list[list[Row]]:
@@ -76,17 +120,13 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
         made |= {b: (g, i, AT) for i, row in enumerate(group) for b in row.writes}
     added: dict[Position, list[Row]] = {}
     for each in rounds:
-        for k, visit in enumerate(each.visits):
+        for visit in each.visits:
             made |= {b: (*visit.at, AFTER) for row in visit.outs for b in row.writes}
-            wanted = each.positions(k)
-            ready = all(made.get(b, wanted) <= wanted for row in visit.ins for b in row.reads)
-            added.setdefault(wanted if ready else (*visit.at, BEFORE), []).extend(visit.ins)
-            last = k + 1 == len(each.visits)
-            left = each.visits[
-                max(0, k + 1 - UPDATES_HELD) : k + 1 if last else k + 2 - UPDATES_HELD
-            ]
-            frees = [row for gone in left for row in gone.frees()]
-            added.setdefault((*visit.at, AFTER), []).extend([*visit.outs, *frees])
+        for k, of, row in each.copies(buffers):
+            at = each.position(k)
+            if KINDS[row.kind].link is Link.FROM_HOST and made.get(row.reads[0], at) > at:
+                at = (*each.visits[of].at, BEFORE)  # a layer has just moved
+            added.setdefault(at, []).append(row)
     return [list(_with(added, g, group, moved)) for g, group in enumerate(groups)]
 
 
