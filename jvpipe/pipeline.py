@@ -106,7 +106,7 @@ class Pipeline:
             `optax.MaskedNode()` in their place. What the optimizer itself leaves alone (`optax.set_to_zero`), and of
             which it reads no gradient, costs as little.
         state_fates: of the optimizer's state by the paths of parameters, such as `{"*": "swap"}`: "keep", or "swap",
-            which leaves it on the host between updates.
+            which leaves it on the host between updates. Unless given, the planner decides under a limit.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of

@@ -10,7 +10,7 @@ from itertools import chain
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.examples import Batching
-from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
@@ -121,7 +121,7 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     """
     rows = [replace(row, frees=()) for row in move.rows]
     copies = [row for row in rows if KINDS[row.kind].link]
-    drops = [row for row in rows if row.kind is Kind.DROP]
+    drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))
     ended = {b for row in drops for b in row.reads}
     assert ended.isdisjoint(move.final), "what stays is not dropped"

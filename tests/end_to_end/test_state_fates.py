@@ -12,9 +12,13 @@ import optax
 import pytest
 
 import jvpipe
+from jvpipe.cost import links, measure
+from jvpipe.cost.hardware import Link
+from jvpipe.cost.links import Links
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.programs.store import Program
 from jvpipe.runtime import migrate
 from jvpipe.runtime.tensors import parked_bytes
 from tests.grid import grid
@@ -137,6 +141,69 @@ def test_a_device_holds_the_state_of_two_layers(schedule: str) -> None:
     assert pipe.ledger.peak[0] <= counted <= 1.1 * pipe.ledger.peak[0]
     assert pipe.ledger.peak[0] == pipe.session.compiled.peaks[0].bytes
     assert pipe.ledger.peak[0] <= limit - 60 * 1024
+
+
+def away(pipe: jvpipe.Pipeline) -> int:
+    """How many parameters' state lies on the host."""
+    return sum(fate == Fate.SWAP for x in pipe.plan.stages for fate in x.state_fates.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "options"),
+    grid(
+        [
+            ("1f1b", 1, {}),
+            ("zb-h1", 2, {}),
+            ("auto", 2, {}),
+            ("pipedream", 1, {}),
+            ("1f1b", None, {"devices": jax.devices()[:2]}),
+        ],
+        ("1f1b", 1, {}),
+        ("1f1b", None, {"devices": jax.devices()[:2]}),
+    ),
+)
+def test_the_planner_sends_as_much_state_away_as_has_no_room(
+    schedule: str, stages: int | None, options: dict[str, Any]
+) -> None:
+    options |= {"planner": "jvpipe"}
+    plain = pipeline(stages, schedule, **options)
+    theirs = trained(plain)
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as error:
+        trained(pipeline(stages, schedule, memory_limit=1, **options))
+    least = error.value.smallest_limit_bytes
+    with pytest.raises(jvpipe.MemoryLimitExceeded):  # where all of it stays
+        trained(
+            pipeline(stages, schedule, memory_limit=least, state_fates={"*": "keep"}, **options)
+        )
+    counts = []
+    for limit in (least, least + 2 * LAYER_BYTES, max(plain.ledger.peak[:HOST])):
+        pipe = pipeline(stages, schedule, memory_limit=limit, **options)
+        assert_same(trained(pipe), theirs)
+        assert max(pipe.ledger.peak[:HOST]) <= limit
+        counts.append(away(pipe))
+    assert counts[0] >= counts[1] >= counts[2] == 0 < counts[0]
+
+
+def test_state_leaves_where_its_way_takes_less_than_computing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def products_s(_: Any, program: Program, *__: Any) -> float:
+        return 1e-3 * str(jax.make_jaxpr(program.fn)(*program.inputs)).count("dot_general")
+
+    monkeypatch.setattr(measure, "_seconds", products_s)
+    monkeypatch.setattr(links, "known_links", dict)
+    batch = {name: np.repeat(x, 8, axis=0) for name, x in BATCH.items()}
+    plain = pipeline(1, planner="jvpipe")
+    plain.init(params(), batch, jax.random.key(0))
+    (peak,) = plain.session.compiled.peaks[:1]
+    limit, counts = peak.bytes - 5 * 4 * D * len(batch["x"]) // MICRO, []  # what five layers leave
+    for link in (Link(1e12, 5e-3), Link(1.0)):
+        measured = Links(link, link, link, send_uses_host=False)
+        monkeypatch.setattr(links, "measure_links", lambda *_, links=measured: links)
+        pipe = pipeline(1, planner="jvpipe", memory_limit=limit, remeasure=True)
+        pipe.init(params(), batch, jax.random.key(0))
+        counts.append((away(pipe) > 0, any(stage.fates for stage in pipe.plan.stages)))
+    assert counts == [(True, False), (False, True)]
 
 
 def swapping(pipe: jvpipe.Pipeline, cuts: list[int], schedule: str, *, on: bool) -> Plan:
