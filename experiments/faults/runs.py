@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.run_folder import RunDir
 
 LIMIT_S = 600
 _WORDS = ("quick", "brown", "lazy", "grey", "small", "green", "river", "dog")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.run_folder import RunDir
 from jvpipe.ir.sizes import format_bytes, parse_bytes
 from jvpipe.models import llama, load
 from jvpipe.models.weight_folder import open_folder

@@ -20,7 +20,7 @@ from unittest import mock
 import jax
 
 from experiments.hosts.run import free_port
-from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.shell import ExitCode
 from tests.forks import forked
 
 TIMEOUT_S = 10

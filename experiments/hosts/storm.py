@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.hosts.run import free_port
-from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.shell import ExitCode
 from tests.forks import Fork, forked
 
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": signal.SIGUSR1}

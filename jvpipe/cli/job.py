@@ -16,16 +16,20 @@ import numpy as np
 
 import jvpipe
 from jvpipe import models
-from jvpipe.cli import export
+from jvpipe.cli import outputs
 from jvpipe.cli.architecture_search import ArchitectureSearch
-from jvpipe.cli.found_model import find_model
-from jvpipe.cli.given_tokenizer import keep_tokenizer
-from jvpipe.cli.given_weights import as_in_folder, first_params
-from jvpipe.cli.model_options import fields_of, retrained
-from jvpipe.cli.rundir import RunDir, hold_new
-from jvpipe.cli.runplan import given_plan, kept_plan
-from jvpipe.cli.train_options import FIXED, Options, agreed_options, kept_options
-from jvpipe.cli.trust import MARK, mark
+from jvpipe.cli.own_model import find_model
+from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
+from jvpipe.cli.train_options import (
+    FIXED,
+    Options,
+    agreed_options,
+    fields_of,
+    kept_options,
+    retrained,
+)
+from jvpipe.ir.extras import extra
+from jvpipe.models.workload import OF_FOLDERS, format_of
 from jvpipe.runtime.checkpoints.generations import DamageError
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.hosts import Hosts
@@ -34,6 +38,127 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.agreement import versions
 from jvpipe.session.batches import micro_batch_shapes
+
+
+def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:
+    """Puts the tokenizer of `--tokenizer`, if one is given, where a new run looks for its own.
+
+    Args:
+        options: of the command line.
+        workload: whose text is read.
+        folder: of the files that belong to the run.
+
+    Raises:
+        ValueError: it is none, or nothing would read it.
+    """
+    if options.tokenizer is None:
+        return
+    told = f"--tokenizer {options.tokenizer}"
+    if options.resume:
+        raise ValueError(f"{told}: a run that is resumed has its tokenizer, leave it out")
+    if workload.name not in models.NAMES or "vocabulary" not in workload.settings:
+        raise ValueError(
+            f"{told}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
+        )
+    with extra("models"):
+        from jvpipe.models.tokens import read_tokenizer
+    try:
+        read_tokenizer(Path(options.tokenizer))
+    except ValueError as problem:
+        raise ValueError(
+            f"--tokenizer: {problem}: it should be a tokenizer.json of the tokenizers package"
+        ) from problem
+    (folder / "tokenizer.json").write_bytes(Path(options.tokenizer).read_bytes())
+
+
+# `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them back to it.
+
+Tree = Any
+_DIMENSIONS = (
+    "blocks",
+    "width",
+    "heads",
+    "groups",
+    "vocabulary",
+    "feed_forward",
+    "hidden",
+    "head_width",
+    "spans",
+    "window",
+)
+"""What a size decides, if one is given."""
+
+
+def as_in_folder(options: Options) -> Options:
+    """The options with the fields of the model that the folder of `--init-from` tells; others that are given win.
+
+    Raises:
+        ValueError: the folder does not fit the model.
+    """
+    if options.init_from is None or options.resume:
+        return options
+    told = f"--init-from {options.init_from}"
+    known = sorted(set(OF_FOLDERS.values()))
+    if options.model not in known:
+        raise ValueError(
+            f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
+        )
+    from jvpipe.models import checkpoints  # needs an extra
+    from jvpipe.models.weight_folder import open_folder
+    from jvpipe.models.weights import read_fields
+
+    folder = open_folder(Path(options.init_from))
+    there = checkpoints.model_of(folder)
+    if there != options.model:
+        raise ValueError(
+            f"{told} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
+            f"give --model {there}"
+        )
+    try:
+        fields = read_fields(folder, format_of(options.model))
+    except ValueError as problem:
+        raise ValueError(f"{told}: {problem}") from problem
+    if options.size is not None:
+        fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
+    assigned = (f"{name}={value}" for name, value in fields.items())
+    beside = folder.path / "tokenizer.json"
+    return replace(
+        options,
+        size=options.size or checkpoints.published_size(options.model),
+        set=(*assigned, *options.set),
+        tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
+    )
+
+
+def first_params(options: Options, workload: models.Workload) -> Tree:
+    """What a run begins with: the arrays of the folder, or the function that makes them.
+
+    Raises:
+        ValueError: the folder is of another architecture; the first tensor that differs is named.
+    """
+    if options.init_from is None or options.resume:
+        return workload.init
+    from jvpipe.models.checkpoints import first_params as in_folder
+    from jvpipe.models.weight_folder import open_folder
+
+    return in_folder(open_folder(Path(options.init_from)), workload, jax.random.key(options.seed))
+
+
+def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
+    """Writes a trained model to the folder of `--export-weights`, laid out as the one that it began with.
+
+    Raises:
+        ValueError: that one is not there any more.
+        OSError: nothing can be written.
+    """
+    assert options.init_from is not None
+    assert options.export_weights is not None
+    from jvpipe.models.checkpoints import to_folder
+
+    to_folder(workload, params, options.init_from, options.export_weights)
+
+
+# A run of the command line, made ready: its folder, its data, its pipeline and its state.
 
 
 @dataclass(frozen=True)
@@ -318,7 +443,7 @@ def _search(options: Options, workload: models.Workload, hosts: Hosts) -> Archit
 
 def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
     """The part of the configuration that a resumed run must share: model, batch, seed, every parameter's shape."""
-    shapes = export.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
+    shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     return {
         **{name: getattr(options, name) for name in FIXED},
         "model_config": workload.settings,

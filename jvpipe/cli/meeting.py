@@ -1,4 +1,4 @@
-"""The meeting of a command's processes before JAX brings them together: who each is, and what it was given.
+"""The meeting of a command's processes before JAX brings them together, over lines that are signed with a secret.
 
 Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
 its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
@@ -6,17 +6,158 @@ waits for nothing else, says whose connection it was. Who ends in order says far
 """
 
 import asyncio
+import hmac
+import json
+import os
+import secrets
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple
 
-from jvpipe.cli.signed_lines import LINE_BYTES, AnotherSecretError, SignedLines
 from jvpipe.runtime.failures import HostLost
 from jvpipe.runtime.hosts import digest
+
+VARIABLE = "JVPIPE_SECRET_FILE"
+"""Names the file where `--secret-file` does not."""
+_MOST_BYTES = 1 << 16
+
+
+def read_secret(path: str | None) -> bytes:
+    """Returns the secret that a file holds, without white space at its ends; nothing where no file is named.
+
+    Args:
+        path: as `--secret-file` names it; without one as the environment does.
+
+    Raises:
+        ValueError: the file cannot be read, others than its owner may read or change it, or it is empty.
+    """
+    named, path = (
+        ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
+    )
+    if path is None:
+        return b""
+    with ExitStack() as held:
+        try:
+            # a pipe without a writer would be waited for
+            file = held.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
+            status = os.fstat(file.fileno())
+            secret = file.read(_MOST_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
+        except OSError as problem:
+            raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{named} {path} is not a file")
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        mode = stat.S_IMODE(status.st_mode)
+        raise ValueError(
+            f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}"
+        )
+    if not 0 < len(secret) <= _MOST_BYTES:
+        size = "is empty" if not secret else f"has more than {_MOST_BYTES} bytes"
+        raise ValueError(
+            f"{named} {path} {size}: write a secret into it, such as `openssl rand -hex 32` gives"
+        )
+    return secret
+
+
+# A connection of two processes that prove with each line that they have the same secret.
+
+_GREETING = "jvpipe-meeting-1"
+LINE_BYTES = 1 << 16
+"""The longest line that is read."""
+
+End = Literal["server", "client"]
+
+
+class AnotherSecretError(Exception):
+    """What the other end says is not proved with the secret of this one."""
+
+
+class SignedLines:
+    """One end of a connection: lines of JSON, each with an HMAC that is keyed with the secret.
+
+    Both ends begin with a fresh nonce. An HMAC is over both nonces, the end that speaks, the line's place and its text:
+    a line cannot be changed, sent again, sent back or kept for another connection, and the secret is never sent.
+
+    Args:
+        reader: of the connection.
+        writer: of the connection.
+        secret: nothing where the processes have none, and everybody is believed.
+        end: which one this is.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, end: End
+    ) -> None:
+        self._reader, self._writer, self._secret = reader, writer, secret
+        self._end: End = end
+        self._nonces, self._said, self._heard = "", 0, 0
+
+    async def greet(self) -> None:
+        """Exchanges nonces.
+
+        Raises:
+            OSError: the connection has ended.
+            ValueError: the other end speaks of something else.
+        """
+        mine = f"{_GREETING} {secrets.token_hex(16)}"
+        self._writer.write(f"{mine}\n".encode())
+        theirs = (await self._line()).decode()
+        if not theirs.startswith(f"{_GREETING} "):
+            raise ValueError("what answers there is not this version of jvpipe")
+        ordered = (mine, theirs) if self._end == "server" else (theirs, mine)
+        self._nonces = " ".join(ordered)
+
+    async def say(self, **told: Any) -> None:
+        """Tells the other end something."""
+        text = json.dumps(told).encode()
+        proof = self._proof(self._end, self._said, text)
+        self._said += 1
+        self._writer.write(proof + b" " + text + b"\n")
+        await self._writer.drain()
+
+    async def hear(self) -> dict[str, Any]:
+        """Returns what the other end says next.
+
+        Raises:
+            AnotherSecretError: it is not proved.
+            OSError: the connection has ended.
+            ValueError: it is no object of JSON, or too long.
+        """
+        proof, _, text = (await self._line()).partition(b" ")
+        other: End = "client" if self._end == "server" else "server"
+        if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
+            raise AnotherSecretError
+        self._heard += 1
+        try:
+            told = json.loads(text)
+        except RecursionError as problem:
+            raise ValueError("nested too deeply") from problem
+        if not isinstance(told, dict):
+            raise ValueError("not an object")
+        return told
+
+    def close(self) -> None:
+        """Ends the connection after what was said."""
+        self._writer.close()
+
+    def _proof(self, end: End, place: int, text: bytes) -> bytes:
+        signed = f"{self._nonces} {end} {place} ".encode() + text
+        return hmac.new(self._secret, signed, "sha256").hexdigest().encode()
+
+    async def _line(self) -> bytes:
+        line = await self._reader.readline()  # ValueError for a longer one than the reader's limit
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the connection was closed")
+        return line[:-1]
+
+
+# The meeting of a command's processes before JAX brings them together: who each is, and what it was given.
 
 _HANDSHAKE_S = 5.0
 """How long a connection may take to say who it is."""

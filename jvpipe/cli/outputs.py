@@ -1,8 +1,18 @@
-"""Files that a command line is to write, looked at before it begins to work."""
+"""Files that a command line is to write, looked at before it begins to work; and parameters as such a file."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from safetensors import SafetensorError
+
+from jvpipe.runtime.checkpoints import array_file
+from jvpipe.trace.leaves import path_names
 
 
 def check_outputs(
@@ -65,3 +75,60 @@ def _reason(path: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"this cannot be written ({getattr(error, 'strerror', None) or error}): give another path"
     return None
+
+
+# Parameters as a file that other programs read.
+
+
+def parameter_names(params: PyTree) -> dict[str, Any]:
+    """The leaves of a pytree by their path, its parts joined by dots; see `path_names` for those that read alike.
+
+    >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
+    ['encoder.0.kernel', 'encoder.1.kernel']
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    names = path_names([path for path, _ in leaves], ".")
+    return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError if no file can be written at a path, as far as can be seen."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--export {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(
+            f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"--export {path}: parameters are written as safetensors, name it {path.stem}.safetensors"
+        )
+
+
+def check_new_folder(path: Path) -> None:
+    """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
+    told = f"--export-weights {path}"
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{told} is there already: name a new folder, or an empty one")
+    if not path.parent.is_dir():
+        raise ValueError(f"{told}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{told}: nothing can be written there")
+
+
+def write_safetensors(path: Path, params: PyTree) -> None:
+    """Writes host arrays to a `.safetensors` file, keyed by parameter path; the file appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
+    draft = path.with_name(path.name + ".draft")
+    try:
+        array_file.save(draft, arrays)
+        draft.replace(path)
+    except (SafetensorError, OSError) as problem:
+        draft.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {problem}") from problem

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jvpipe.cli.found_model import find_model
-from jvpipe.cli.model_options import fields_of
-from jvpipe.cli.named import parsed
+from jvpipe.cli.command_line import parsed
 from jvpipe.cli.outputs import writing
+from jvpipe.cli.own_model import find_model
 from jvpipe.cli.plan_options import Options, check, read_import
+from jvpipe.cli.train_options import fields_of
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format

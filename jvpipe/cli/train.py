@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jvpipe
-from jvpipe.cli import export
-from jvpipe.cli.evaluating import held_out_loss
-from jvpipe.cli.exit_codes import ExitCode
-from jvpipe.cli.given_weights import write_weights
-from jvpipe.cli.interrupt import StopRequest
-from jvpipe.cli.job import Job, prepare, resume_command
+from jvpipe.cli import outputs
+from jvpipe.cli.job import Job, prepare, resume_command, write_weights
+from jvpipe.cli.keeping import held_out_loss
 from jvpipe.cli.processes import Watch, join, leave
+from jvpipe.cli.shell import ExitCode, StopRequest
 from jvpipe.cli.speech import Speech
 from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
@@ -135,7 +133,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         return
     try:
         if job.options.export:
-            export.write_safetensors(Path(job.options.export), params)
+            outputs.write_safetensors(Path(job.options.export), params)
             print(f"parameters in {job.options.export}")
         if job.options.export_weights:
             write_weights(job.options, job.workload, params)

@@ -1,25 +1,199 @@
-"""The training of a job: its steps, each logged, and its checkpoints."""
+"""The training of a job: its steps, each logged and recorded, and its checkpoints."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from jvpipe.cli.evaluating import evaluations_before, held_out_loss
-from jvpipe.cli.interrupt import StopRequest
+import jax
+import numpy as np
+
 from jvpipe.cli.job import Job
-from jvpipe.cli.keeping import Keeper, tidy
-from jvpipe.cli.processes import Watch
-from jvpipe.cli.recording import Recording
-from jvpipe.cli.sharing import shared
+from jvpipe.cli.keeping import Keeper, evaluations_before, held_out_loss, tidy
+from jvpipe.cli.processes import Watch, shared, shared_picture
+from jvpipe.cli.shell import StopRequest
 from jvpipe.cli.speech import Speech, places
-from jvpipe.cli.step_metrics import Done, StepNumbers
 from jvpipe.cli.train_options import kept_options
+from jvpipe.cost.utilisation import ideal_s
 from jvpipe.report import timeline
-from jvpipe.report.metrics import MetricsLog
+from jvpipe.report.metrics import MetricsLog, StepMetrics
 from jvpipe.report.trackers import TRACKERS, TrackedRun, Tracker
 from jvpipe.runtime.hosts import ALONE, Hosts
+from jvpipe.runtime.monitor import Measured
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.leaves import path_name, path_names
+
+Done = tuple[int, dict[str, Any], Sequence[str]]
+"""A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
+_TOKENS = ("tokens", "input_ids", "inputs")
+"""The names under which batches have the tokens that a model reads."""
+
+
+class StepNumbers:
+    """Reads what the steps of a job yield, in the process that it is in."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._tokens = job, tokens_in(job.data.example)
+        self._ideal: tuple[Traced | None, float | None] = None, None
+
+    def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
+        """The metrics of a step; waits for its end.
+
+        Args:
+            done: the step.
+            measured: what ran when in it.
+            seconds: that it took.
+        """
+        job, (step, metrics, architecture) = self._job, done
+        ideal = self._ideal_s()
+        planned = job.pipe.session.planned
+        return StepMetrics(
+            step=step,
+            loss=float(metrics["loss"]),
+            learning_rate=float(
+                job.learning_rates[step * len(job.learning_rates) // job.steps - 1]
+            ),
+            grad_norm=float(metrics.get("grad_norm", math.nan)),
+            seconds=seconds,
+            examples_per_s=job.batch_size / seconds,
+            bubble_fraction=timeline.bubble_fraction(measured.spans),
+            busy_fraction=timeline.busy_fractions(measured.spans),
+            peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
+            staleness=job.pipe.ledger.versions.staleness(sum(job.pipe.plan.cuts)),
+            swapped_bytes=measured.swapped_bytes,
+            copy_hidden_s=measured.hidden_s,
+            copy_exposed_s=measured.exposed_s,
+            recomputed_s=measured.recomputed_s + (planned.recompute_s if planned else 0.0),
+            tokens_per_s=None if self._tokens is None else self._tokens / seconds,
+            mfu=None if ideal is None else ideal / seconds,
+            aux=scalars_in(metrics.get("aux", ())),
+            architecture=tuple(architecture),
+        )
+
+    def _ideal_s(self) -> float | None:
+        """The least seconds of a step, of the model that there is now."""
+        pipe = self._job.pipe
+        traced = pipe.session.compiled.traced
+        if traced is not self._ideal[0]:
+            settings = pipe.session.settings
+            kinds = [device.device_kind for device in set(settings.devices)]
+            self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
+        return self._ideal[1]
+
+
+def tokens_in(batch: Any) -> int | None:
+    """How many tokens a batch has that the model reads: in leaves of integers called tokens, input_ids or inputs.
+
+    Their first two axes are counted, examples and positions, padding included. None where there is no such leaf.
+
+    >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
+    24
+    >>> tokens_in(np.zeros((2, 8), int))
+    """
+    counts = [
+        math.prod(leaf.shape[:2])
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if path_name(path[-1:]) in _TOKENS
+        and len(leaf.shape) >= 2
+        and np.issubdtype(leaf.dtype, np.integer)
+    ]
+    return sum(counts) if counts else None
+
+
+def scalars_in(aux: Any) -> Mapping[str, float]:
+    """The single numbers of a tree by their path; one that is the whole tree is called aux.
+
+    >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
+    {'accuracy': 0.5}
+    """
+    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(aux) if np.shape(leaf) == ()]
+    names = path_names([path for path, _ in leaves])
+    return {name or "aux": float(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+# What a run keeps of how its steps went: a timeline, and a profile whose tasks have the names of the plan.
+
+
+class Recording:
+    """A context manager around the steps of a run: writes the timeline of the last ones, or of those it profiles.
+
+    With --profile so many steps are profiled, from the second on, for the first has much to do once; where there are
+    not as many, from the first on. A profiler sees each task twice by its name, such as `1F2[layer 4]`: its dispatch,
+    and until it has run, on a thread per device, from when it was dispatched or the task before it there had ended.
+
+    Args:
+        job: the run.
+        first: how many steps are done.
+    """
+
+    def __init__(self, job: Job, first: int) -> None:
+        self._job, wanted = job, job.options.profile
+        self._steps = min(wanted or job.options.timeline_steps, job.steps - first)
+        self._begin = None if wanted is None else min(first + 1, job.steps - self._steps)
+        self._begun: int | None = None
+        self._done = False
+        job.pipe.session.monitor(kept=self._steps)
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None and not self._done:
+            self._write(self._steps)
+        if self._begun is not None:
+            self._stop_profile()
+
+    def after(self, step: int, state: Any) -> None:
+        """Begins or ends the profile, if it is time to.
+
+        Args:
+            step: the number of steps that are done.
+            state: that after them.
+        """
+        if step == self._begin:
+            self._job.pipe.wait(state)
+            self._start_profile(step)
+        elif self._begun is not None and step == self._begun + self._steps:
+            self._job.pipe.wait(state)
+            self._write(
+                self._steps
+            )  # the profiler sees a task only once the thread that waits for it has
+            self._stop_profile()
+            self._done = True
+
+    def _start_profile(self, step: int) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # each call of Python is too much
+        jax.profiler.start_trace(str(self._folder), profiler_options=options)
+        self._begun = step
+        self._job.pipe.session.controller.profiled = True
+
+    def _stop_profile(self) -> None:
+        self._job.pipe.session.controller.profiled = False
+        jax.profiler.stop_trace()
+        self._begun = None
+        if self._job.hosts.process == 0:
+            print(f"profile in {self._folder}: open it in XProf or Perfetto", flush=True)
+
+    @property
+    def _folder(self) -> Path:
+        """Where this process writes its profile."""
+        hosts, folder = self._job.hosts, self._job.run.profile
+        return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
+
+    def _write(self, steps: int) -> None:
+        """Writes the timeline of the last steps, of all processes."""
+        picture = shared_picture(
+            self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
+        )
+        if self._job.hosts.process == 0:
+            timeline.write(self._job.run.timeline, picture)
+
+
+# The training of a job: its steps, each logged, and its checkpoints.
 
 
 def train(

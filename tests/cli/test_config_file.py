@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.run_folder import RunDir
 from jvpipe.cli.train_options import NOT_KEPT, Options, given, kept_options, parse
 
 TOML = """

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jvpipe.cli.evaluating import Evaluations
+from jvpipe.cli.keeping import Evaluations
 
 
 def after(*losses: float) -> Evaluations:

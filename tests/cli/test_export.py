@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jvpipe.cli.export import check_writable, write_safetensors
+from jvpipe.cli.outputs import check_writable, write_safetensors
 from jvpipe.runtime.checkpoints.checkpoint import save_checkpoint
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.found_model import find_model
+from jvpipe.cli.own_model import find_model
 
 OWN = str(Path(__file__).parents[1] / "own.py")
 

@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jvpipe import models
-from jvpipe.cli.found_model import find_model
-from jvpipe.cli.given_tokenizer import keep_tokenizer
-from jvpipe.cli.given_weights import as_in_folder
+from jvpipe.cli.job import as_in_folder, keep_tokenizer
+from jvpipe.cli.own_model import find_model
 from jvpipe.cli.train_options import Options
 from jvpipe.models.tokens import train_tokenizer
 from tests.models.test_tokens import DOCUMENTS

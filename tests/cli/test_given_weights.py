@@ -11,11 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jvpipe import models
-from jvpipe.cli.export import parameter_names
-from jvpipe.cli.found_model import find_model
-from jvpipe.cli.given_weights import as_in_folder, first_params
-from jvpipe.cli.model_options import fields_of
-from jvpipe.cli.train_options import Options, parse
+from jvpipe.cli.job import as_in_folder, first_params
+from jvpipe.cli.outputs import parameter_names
+from jvpipe.cli.own_model import find_model
+from jvpipe.cli.train_options import Options, fields_of, parse
 from tests.commands import finished
 from tests.models.test_weights import WEIGHTS, given
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jvpipe.cli.interrupt import StopRequest
+from jvpipe.cli.shell import StopRequest
 
 
 def test_a_signal_is_noted_and_the_old_handlers_return(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ except KeyboardInterrupt:
 def test_who_is_stopped_ends_with_a_line_and_without_a_traceback(script: str, told: str) -> None:
     begin = (
         "import gc, hashlib, os, signal, sys, threading, time\n"
-        "from jvpipe.cli.interrupt import StopRequest, hear_interrupts, leave_stopped\n"
+        "from jvpipe.cli.shell import StopRequest, hear_interrupts, leave_stopped\n"
         "def send(): os.kill(os.getpid(), signal.SIGINT)\n"
     )
     command = [sys.executable, "-c", begin + script]

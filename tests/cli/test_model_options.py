@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jvpipe.cli.found_model import find_model
-from jvpipe.cli.model_options import fields_of, retrained
-from jvpipe.cli.train_options import Options
+from jvpipe.cli.own_model import find_model
+from jvpipe.cli.train_options import Options, fields_of, retrained
 from tests.cli.test_found_model import OWN
 
 

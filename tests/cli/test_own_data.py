@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jvpipe.cli.own_data import own_data, shapes
+from jvpipe.cli.own_model import own_data, shapes
 from tests.own import Ends, Full, Plain
 
 

@@ -11,8 +11,8 @@ from socket import gethostname
 import numpy as np
 import pytest
 
-from jvpipe.cli import sealed
-from jvpipe.cli.rundir import HeldError, RunDir, hold_new
+from jvpipe.cli import run_folder
+from jvpipe.cli.run_folder import HeldError, RunDir, hold_new
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from jvpipe.runtime.checkpoints.generations import DamageError
@@ -152,7 +152,7 @@ def test_a_plan_of_a_run_is_a_plan(tmp_path: Path) -> None:
     assert Plan.load(run.plan) == plan
     run.plan.write_text(run.plan.read_text().replace("gpipe", "1f1b"))
     with pytest.raises(DamageError, match=r"plan\.json is not what the run wrote"):
-        sealed.read(run.plan)
+        run_folder.read_sealed(run.plan)
 
 
 def test_files_of_a_run_are_known_by_their_digests(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli import sealed
-from jvpipe.cli.runplan import given_plan, kept_plan
+from jvpipe.cli import run_folder
+from jvpipe.cli.run_folder import given_plan, kept_plan
 from jvpipe.cli.train_options import Options
 from jvpipe.ir.plan import Plan
 
@@ -17,7 +17,7 @@ PLAN = Plan.from_cuts([3, 1], schedule="pipedream")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    sealed.write(tmp_path / "plan.json", PLAN.to_json())
+    run_folder.write_sealed(tmp_path / "plan.json", PLAN.to_json())
     return tmp_path / "plan.json"
 
 

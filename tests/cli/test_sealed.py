@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.cli import sealed
+from jvpipe.cli import run_folder
 from jvpipe.runtime.checkpoints.generations import DamageError
 
 CONTENT = {"stages": 2, "model": {"name": "bert", "rate": 1e-3}, "data": None}
 
 
 def test_what_was_written_is_read_without_its_digest(tmp_path: Path) -> None:
-    sealed.write(tmp_path / "file", CONTENT)
-    assert sealed.read(tmp_path / "file") == CONTENT
+    run_folder.write_sealed(tmp_path / "file", CONTENT)
+    assert run_folder.read_sealed(tmp_path / "file") == CONTENT
     assert "digest" in json.loads((tmp_path / "file").read_text())
 
 
@@ -27,28 +27,28 @@ def test_what_was_written_is_read_without_its_digest(tmp_path: Path) -> None:
 )
 def test_a_change_is_noticed(old: str, new: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
-    sealed.write(path, CONTENT)
+    run_folder.write_sealed(path, CONTENT)
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DamageError, match=told):
-        sealed.read(path)
+        run_folder.read_sealed(path)
 
 
 def test_layout_does_not_matter_and_what_has_no_digest_is_said(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    sealed.write(path, CONTENT)
+    run_folder.write_sealed(path, CONTENT)
     path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
-    assert sealed.read(path) == CONTENT
+    assert run_folder.read_sealed(path) == CONTENT
     path.write_text(json.dumps(CONTENT))
     with pytest.raises(DamageError, match="has lost its digest: put it back"):
-        sealed.read(path)
+        run_folder.read_sealed(path)
 
 
 def test_other_json_is_no_sealed_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("[1]")
     with pytest.raises(DamageError, match="holds no JSON object"):
-        sealed.read(tmp_path / "file")
+        run_folder.read_sealed(tmp_path / "file")
     (tmp_path / "file").write_text('{"a": ' + "[" * 10**5)
     with pytest.raises(DamageError, match="file is damaged: "):
-        sealed.read(tmp_path / "file")
+        run_folder.read_sealed(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
-        sealed.read(tmp_path / "none")
+        run_folder.read_sealed(tmp_path / "none")

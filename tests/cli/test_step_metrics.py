@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.step_metrics import scalars_in, tokens_in
+from jvpipe.cli.training import scalars_in, tokens_in
 
 
 @pytest.mark.parametrize(

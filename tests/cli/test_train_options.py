@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli.run_folder import RunDir
 from jvpipe.cli.train_options import FIXED, NOT_KEPT, OF_PROCESSES, Options, parse
 
 

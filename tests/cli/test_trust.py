@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli import trust
-from jvpipe.cli.rundir import RunDir
+from jvpipe.cli import run_folder
+from jvpipe.cli.run_folder import RunDir
 from jvpipe.cli.train_options import parse
 
 REFUSED = "was not made here by this user, and names code to be run, own.py:M: look at it, and give --model own.py:M"
@@ -17,7 +17,9 @@ REFUSED = "was not made here by this user, and names code to be run, own.py:M: l
 def made(folder: Path, model: str = "own.py:M", **told: Any) -> Path:
     """A folder as a run of this user makes it."""
     folder.mkdir(parents=True)
-    RunDir(folder).write_config({"model": model, trust.MARK: trust.mark(folder, model)} | told)
+    RunDir(folder).write_config(
+        {"model": model, run_folder.MARK: run_folder.mark(folder, model)} | told
+    )
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli import sealed
+from jvpipe.cli import run_folder
 from tests.commands import finished
 from tests.session.test_sealed_anew import ODD, changed, lacking, nested, put
 
@@ -46,9 +46,9 @@ def resumed(run: Path, steps: int = 5) -> str:
 
 
 def change_sealed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = sealed.read(file)
+    content = run_folder.read_sealed(file)
     change(content)
-    sealed.write(file, content)
+    run_folder.write_sealed(file, content)
 
 
 CONFIG: dict[str, tuple[Any, str]] = {
@@ -174,10 +174,10 @@ def test_what_a_run_keeps_in_its_checkpoint(what: str, run: Path, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["config.json", "plan.json"])
 def test_what_chance_puts_anywhere_is_taken_or_refused(name: str, run: Path) -> None:
-    chance, before, found = random.Random(3), sealed.read(run / name), 0
+    chance, before, found = random.Random(3), run_folder.read_sealed(run / name), 0
     for _ in range(8):
         key, value = chance.choice(list(before)), chance.choice(ODD)
-        sealed.write(run / name, before | {key: value})
+        run_folder.write_sealed(run / name, before | {key: value})
         found += resumed(run, 4) != ""
     assert found > 2
 

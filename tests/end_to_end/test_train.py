@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import jvpipe
 from experiments.faults.runs import page
 from jvpipe import models
-from jvpipe.cli import sealed
+from jvpipe.cli import run_folder
 from jvpipe.cli.keeping import Keeper
 from jvpipe.cli.train_options import parse
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
@@ -261,7 +261,7 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
         (run / name).write_bytes(content)
     config = json.loads((run / "config.json").read_text())
     del config["digest"]
-    sealed.write(run / "config.json", config | {"stages": "two"})
+    run_folder.write_sealed(run / "config.json", config | {"stages": "two"})
     with pytest.raises(ValueError, match=r"config\.json is not what a run wrote: stages is 'two'"):
         parse(["--run-dir", str(run), "--resume"])
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
-from jvpipe.cli.found_model import find_model
+from jvpipe.cli.own_model import find_model
 from tests.commands import finished
 from tests.end_to_end.test_libraries import permissive
 from tests.grid import grid

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.faults.runs import page as prose
 from experiments.hosts.run import free_port
-from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.shell import ExitCode
 from tests.commands import finished, running
 from tests.forks import Fork
 

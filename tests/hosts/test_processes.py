@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.hosts.run import free_port
-from jvpipe.cli.exit_codes import ExitCode
+from jvpipe.cli.shell import ExitCode
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 from tests.forks import LIMIT_S, Fork, Main, environment, forked

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jvpipe import models
-from jvpipe.cli.export import parameter_names
+from jvpipe.cli.outputs import parameter_names
 from jvpipe.models import bert, gemma, gpt2, llama, qwen3, t5
 from jvpipe.models.weight_folder import Folder, open_folder
 from jvpipe.models.weights import Format, read_fields, read_params, write_params

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jvpipe
-from jvpipe.cli.export import write_safetensors
+from jvpipe.cli.outputs import write_safetensors
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from jvpipe.runtime.checkpoints.flight import names_of
 from jvpipe.runtime.checkpoints.parts import save_parts

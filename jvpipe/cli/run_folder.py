@@ -1,9 +1,12 @@
-"""The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to go on."""
+"""The folder of a run: what it holds, what is last and whole in it, and whether it fits a resumed run."""
 
 import fcntl
+import hashlib
+import hmac
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,13 +14,14 @@ from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from socket import gethostname
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from jvpipe.cli import sealed
+from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.brief import brief
 from jvpipe.ir.pattern import anything, compare
 from jvpipe.ir.plan import Plan
-from jvpipe.report.metrics import replace_bytes
+from jvpipe.report.metrics import replace_bytes, replace_text
 from jvpipe.runtime.checkpoints.checkpoint import (
     check_checkpoint,
     delete_checkpoint,
@@ -25,6 +29,42 @@ from jvpipe.runtime.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from jvpipe.runtime.checkpoints.generations import DamageError, digest_of, telling
+from jvpipe.schedules import find_schedule
+from jvpipe.schedules.planned import pipeline_length
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file, whole or not at all."""
+    replace_text(path, json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n")
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Reads what `write_sealed` was given.
+
+    Raises:
+        OSError: there is no file.
+        DamageError: it is not what was written.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        found, wanted = content.pop("digest", None), _digest(content)
+    except (ValueError, RecursionError) as problem:
+        raise DamageError(f"{path} is damaged: {problem}") from problem
+    if found != wanted:
+        told = "has lost its digest" if found is None else "is not what the run wrote"
+        raise DamageError(
+            f"{path} {told}: put it back (options are changed on the command line, not in the file)"
+        )
+    return content
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to go on.
 
 KEPT_CHECKPOINTS = 2
 _RECORDED = {
@@ -122,7 +162,7 @@ class RunDir:
             ValueError: there is no run here.
         """
         try:
-            config = sealed.read(self.config)
+            config = read_sealed(self.config)
             for name in _RECORDED.keys() & config.keys():
                 compare(f"{self.config}: {name}", config[name], _RECORDED[name])
             return config
@@ -133,11 +173,11 @@ class RunDir:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration, whole or not at all."""
-        sealed.write(self.config, config)
+        write_sealed(self.config, config)
 
     def write_plan(self, plan: Plan) -> None:
         """Writes the plan, whole or not at all."""
-        sealed.write(self.plan, plan.to_json())
+        write_sealed(self.plan, plan.to_json())
 
     def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
         """Writes files that belong to the run, each whole or not at all; returns their digests."""
@@ -317,3 +357,135 @@ def _differences(
             )
         elif old != new:
             yield key, old, new
+
+
+# The plan that a run of the command line follows: from a file, as it had it, or yet to be made.
+
+DECIDES = (
+    "stages",
+    "replicas",
+    "devices",
+    "microbatches",
+    "schedule",
+    "planner",
+    "memory_limit",
+    "host_memory_limit",
+    "checkpoint",
+    "plan",
+)
+"""The options that a plan follows from: a run that is resumed with others is planned anew."""
+
+
+def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+    """The plan of --plan; None if there is none, or if it was given to a run before that is resumed.
+
+    Args:
+        options: of this run.
+        before: those of the run that is resumed, else the defaults.
+
+    Raises:
+        ValueError: it is no plan, or --stages, --replicas or --schedule contradict it.
+    """
+    path = options["plan"]
+    if path is None or path == before.get("plan"):
+        return None
+    plan = Plan.load(path)
+    schedule = find_schedule(plan.schedule or options["schedule"])
+    counts = [between.join(map(str, plan.replicas)) for between in ",:"]
+    told = {
+        "stages": [pipeline_length(plan, schedule)],
+        "replicas": counts,
+        "schedule": [plan.schedule],
+    }
+    for name, own in told.items():
+        if options[name] not in (*own, before.get(name)):
+            raise ValueError(
+                f"--{name} {options[name]} contradicts --plan {path}: there it is {own[0]}"
+            )
+    return plan
+
+
+def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+    """Reads the plan that a resumed run left, if it is asked for nothing that the plan does not follow from.
+
+    Args:
+        path: of its plan.json.
+        options: of this run.
+        before: those of the run that is resumed.
+    """
+    if (
+        options["remeasure"]
+        or not path.exists()
+        or any(options[name] != before.get(name) for name in DECIDES)
+    ):
+        return None
+    read_sealed(path)  # whether it is what the run wrote
+    plan = Plan.load(path)
+    schedule = find_schedule(options["schedule"])
+    same = plan.schedule == schedule.name and options["stages"] in (
+        None,
+        pipeline_length(plan, schedule),
+    )
+    return plan if same else None
+
+
+# Whether the code that the folder of a run names may be run again without being asked for: its user made it there.
+
+MARK = "made_here"
+"""Its name in config.json."""
+_KEY_BYTES = 32
+
+
+def mark(folder: Path, model: str) -> str:
+    """What only this user's runs of a model in this folder are marked with; nothing where no key can be kept.
+
+    Args:
+        folder: of the run.
+        model: as `--model` names it.
+    """
+    key = _key()
+    if key is None:
+        return ""
+    file, colon, name = model.rpartition(":")
+    code = f"{Path(file).resolve()}:{name}" if colon and file.endswith(".py") else model
+    told = json.dumps([os.getuid(), str(folder.resolve()), code])
+    return hmac.new(key, told.encode(), hashlib.sha256).hexdigest()
+
+
+def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
+    """Keeps code from being run that a folder from elsewhere names.
+
+    Args:
+        folder: of the run.
+        config: what its config.json holds.
+        model: that it names.
+
+    Raises:
+        ValueError: the model is somebody's code, and the mark is not that of this user and this place.
+    """
+    found, own = config.get(MARK), mark(folder, model)
+    if is_installed(model) or (own and isinstance(found, str) and found == own):
+        return
+    raise ValueError(
+        f"{folder} was not made here by this user, and names code to be run, {model}: look at it, and give --model "
+        f"{model} again, or --trust"
+    )
+
+
+def _key() -> bytes | None:
+    """The user's own secret, made when it is first asked for; None where there can be none that others cannot read."""
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = state / "jvpipe" / "key"
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent) as file:  # for its owner alone
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                with suppress(FileExistsError):  # another process was faster
+                    os.link(file.name, path)
+        seen, key = path.stat(), path.read_bytes()
+    except (OSError, RuntimeError):  # no home, or nothing can be written there
+        return None
+    mine = seen.st_uid == os.getuid() and not seen.st_mode & 0o077
+    return key if mine and len(key) == _KEY_BYTES else None
