@@ -25,7 +25,7 @@ from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
-from jvpipe.session.agreement import agree_on_given
+from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
     check_arrays,
     check_chooser,
@@ -47,14 +47,13 @@ from jvpipe.session.arguments import (
     shares_devices,
     whole_number,
 )
-from jvpipe.session.background import beside_training
 from jvpipe.session.evaluation import evaluate
 from jvpipe.session.inner_axes import inner_axes
+from jvpipe.session.measuring import checked_speeds, device_limits
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.session import Metrics, Session
-from jvpipe.session.settings import Settings
+from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
-from jvpipe.session.unlike import checked_speeds, device_limits
 from jvpipe.trace.leaves import is_initialiser, made_shapes
 
 Tree = Any

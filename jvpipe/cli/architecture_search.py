@@ -13,7 +13,7 @@ from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
 from jvpipe.pipeline import Metrics, Pipeline
 from jvpipe.runtime.state import State
-from jvpipe.session.background import beside_training
+from jvpipe.session.adapt import beside_training
 
 Tree = Any
 

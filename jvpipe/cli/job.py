@@ -36,8 +36,8 @@ from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.phases import phase
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
-from jvpipe.session.agreement import versions
-from jvpipe.session.batches import micro_batch_shapes
+from jvpipe.session.settings import versions
+from jvpipe.session.trees import micro_batch_shapes
 
 
 def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:

@@ -24,7 +24,7 @@ from jvpipe.ir.names import did_you_mean
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
 from jvpipe.session.arguments import check_loss, whole_number
-from jvpipe.session.batches import shapes_of
+from jvpipe.session.trees import shapes_of
 from jvpipe.trace.leaves import abstract
 
 Tree = Any

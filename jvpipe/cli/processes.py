@@ -24,7 +24,7 @@ from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
 from jvpipe.runtime.hosts import ALONE, Hosts, digest, present_hosts
-from jvpipe.session.agreement import versions
+from jvpipe.session.settings import versions
 
 Own = tuple[StepMetrics, Busy]
 """The metrics of a step as one process saw it, and how busy its devices were."""

@@ -4,10 +4,16 @@ The controller's thread only hands over the marks of a step. A thread beside it 
 lowers and compiles the migration; the pipeline makes it at the next boundary between two steps.
 """
 
+import gc
 import logging
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
+from typing import Any, TypeVar
 
 from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
@@ -18,10 +24,88 @@ from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.migrate import Migration, prepare_migration
 from jvpipe.runtime.monitor import Measured, Monitor, Record
 from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
-from jvpipe.session.background import Thread, beside_training
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
 from jvpipe.trace.graph import Traced
+
+T = TypeVar("T")
+TURN_S = 1e-4
+_lock = Lock()
+_outside: list[
+    tuple[float, bool]
+] = []  # what each that is inside has found; the first is what holds outside
+
+
+@contextmanager
+def beside_training() -> Iterator[None]:
+    """While it lasts nobody keeps the interpreter for long: every wait of the dispatching thread is one of a device.
+
+    Turns end after `TURN_S`, not after 5 ms: a dispatch gives the interpreter up and asks for it again. And tracing
+    does not set off collections of garbage, of which one that looks at every object takes half a second.
+
+    >>> with beside_training():
+    ...     round(sys.getswitchinterval(), 4), gc.isenabled()
+    (0.0001, False)
+    """
+    with _lock:
+        _outside.append((sys.getswitchinterval(), gc.isenabled()))
+        sys.setswitchinterval(min(TURN_S, _outside[0][0]))
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            interval_s, collecting = _outside.pop()
+            if not _outside:
+                sys.setswitchinterval(interval_s)
+                if collecting:
+                    gc.enable()
+
+
+class Thread:
+    """A thread beside the training, once it is switched on: it does one thing after another.
+
+    >>> thread = Thread("jvpipe-example")
+    >>> thread.switch(on=True)
+    >>> asked = thread.ask(sum, [1, 2])
+    >>> thread.wait()
+    >>> asked.result(), thread.waiting
+    (3, 0)
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool: ThreadPoolExecutor | None = None
+        self._asked: list[Future[Any]] = []
+
+    def __bool__(self) -> bool:
+        return self._pool is not None
+
+    def switch(self, *, on: bool) -> None:
+        """Begins anew, or ends; what has not begun by then is not done."""
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
+
+    @property
+    def waiting(self) -> int:
+        """How much it has not done yet."""
+        self._asked = [future for future in self._asked if not future.done()]
+        return len(self._asked)
+
+    def ask(self, act: Callable[..., T], *args: Any) -> Future[T]:
+        """Has it do something; returns at once."""
+        assert self._pool is not None, "switched on"
+        self._asked.append(future := self._pool.submit(act, *args))
+        return future
+
+    def wait(self) -> None:
+        """Waits until all is done."""
+        for future in self._asked:
+            future.result()
+
+
+# Follows what steps take, and has another plan ready when that pays.
 
 AHEAD = 4
 """So many steps may wait to be looked at; more are passed over."""

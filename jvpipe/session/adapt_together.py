@@ -25,9 +25,9 @@ from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_
 from jvpipe.runtime.monitor import Monitor, Record
 from jvpipe.runtime.tensors import Limits
 from jvpipe.session import adapt
-from jvpipe.session.agreement import agreed_rows
-from jvpipe.session.background import Thread, beside_training
+from jvpipe.session.adapt import Thread, beside_training
 from jvpipe.session.compiled_plans import CompiledPlans
+from jvpipe.session.settings import agreed_rows
 from jvpipe.session.trigger import Rule, Seen, Trigger
 
 ROUND_STEPS = 4

@@ -18,10 +18,10 @@ from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Disagreement, Hosts
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
-from jvpipe.session.agreement import agreed_rows
-from jvpipe.session.batches import shapes_of
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
+from jvpipe.session.settings import agreed_rows
+from jvpipe.session.trees import shapes_of
 from jvpipe.trace.loss import KeyKind
 
 

@@ -20,14 +20,12 @@ from jvpipe.runtime.host_link import link_between
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name
 from jvpipe.schedules import find_schedule
-from jvpipe.session.asking import Planned
-from jvpipe.session.batches import micro_batch_shapes, shapes_of
+from jvpipe.session.asking import ChosenShape, Planned
 from jvpipe.session.inner_axes import check_shard_maps
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.settings import Settings
-from jvpipe.session.shapes import ChosenShape
-from jvpipe.session.trees import Trees
+from jvpipe.session.trees import Trees, micro_batch_shapes, shapes_of
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned

@@ -40,8 +40,8 @@ from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
 from jvpipe.session.asking import Planned, ask, ask_shapes
+from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
-from jvpipe.session.splitting import CutCandidate, Splitter, crowded
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 

@@ -8,8 +8,8 @@ from typing import Any
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.state import State
 from jvpipe.runtime.versions import VersionLedger
-from jvpipe.session.agreement import agreed_rows
 from jvpipe.session.session import Session
+from jvpipe.session.settings import agreed_rows
 
 Tree = Any
 _log = logging.getLogger("jvpipe")

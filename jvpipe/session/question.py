@@ -27,8 +27,8 @@ from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
-from jvpipe.session.batches import micro_batch_shapes
 from jvpipe.session.optimizer_cut import OptimizerCutter
+from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser

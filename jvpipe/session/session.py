@@ -34,14 +34,11 @@ from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.adapt_together import AdapterOfAll
-from jvpipe.session.agreement import agreed_rows, option_parts, told_peaks
 from jvpipe.session.asking import Planned
-from jvpipe.session.batches import check_fed, feeds_of
+from jvpipe.session.changes import KnownModels, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
-from jvpipe.session.known_models import KnownModels
-from jvpipe.session.migrations import Migrations
-from jvpipe.session.settings import Settings
-from jvpipe.session.trees import Trees
+from jvpipe.session.settings import Settings, agreed_rows, option_parts, told_peaks
+from jvpipe.session.trees import Trees, check_fed, feeds_of
 from jvpipe.trace.loss import key_words
 
 Tree = Any

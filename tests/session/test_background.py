@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from jvpipe.session.background import TURN_S, beside_training
+from jvpipe.session.adapt import TURN_S, beside_training
 
 
 def _now() -> tuple[float, bool]:

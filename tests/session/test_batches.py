@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.session.batches import feeds_of, micro_batch_shapes, shapes_of
+from jvpipe.session.trees import feeds_of, micro_batch_shapes, shapes_of
 from tests.session.test_arguments import PARAMS, D, loss_fn, losses, narrow, pipeline, wide
 
 

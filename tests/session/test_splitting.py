@@ -23,8 +23,8 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import Planned
-from jvpipe.session.batches import micro_batch_shapes
-from jvpipe.session.splitting import CutCandidate, Splitter
+from jvpipe.session.planning import CutCandidate, Splitter
+from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import split_layers, split_points
 from jvpipe.trace.loss import trace_loss

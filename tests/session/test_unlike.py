@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.session import unlike
-from jvpipe.session.unlike import checked_speeds, device_limits, measured_slowness
+from jvpipe.session import measuring
+from jvpipe.session.measuring import checked_speeds, device_limits, measured_slowness
 
 Patch = pytest.MonkeyPatch
 
@@ -15,7 +15,7 @@ Patch = pytest.MonkeyPatch
 def devices(patch: Patch, *limits: int | None) -> list[Any]:
     """Devices that report so much memory."""
     found = jax.devices()[: len(limits)]
-    patch.setattr(unlike, "_reported", lambda device: limits[found.index(device)])
+    patch.setattr(measuring, "_reported", lambda device: limits[found.index(device)])
     return found
 
 
@@ -63,8 +63,8 @@ def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch)
         list[str](),
         dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True)),
     )
-    monkeypatch.setattr(unlike, "_kind", cards.__getitem__)
-    monkeypatch.setattr(unlike, "is_own", lambda device: cards[device] != "V100")
+    monkeypatch.setattr(measuring, "_kind", cards.__getitem__)
+    monkeypatch.setattr(measuring, "is_own", lambda device: cards[device] != "V100")
 
     def costs(forward_s: float) -> Costs:
         return Costs(
