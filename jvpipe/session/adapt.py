@@ -1,17 +1,27 @@
-"""Follows what steps take, and has another plan ready when that pays.
+"""Follows what steps take, and has another plan ready when that pays: one process by itself, several together.
 
-The controller's thread only hands over the marks of a step. A thread beside it waits for them, asks the trigger, and
-lowers and compiles the migration; the pipeline makes it at the next boundary between two steps.
+The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the trigger, and lowers
+and compiles the migration; the pipeline makes it at the next boundary between two steps. Of several processes all tell
+what their devices took, the first one decides, and all move at one step:
+
+    step 4     every process tells the seconds of its layers     the first one asks the trigger
+    step 8     the first one tells of another plan               all make it ready, beside the training
+    step 12    every process tells that it is ready              all move
+
+Nobody is asked between these steps, so that a process may run ahead of the others. What all were told decides what each
+does; a process that is not ready is waited for at a later one of these steps. A process alone need not tell anybody:
+its thread decides and makes ready as soon as a step was read, and what is ready is done before the next step.
 """
 
 import gc
+import json
 import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -19,14 +29,17 @@ from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
+from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.migrate import Migration, prepare_migration
+from jvpipe.runtime.host_link import link_between
+from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.runtime.monitor import Measured, Monitor, Record
-from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
+from jvpipe.runtime.tensors import Limits
 from jvpipe.session.compiled_plans import CompiledPlans
+from jvpipe.session.settings import agreed_rows
 from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
-from jvpipe.trace.graph import Traced
 
 T = TypeVar("T")
 TURN_S = 1e-4
@@ -105,35 +118,96 @@ class Thread:
             future.result()
 
 
-# Follows what steps take, and has another plan ready when that pays.
+# The adapter
 
 AHEAD = 4
 """So many steps may wait to be looked at; more are passed over."""
+ROUND_STEPS = 4
+"""Several processes tell one another every so many steps."""
 _log = logging.getLogger("jvpipe")
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan that is to take another one's place, and why."""
+
+    old: Plan
+    new: Plan
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process tells the others: the seconds of its layers by step; of the first one, what it proposes.
+
+    `how` it would make the proposal before, once it is ready for it; `refusal`: why it cannot.
+    """
+
+    seconds: dict[int, Seen]
+    proposal: Proposal | None = None
+    how: str = ""
+    refusal: str = ""
+
+    def to_json(self) -> str:
+        """As text.
+
+        >>> told = Told({3: Seen([1.0], [0.0])}, Proposal(Plan.from_cuts([1]), Plan.from_cuts([1], [1]), "slow"))
+        >>> Told.from_json(told.to_json()) == told
+        True
+        """
+        seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
+        told = self.proposal and [
+            self.proposal.old.to_json(),
+            self.proposal.new.to_json(),
+            self.proposal.why,
+        ]
+        return json.dumps([seconds, told, self.how, self.refusal])
+
+    @staticmethod
+    def from_json(text: str) -> "Told":
+        """What `to_json` gave."""
+        seconds, told, how, refusal = json.loads(text)
+        proposal = told and Proposal(Plan.from_json(told[0]), Plan.from_json(told[1]), told[2])
+        return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)
+
+
 class Adapter:
-    """Looks at the steps of a pipeline, once it is switched on; what is to move goes into the queue of its moves."""
+    """Looks at the steps of a pipeline, once it is switched on; what is to move goes into the queue of its moves.
+
+    Args:
+        compiled_plans: those of the model.
+        queue: the migrations that wait.
+        limits: kept while layers move.
+        hosts: the processes, if there are several.
+    """
 
     def __init__(
-        self, compiled_plans: CompiledPlans, queue: deque[Migration], limits: Limits
+        self,
+        compiled_plans: CompiledPlans,
+        queue: deque[Migration],
+        limits: Limits,
+        hosts: Hosts | None,
     ) -> None:
-        self._compiled_plans, self._queue, self._limits = compiled_plans, queue, limits
-        self._thread = Thread("jvpipe-adapt")
-        self._rule = Rule()
-        self._link: Link | None = None  # between devices, measured before the first step
-        self._trigger: tuple[Traced, Trigger] | None = None
-        self._ready: Migration | None = None
-        self._replaced: Plan | None = None  # the plan whose replacement is ready; not judged again
+        self._compiled_plans, self._queue = compiled_plans, queue
+        self._limits, self._hosts = limits, hosts
+        self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule())
+        self._stream_steps = 0
+        self._link: Link | None = None  # measured before the first step
 
     def switch(self, on: bool, rule: Rule) -> None:
-        """On, under a rule, or off."""
+        """On, under a rule, or off; in all processes alike.
+
+        Raises:
+            Disagreement: another process was asked for something else.
+        """
+        if self._hosts:
+            self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
         self._thread.switch(on=on)
-        self._rule, self._trigger, self._ready, self._replaced = rule, None, None, None
+        self._judge = _Judge(rule)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Another model is trained from here on."""
-        self._compiled_plans, self._ready = compiled_plans, None
+        """Another model is trained from here on; what is still read of the one before is for nobody."""
+        self._compiled_plans, self._judge = compiled_plans, _Judge(self._judge.rule)
 
     def observe(
         self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
@@ -146,32 +220,81 @@ class Adapter:
             step: its number.
             stream_steps: those of the stream after it.
         """
+        self._stream_steps = stream_steps
         if not self._thread or monitor is None:
             return
         record, first = monitor.close(), self._compiled_plans.current
         if record and self._thread.waiting < AHEAD and compiled.traced is first.traced:
-            trigger = self._trigger_of(first, self._compiled_plans.layer_s)
-            self._thread.ask(self._judge, trigger, monitor, record, first, step, stream_steps)
+            if self._decides:
+                self._judge.plans[step] = first.plan
+            read = self._judge, monitor, record, first, step, stream_steps
+            self._thread.ask(self._look, *read)
 
     def offer(self, step: int) -> None:
-        """Lets what is ready be done before `step`, unless something else is under way."""
-        if self._thread and self._link is None:
-            first, *others = map(first_of, self._compiled_plans.current.devices)
-            self._link = links_between(first, others[0]).send if others else INFINITE
-        ready = self._ready
-        if ready and not self._queue:
-            self._ready = None
+        """Does what all were told, now and then: tells the others, prepares, or moves before `step`."""
+        if not self._thread:
+            return
+        if self._link is None:
+            self._link = self._measured_link()
+        judge, hosts = self._judge, self._hosts
+        if hosts is None:
+            if judge.preparing is not None and not self._queue:
+                self._move(judge.preparing, [judge.news()], step)
+            return
+        if step % ROUND_STEPS:
+            return
+        news = hosts.exchange("seconds", judge.news().to_json().encode())
+        told = [Told.from_json(text.decode()) for text in news]
+        if judge.preparing is not None:
+            self._move(judge.preparing, told, step)
+        elif (proposal := told[0].proposal) is not None:
             current = self._compiled_plans.current
-            if ready.old.plan == current.plan and ready.old.traced is current.traced:
-                self._queue.append(replace(ready, change=replace(ready.change, step=step)))
+            if current.plan == proposal.old and not self._queue:
+                judge.preparing = proposal
+                self._thread.ask(self._prepare, judge, proposal, current, step, self._stream_steps)
+        if self._decides:
+            self._thread.ask(self._propose, judge, told, self._compiled_plans.current)
 
     def wait(self) -> None:
         """Waits until every step that was seen has been looked at."""
         self._thread.wait()
 
-    def _judge(
+    @property
+    def _decides(self) -> bool:
+        return self._hosts is None or not self._hosts.process
+
+    def _measured_link(self) -> Link:
+        """Between processes, or between the devices of one."""
+        if self._hosts:
+            return link_between(self._hosts)
+        first, *others = map(first_of, self._compiled_plans.current.devices)
+        return links_between(first, others[0]).send if others else INFINITE
+
+    def _move(self, proposal: Proposal, told: Sequence[Told], step: int) -> None:
+        """Queues a migration once all are ready for it; forgets it if one of them cannot make it."""
+        judge, current = self._judge, self._compiled_plans.current
+        refusals = [one.refusal for one in told if one.refusal]
+        if not refusals and not all(one.how for one in told):
+            return
+        migration, judge.preparing, judge.made = judge.made, None, None
+        if refusals:
+            cuts = list(proposal.new.cuts)
+            _log.warning("%s, but cuts %s cannot be: %s", proposal.why, cuts, refusals[0])
+            judge.refuse(proposal.new)
+        elif current.plan == proposal.old and not self._queue:
+            assert isinstance(migration, Migration), "nobody refuses"
+            if self._hosts:
+                rows = agreed_rows(migration.new)
+                self._hosts.agree("migrations", [("plan", str(proposal.new.to_json())), *rows])
+            foreseen = migration.stream_steps if len({one.how for one in told}) == 1 else UNFORESEEN
+            change = replace(migration.change, step=step)
+            self._queue.append(replace(migration, change=change, stream_steps=foreseen))
+
+    # In the background
+
+    def _look(
         self,
-        trigger: Trigger,
+        judge: "_Judge",
         monitor: Monitor,
         record: Record,
         compiled: CompiledPlan,
@@ -179,49 +302,134 @@ class Adapter:
         stream_steps: int,
     ) -> None:
         try:
-            if compiled.plan == self._replaced:
-                return
-            self._replaced = None
-            replan = trigger.observe(compiled.plan, seen(monitor.read(record), compiled))
-            if replan is not None:
-                with beside_training():
-                    self._prepare(trigger, replan, compiled, step, stream_steps)
+            took = seen(monitor.read(record), compiled)
         except Exception:
             _log.exception("step %d could not be looked at", step)
+            return
+        if self._hosts:
+            judge.read.append((step, took))
+            return
+        if judge.preparing is not None:  # the other thread has not come to it
+            return
+        self._propose(judge, [Told({step: took})], compiled)
+        proposal, judge.proposal = judge.proposal, None
+        if proposal is not None:
+            self._prepare(judge, proposal, compiled, step + 1, stream_steps)
+            judge.preparing = proposal
 
-    def _trigger_of(self, compiled: CompiledPlan, layer_s: Sequence[float] | None) -> Trigger:
-        """That of the model at hand."""
-        if self._trigger is None or self._trigger[0] is not compiled.traced:
-            synchronous = compiled.schedule.synchronous
-            trigger = Trigger(
-                layer_s, compiled.microbatches, synchronous=synchronous, rule=self._rule
-            )
-            self._trigger = compiled.traced, trigger
-        return self._trigger[1]
+    def _propose(self, judge: "_Judge", told: Sequence[Told], compiled: CompiledPlan) -> None:
+        try:
+            judge.decide(told, compiled, self._compiled_plans.layer_s, self._link or INFINITE)
+        except Exception:
+            _log.exception("what steps took could not be judged")
 
     def _prepare(
-        self, trigger: Trigger, replan: Replan, compiled: CompiledPlan, step: int, stream_steps: int
+        self,
+        judge: "_Judge",
+        proposal: Proposal,
+        compiled: CompiledPlan,
+        step: int,
+        stream_steps: int,
     ) -> None:
-        """Makes the migration ready, if it keeps the limit and repays what it moves."""
-        cuts = list(replan.cuts)
+        """Makes a migration ready, by the way that this process has room for; or says why it cannot."""
         try:
-            new = self._compiled_plans.with_plan(plan_for(replan, trigger, compiled), compiled)
-            migration = prepare_migration(
-                compiled, new, (step + 1, 0), replan.why, self._limits, stream_steps
+            with beside_training():
+                new = self._compiled_plans.with_plan(proposal.new, compiled)
+                why, limits = proposal.why, self._limits
+                migration = prepare_migration(compiled, new, (step, 0), why, limits, stream_steps)
+                migration.bound.compile_marks()
+                judge.made = migration
+        except Exception as error:
+            judge.made = str(error) or type(error).__name__
+
+
+class _Judge:
+    """What a process knows of the steps of a model under a rule; of several the first one proposes."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.plans: dict[int, Plan] = {}  # under which the steps ran that not all have told of
+        self.read: deque[tuple[int, Seen]] = deque()  # steps that the others have not been told of
+        self.proposal: Proposal | None = None  # not told yet
+        self.preparing: Proposal | None = None  # what all make ready
+        self.made: Migration | str | None = None  # for it, or why it cannot be
+        self._told: dict[int, list[Seen]] = {}
+        self._trigger: Trigger | None = None
+        self._replaced: Plan | None = None  # another one is proposed for it: not judged again
+
+    def news(self) -> Told:
+        """Gives what there is to tell, and counts it as told."""
+        seconds = dict(self.read.popleft() for _ in range(len(self.read)))
+        proposal, self.proposal = self.proposal, None
+        made = self.made
+        how = made.change.how if isinstance(made, Migration) else ""
+        return Told(seconds, proposal, how, made if isinstance(made, str) else "")
+
+    def decide(
+        self,
+        told: Sequence[Told],
+        compiled: CompiledPlan,
+        layer_s: Sequence[float] | None,
+        link: Link,
+    ) -> None:
+        """Asks the trigger about every step that all have told of by now.
+
+        Args:
+            told: what each process has told.
+            compiled: the plan in use.
+            layer_s: the seconds of its layers that it was made for, if it was made for any.
+            link: between the processes.
+        """
+        try:
+            for seconds in told:
+                for step, seen in seconds.seconds.items():
+                    self._told.setdefault(step, []).append(seen)
+            for step in sorted(
+                step for step, parts in self._told.items() if len(parts) == len(told)
+            ):
+                self._judge(self.plans[step], all_of(self._told[step]), compiled, layer_s, link)
+                self._told = {later: parts for later, parts in self._told.items() if later > step}
+                self.plans = {later: plan for later, plan in self.plans.items() if later > step}
+        except Exception:
+            _log.exception("what all processes have told of their steps could not be judged")
+
+    def refuse(self, plan: Plan) -> None:
+        """Asks no more for a plan that cannot be made."""
+        if self._trigger is not None:
+            self._trigger.refuse(plan.cuts)
+        self._replaced = None
+
+    def _judge(
+        self,
+        plan: Plan,
+        seen: Seen,
+        compiled: CompiledPlan,
+        layer_s: Sequence[float] | None,
+        link: Link,
+    ) -> None:
+        if self._trigger is None:
+            synchronous = compiled.schedule.synchronous
+            self._trigger = Trigger(
+                layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
-        except MemoryLimitExceeded as error:
-            _log.warning("%s, but cuts %s cannot be: %s", replan.why, cuts, error)
-            trigger.refuse(replan.cuts)
+        if plan == self._replaced:
             return
-        if not replan.repays(migration.change.moved_bytes, self._link or INFINITE, self._rule):
-            size = migration.change.moved_bytes
+        self._replaced, trigger = None, self._trigger
+        replan = trigger.observe(plan, seen)
+        if replan is None or plan != compiled.plan:
+            return
+        new = plan_for(replan, trigger, compiled)
+        moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
+        if not replan.repays(moved_bytes, link, self.rule):
             _log.info(
-                "%s, but cuts %s do not repay the %d bytes that would move", replan.why, cuts, size
+                "%s, but cuts %s do not repay the %d bytes that would move",
+                replan.why,
+                new.cuts,
+                moved_bytes,
             )
             trigger.refuse(replan.cuts)
-            return
-        migration.bound.compile_marks()
-        self._ready, self._replaced = migration, compiled.plan
+        else:
+            self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
 
 
 def plan_for(replan: Replan, trigger: Trigger, compiled: CompiledPlan) -> Plan:
@@ -252,3 +460,18 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
             layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
         ]
     return Seen(layer_s, exposed_s)
+
+
+def all_of(parts: Sequence[Seen]) -> Seen:
+    """The seconds of a step of which each process has seen its own layers and stages.
+
+    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
+    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
+    """
+    layer_s, exposed_s = (
+        [getattr(part, name) for part in parts] for name in ("layer_s", "exposed_s")
+    )
+    return Seen(
+        [sum(values) for values in zip(*layer_s, strict=True)],
+        [sum(v) for v in zip(*exposed_s, strict=True)],
+    )

@@ -33,7 +33,6 @@ from jvpipe.runtime.picture import picture
 from jvpipe.runtime.state import Leaf, Name, State, given_leaves
 from jvpipe.runtime.tensors import Ledger, Limits
 from jvpipe.session.adapt import Adapter
-from jvpipe.session.adapt_together import AdapterOfAll
 from jvpipe.session.asking import Planned
 from jvpipe.session.changes import KnownModels, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
@@ -83,9 +82,8 @@ class Session:
         self.migrations = Migrations(
             self.compiled_plans, self.controller, self.limits, warmup_updates
         )
-        adapting = self.compiled_plans, self.migrations.queue, self.limits
-        self.adapter = (
-            AdapterOfAll(*adapting, settings.hosts) if settings.hosts else Adapter(*adapting)
+        self.adapter = Adapter(
+            self.compiled_plans, self.migrations.queue, self.limits, settings.hosts
         )
         self.model_history: list[ModelChange] = []
         self._told_peaks: tuple[Plan | None, Sequence[Peak]] = (

@@ -7,7 +7,7 @@ import pytest
 import jvpipe
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.runtime.hosts import Hosts
-from jvpipe.session.adapt_together import ROUND_STEPS, AdapterOfAll
+from jvpipe.session.adapt import ROUND_STEPS, Adapter
 from tests.runtime.test_hosts import Store
 from tests.runtime.test_migrate import assert_same, started
 from tests.session.test_adapt import HOME, Devices, devices, trained  # noqa: F401 - a fixture
@@ -18,7 +18,7 @@ def adapting(**options: Any) -> tuple[jvpipe.Pipeline, jvpipe.State]:
     pipe, state = started(CASES["mlp"](), HOME, **options)
     session = pipe.session
     hosts = Hosts(0, 1, Store(), link=INFINITE)
-    session.adapter = AdapterOfAll(
+    session.adapter = Adapter(
         session.compiled_plans, session.migrations.queue, session.limits, hosts
     )
     pipe.adapt()
